@@ -1,0 +1,64 @@
+"""The one interface of attention: mixed prompt chunks and decode tokens over a paged cache, causal, in one call.
+
+`prepare` turns a step's ranges into whatever a backend needs, once; `attend` then runs for every layer. Keys and
+values are stored before they are read, so tokens of the same step (a chunk, or another sequence that shares the
+block) are seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.plan import CacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A step as attention sees it (B sequences, T tokens; single-token sequences come first).
+
+    Attributes:
+        starts, counts: int32 [B]; a sequence's queries are at positions start ... start + count - 1, and its keys
+            reach from 0 (or the window's edge) to start + count - 1.
+        num_decodes: sequences with count 1 at the front.
+        block_tables: per cache group int32 [B, max_blocks].
+        slot_mapping: per cache group int64 [T], block * block_size + offset where each token's key goes.
+    """
+
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    num_decodes: int
+    block_tables: tuple[NDArray[np.int32], ...]
+    slot_mapping: tuple[NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of the paged cache: each layer holds K and V as [num_blocks, block_size, kv_heads, head_dim]."""
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class AttentionBackend(Protocol):
+    """A way to attend. One object per engine; it owns the cache's tensors."""
+
+    name: str
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """What `attend` needs of this step, made once for all layers."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any) -> Tensor:
+        """Store k and v [T, kv_heads, head_dim], then attend with q [T, heads, head_dim]; returns q's shape."""
+        ...
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        """Zero these blocks in all layers of the group."""
+        ...

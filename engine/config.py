@@ -1,0 +1,65 @@
+"""Frozen settings of the engine. What is derived from the model or the machine is resolved once, in `Engine.load`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens a block holds.
+        memory_bytes: most bytes for all pools; None: `memory_fraction` of what the machine has free after loading.
+        num_blocks: blocks of the full-attention pool; overrides both (tests, and who knows better).
+        prefix_caching: reuse blocks between requests with the same leading tokens and salt.
+        sequences, tokens_per_sequence: the work at hand, when known; the pool is no larger than it can use.
+    """
+
+    block_size: int = 32
+    memory_bytes: int | None = None
+    memory_fraction: float = 0.5
+    num_blocks: int | None = None
+    prefix_caching: bool = True
+    sequences: int | None = None
+    tokens_per_sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """One step's limits.
+
+    Attributes:
+        max_num_seqs: rows of the running batch.
+        max_num_batched_tokens: token budget of a step.
+        max_chunk_tokens: most prompt tokens of one row in a step; None: the budget.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything `Engine.load` may be told beside the model's place.
+
+    Attributes:
+        dtype: of weights, activations and KV; "auto": bfloat16 where the CPU multiplies it natively, else float32.
+        max_model_len: most tokens of one sequence; None: the model's own limit.
+        threads: for compute; None: torch's choice.
+        attention: name of the backend; "auto" picks the best one for the device.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    max_model_len: int | None = None
+    threads: int | None = None
+    attention: str = "auto"
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

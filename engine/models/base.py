@@ -1,0 +1,63 @@
+"""What the engine knows of a model, whatever its family: shapes, and two functions over flat token batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v likewise, scale) -> [T, heads, head_dim].
+
+q and k arrive rotated. The callee stores k and v in the paged cache and attends causally within each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model's shape.
+
+    Attributes:
+        architecture: the family's name as its config gives it.
+        max_position: tokens of context the model was made for.
+        windows: per layer, the sliding window in tokens (a query sees itself and window - 1 before it), or None.
+        eos_token_ids: the tokens that end an answer (config and generation_config together).
+        rope_original_max: where rotary frequencies start to depend on a sequence's length (dynamic scaling only).
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    dtype: torch.dtype
+    rope_original_max: int | None = None
+
+
+class CausalModel(Protocol):
+    """A decoder over a flat batch: tokens of many sequences, side by side, without padding."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """Hidden states after the last norm, [T, hidden_size] in the model's dtype.
+
+        Args:
+            input_ids, positions: int64 [T].
+            rope_lengths: int64 [T], for each token max(its sequence's prompt length, position + 1); given only when
+                `spec.rope_original_max` is set.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, vocab_size] for hidden [S, hidden_size]."""
+        ...

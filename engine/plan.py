@@ -1,0 +1,116 @@
+"""What one step computes: the sentence the scheduler says to the runner.
+
+Everything is row-indexed. A row is a slot of the running batch; `RowState` holds, for each row, what both sides
+read (its tokens and block tables), so a plan carries only the rows and ranges of this step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import Request
+
+NO_TOKEN = -1
+NO_BLOCK = 0  # block 0 of every group is never allocated: a harmless target for padding
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        layers: the model's layer indices.
+        window: tokens that a query of these layers sees (itself included), or None for all.
+        num_blocks: blocks in this group's pool, block 0 (never allocated) included.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    num_blocks: int
+
+
+class RowState:
+    """Row-indexed state of the running batch; written by the scheduler, read by the runner.
+
+    Attributes (R = max_num_seqs rows):
+        token_ids: int32 [R, max_model_len], prompt and output so far (known tokens).
+        num_known, num_computed, prompt_len: int32 [R].
+        block_tables: per cache group int32 [R, ceil(max_model_len / block_size)]; entry b is the block that holds
+            positions b * block_size ... and `NO_BLOCK` where none is held (not yet, or behind the window).
+    """
+
+    __slots__ = ("block_size", "block_tables", "num_computed", "num_known", "prompt_len", "token_ids")
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.num_known = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
+        self.prompt_len = np.zeros(max_num_seqs, dtype=np.int32)
+        width = -(-max_model_len // block_size)
+        self.block_tables = [np.full((max_num_seqs, width), NO_BLOCK, dtype=np.int32) for _ in range(num_groups)]
+
+
+class NewRow(NamedTuple):
+    """A sequence that takes a row with this step (first admission, or again after preemption)."""
+
+    row: int
+    request: Request
+    choice: int
+
+
+class BlockRef(NamedTuple):
+    """A physical block of one cache group."""
+
+    group: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Rows that compute a single token come first (`num_decodes` of them), then the chunks.
+
+    Attributes (B rows in the step):
+        rows: int32 [B].  starts: int32 [B], first position computed.  counts: int32 [B], positions computed.
+        num_logits: int32 [B], trailing positions of the row whose logits are wanted (0 inside a prompt, 1 where the
+            next token is sampled, `counts` for prompt log-probabilities).
+        samples: bool [B], whether the last of them yields the row's next token.
+        num_decodes: rows with count 1 at the front.
+        num_tokens: sum of counts.
+        new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
+        zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
+    """
+
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    num_logits: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    num_decodes: int
+    num_tokens: int
+    new_rows: tuple[NewRow, ...] = ()
+    zero_blocks: tuple[BlockRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave, aligned with the plan's rows.
+
+    Attributes:
+        token_ids: int32 [B], the sampled token, or `NO_TOKEN`.
+        failed: bool [B], the row met non-finite logits (its token is `NO_TOKEN`).
+        logprobs: for rows that asked: row -> (chosen float32, top ids int32 [k], top float32 [k]).
+        prompt_logprobs: for rows that asked: row -> (first position, chosen float32 [c], ids [c, k], top [c, k]);
+            entry i is the log-probability of the token at `first position + i`.
+        pooled: for rows that asked and whose prompt is complete: row -> float32 [hidden].
+    """
+
+    token_ids: NDArray[np.int32]
+    failed: NDArray[np.bool_]
+    logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]]
+    prompt_logprobs: dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]
+    pooled: dict[int, NDArray[np.float32]]

@@ -1,0 +1,198 @@
+"""What goes into the engine and what comes out: token ids, never text.
+
+Text rules that need a tokenizer (stop strings, grammars) enter as small per-choice objects made by the
+factories on `Request`; the engine only calls them for the rows that carry one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import RequestRefused
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. `STOP` and `LENGTH` are answers; the others are not."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class TokenWatcher(Protocol):
+    """Looks at each sampled token of one choice and may end it (stop strings live behind this)."""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next sampled token; True ends the choice with finish reason "stop"."""
+        ...
+
+
+class TokenMask(Protocol):
+    """Says which tokens one choice may take next (grammars live behind this)."""
+
+    def fill(self, bitmask: NDArray[np.int32]) -> None:
+        """Write the allowed tokens into `bitmask` [ceil(vocab / 32)], bit i of word w = token 32 w + i."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take the token that was sampled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    The order of the chain is: mask, logit_bias, penalties, (greedy: argmax), temperature, top_k, top_p, min_p, draw.
+    Randomness is counter-based: the draw for a position depends on (`seed`, choice, position) alone, so batch
+    mates, chunking, preemption or another worker change nothing.
+
+    Attributes:
+        max_tokens: most tokens to generate; 0 scores the prompt only.
+        n: choices for one prompt.
+        temperature: 0 is greedy.  top_k: 0 is off.  top_p: 1 is off.  min_p: 0 is off.
+        repetition_penalty: over prompt and output, 1 is off (Keskar et al. 2019, CTRL, section 4.1).
+        frequency_penalty, presence_penalty: over output, 0 is off (OpenAI's definition).
+        logit_bias: token id -> added to its logit.
+        stop_token_ids: end the choice; the stop token is not part of the output.
+        ignore_eos: the model's own end tokens do not end the choice (`stop_token_ids` still do).
+        min_tokens: end tokens are masked until so many were generated.
+        logprobs: None is off; k >= 0 keeps the chosen token's log-probability and the k largest, of the
+            model's own distribution (before the chain).
+        prompt_logprobs: the same for the prompt's tokens; turns prefix-cache reads off for this request.
+    """
+
+    max_tokens: int = 16
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, value: object, rule: str) -> None:
+            raise RequestRefused(f"{name} is {value!r}, but must be {rule}")
+
+        if self.max_tokens < 0:
+            refuse("max_tokens", self.max_tokens, "0 or more")
+        if self.n < 1:
+            refuse("n", self.n, "1 or more")
+        if not 0 <= self.temperature < float("inf"):
+            refuse("temperature", self.temperature, "0 or more, and finite")
+        if self.top_k < 0:
+            refuse("top_k", self.top_k, "0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", self.top_p, "above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            refuse("min_p", self.min_p, "from 0 to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            refuse("repetition_penalty", self.repetition_penalty, "above 0, and finite")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            refuse("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete, score or pool.
+
+    Attributes:
+        request_id: the caller's name for it, unique among unfinished requests.
+        prompt_token_ids: int32 [prompt_tokens], at least one.
+        priority: the class; lower runs first and may preempt higher ones (0 interactive, 1 standard, 2 bulk).
+        deadline: on the engine's clock (seconds); past it the request ends with finish reason "timeout".
+        expected_tokens: a guess of the answer's length in tokens, for admission; None: learnt from the run.
+        prefix_group: requests with the same value share a prompt prefix and are admitted side by side.
+        salt: keeps prefix-cache entries of different owners apart.
+        watcher, mask: make the per-choice watcher or mask; called with the choice's index.
+        pooling: with max_tokens 0, return the last hidden state or the mean over the prompt.
+    """
+
+    request_id: str
+    prompt_token_ids: NDArray[np.int32]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 2
+    deadline: float | None = None
+    expected_tokens: int | None = None
+    prefix_group: int | None = None
+    salt: bytes = b""
+    watcher: Callable[[int], TokenWatcher] | None = None
+    mask: Callable[[int], TokenMask] | None = None
+    pooling: Literal["last", "mean"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities along a run of tokens.
+
+    Attributes:
+        chosen: float32 [tokens], of the token that stands there (NaN for a prompt's first token).
+        top_ids, top: int32 and float32 [tokens, k], the k likeliest, descending.
+    """
+
+    chosen: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. `token_ids` int32 [tokens] is without the end token that closed it; `stop_token_id` is that token."""
+
+    index: int
+    token_ids: NDArray[np.int32]
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of one request: all its choices, in order.
+
+    Attributes:
+        error: why it failed, when any choice ended in `ERROR`.
+        cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
+        generated_tokens: tokens sampled for all choices, end tokens included.
+        pooled: float32 [hidden], when pooling was asked for.
+        started_at, finished_at: on the engine's clock (seconds); admission and end.
+        preemptions: how often a choice was put back and recomputed.
+    """
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    started_at: float
+    finished_at: float
+    preemptions: int = 0
+    error: str | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    pooled: NDArray[np.float32] | None = None
+
+
+def as_token_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """Any sequence of token ids as the int32 array that `Request` wants."""
+    return np.ascontiguousarray(ids, dtype=np.int32)

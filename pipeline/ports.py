@@ -1,0 +1,106 @@
+"""The pipeline's ports: all that it asks of the world outside. An adapter is one file; both the embedded and the
+deployed adapters pass the same contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a listing says of an object. `size` in bytes."""
+
+    key: str
+    size: int
+
+
+class ObjectStore(Protocol):
+    """The truth. Keys are relative paths with '/' between parts; an object is written once and is whole when seen."""
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        """Create the object durably; False if it exists already (the race is lost, nothing was changed)."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """The whole object; raises `ObjectNotFound`."""
+        ...
+
+    def open(self, key: str) -> BinaryIO:
+        """A seekable stream over the object; raises `ObjectNotFound`."""
+        ...
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Size of an object, or None if there is none."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose keys start with `prefix`, in key order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object if it is there."""
+        ...
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Create or overwrite: only for caches such as progress.json, whose loss changes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """What travels on the queue: a name, no content. `job` is the job's id, `shard` its number (part number too)."""
+
+    job: str
+    shard: int
+    attempt: int = 1
+
+
+class ShardQueue(Protocol):
+    """Hands shards to workers; may lose, repeat, delay or reorder: only a hint."""
+
+    def put(self, task: ShardTask) -> None: ...
+
+    def take(self, timeout: float) -> ShardTask | None:
+        """The next task, or None after `timeout` seconds."""
+        ...
+
+
+class Clock(Protocol):
+    """Time and sleep; seconds."""
+
+    def now(self) -> datetime:
+        """Wall time, aware, UTC."""
+        ...
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Randomness(Protocol):
+    """Where ids come from."""
+
+    def token(self, num_bytes: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ports a part of the pipeline is given, together."""
+
+    store: ObjectStore
+    clock: Clock
+    random: Randomness
+    scratch: Path = field(default_factory=lambda: Path("."))
+    """A local folder for files being built before they become objects."""
+
+
+class PipelineError(Exception):
+    """The root of what the pipeline raises on purpose."""
+
+
+class ObjectNotFound(PipelineError):
+    """Raised when a key that must exist does not."""

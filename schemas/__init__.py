@@ -1,0 +1,1 @@
+"""The ground floor: models of everything that crosses a process boundary. Imports nothing else of ours."""

@@ -1,0 +1,55 @@
+"""Why a row failed, as users see it: one vocabulary for planner, workers and results."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RowErrorCode(StrEnum):
+    """`error_code` of a result row."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    UNSUPPORTED_URL = "unsupported_url"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTENT_FILTER = "content_filter"
+    REQUEST_TIMEOUT = "request_timeout"
+    BATCH_EXPIRED = "batch_expired"
+    BATCH_CANCELLED = "batch_cancelled"
+    ENGINE_ERROR = "engine_error"
+
+
+STATUS_CODES: dict[RowErrorCode, int] = {
+    RowErrorCode.INVALID_JSON: 400,
+    RowErrorCode.INVALID_REQUEST: 400,
+    RowErrorCode.DUPLICATE_CUSTOM_ID: 400,
+    RowErrorCode.UNSUPPORTED_URL: 400,
+    RowErrorCode.UNSUPPORTED_PARAMETER: 400,
+    RowErrorCode.CONTEXT_LENGTH_EXCEEDED: 400,
+    RowErrorCode.MODEL_NOT_FOUND: 404,
+    RowErrorCode.CONTENT_FILTER: 400,
+    RowErrorCode.REQUEST_TIMEOUT: 408,
+    RowErrorCode.BATCH_EXPIRED: 408,
+    RowErrorCode.BATCH_CANCELLED: 409,
+    RowErrorCode.ENGINE_ERROR: 500,
+}
+"""The `status_code` an HTTP server would have answered with."""
+
+
+class RowError(Exception):
+    """One request can't be answered. It ends as a failed row; nothing else is lost.
+
+    Attributes:
+        code: what kind.  message: what is wrong and what to do.  param: the body's field, if one is to blame.
+        line: 1-based line of the input file, when known.
+    """
+
+    def __init__(self, code: RowErrorCode, message: str, *, param: str | None = None, line: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.line = line
