@@ -1,0 +1,66 @@
+# Every install goes through constraints.txt, torch first: an unconstrained step may pull gigabytes that nobody asked for.
+# PIP_ARGS is handed to each pip install (another index, a proxy, --quiet).
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+OUT ?= out/demo
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+CONSTRAINT := $(abspath constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-models test-all lint format bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.run.stamp  ## make .venv and install tokenmill in it
+
+run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet under out/demo
+	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
+	@$(PY) examples/show_results.py $(OUT)
+
+test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long runs
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev.stamp  ## run every test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.dev.stamp  ## let ruff fix and format what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.run.stamp  ## measure this machine: scheduler and pipeline alone, then the engine
+	@$(PY) -m tokenmill bench --model demo
+
+clean:  ## remove what was built; keeps the model cache
+	rm -rf $(VENV) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.pip.stamp:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenmill needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.run.stamp: $(VENV)/.pip.stamp pyproject.toml constraints.txt
+	@echo "installing torch, then tokenmill: minutes the first time, nothing after that" >&2
+	$(PIP) --constraint $(CONSTRAINT) torch
+	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --editable ".[engine]"
+	@touch $@
+
+$(VENV)/.dev.stamp: $(VENV)/.run.stamp
+	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group dev
+	@touch $@

@@ -1,0 +1,75 @@
+"""The walls of the house: who may import whom, and what is shipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGES = {"tokenmill", "workers", "pipeline", "engine", "schemas"}
+
+
+def test_given_the_import_contracts_when_they_are_checked_then_every_floor_holds() -> None:
+    lint_imports = Path(sys.executable).parent / "lint-imports"
+
+    done = subprocess.run([lint_imports, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_given_the_control_side_when_it_is_imported_then_torch_stays_out_of_the_process() -> None:
+    names = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        for room in ("pipeline", "schemas")
+        for path in sorted((REPOSITORY / room).rglob("*.py"))
+    ]
+    script = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+    script += "found = {'torch', 'transformers', 'engine', 'workers', 'tokenmill'} & set(sys.modules)\n"
+    script += "sys.exit(f'imported: {sorted(found)}' if found else 0)"
+
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel as a user would get it, built from the working tree."""
+    place = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(place), str(REPOSITORY)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(place.glob("tokenmill-*.whl")))
+
+
+def test_given_the_wheel_when_it_is_opened_then_it_holds_the_five_packages_and_nothing_else(
+    wheel: zipfile.ZipFile,
+) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+
+
+def test_given_the_wheel_when_it_is_compared_with_the_tree_then_no_module_is_missing(wheel: zipfile.ZipFile) -> None:
+    here = {
+        path.relative_to(REPOSITORY).as_posix()
+        for package in PACKAGES
+        for path in REPOSITORY.glob(f"{package}/**/*.py")
+    }
+
+    assert here <= set(wheel.namelist())
+
+
+def test_given_the_wheel_when_its_metadata_is_read_then_licence_and_command_are_there(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "tokenmill = tokenmill.cli:main" in wheel.read(entry_points).decode()
