@@ -104,3 +104,12 @@ class PipelineError(Exception):
 
 class ObjectNotFound(PipelineError):
     """Raised when a key that must exist does not."""
+
+
+class StoreError(PipelineError):
+    """Raised when a store can't do what was asked: not writable, full, no conditional writes, a bad key. Names where
+    and why. Nothing half-written is visible."""
+
+
+class OutputLocked(PipelineError):
+    """Raised when another live run holds the output. Never taken over: the kernel frees it when its owner ends."""

@@ -1,0 +1,1 @@
+"""The sides of the ports that face the world: one file each."""
