@@ -1,0 +1,229 @@
+"""The bodies a request may carry: what the OpenAI client sends, plus vLLM's usual extras.
+
+Strict: a bool is not a number, "5" is not 5, and a field nobody reads is refused. Fields that are known but can't be
+honoured are refused one floor up, in `schemas.requests`, with a message of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
+UNSUPPORTED = "unsupported_parameter"
+"""Type of the validation errors that mean "understood, but not supported"."""
+
+
+def invalid(message: str, param: str | None = None) -> PydanticCustomError:
+    """A validation error whose text is ours; `param` names the field when a check looks at several."""
+    return PydanticCustomError("invalid_request", "{text}", {"text": message, "param": param})
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    return PydanticCustomError(UNSUPPORTED, "{text}", {"text": message, "param": None})
+
+
+def only(check: Callable[[Any], Any]) -> WrapValidator:
+    """Lets `check` alone judge a field. (pydantic's PlainValidator would lose the type when writing it.)"""
+    return WrapValidator(lambda value, _handler: check(value))
+
+
+class TextPart(BaseModel):
+    """One text part of a message's content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+def _check_content(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of text parts")
+    parts: list[TextPart] = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise unsupported(f"part {index} has type {kind!r}, but only text parts are supported; remove it")
+        if not isinstance(part, dict) or kind is None or part.keys() != {"type", "text"}:
+            raise invalid(f'part {index} must be {{"type": "text", "text": …}}')
+        if not isinstance(part["text"], str):
+            raise invalid(f"part {index} has a text that is not a string")
+        parts.append(TextPart(type="text", text=part["text"]))
+    if not parts:
+        raise invalid("is an empty list; give at least one text part")
+    return tuple(parts)
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | tuple[TextPart, ...], only(_check_content)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string; parts are joined with newlines, as vLLM does for templates that take strings."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None or value == []:
+        return ()
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("must be a string or a list of strings")
+    if not all(stops):
+        raise invalid("holds an empty string; remove it")
+    return tuple(stops)
+
+
+def _check_logit_bias(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise invalid("must be an object of token ids (as strings) and biases from -100 to 100")
+    for key, bias in value.items():
+        canonical = isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key[:11])) == key
+        if not canonical or int(key) > INT32_MAX:
+            raise invalid(f'has the key {str(key)[:40]!r}, but keys must be token ids such as "1234"')
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise invalid(f"gives token {key} the bias {str(bias)[:40]}, but a bias must be from -100 to 100")
+    return {key: float(bias) for key, bias in value.items()}
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if value in ("", []):
+        raise invalid("is empty; give some text or token ids")
+    if isinstance(value, list | tuple):
+        if all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
+            return tuple(value)
+        if any(isinstance(item, str | list) for item in value):
+            raise unsupported("holds several prompts; give each prompt a line of its own")
+    raise invalid("must be a string or a list of token ids (integers from 0)")
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _none_as_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def defaulting(default: Any) -> BeforeValidator:
+    """JSON null means the default, as with OpenAI."""
+    return BeforeValidator(lambda value: _none_as_default(value, default))
+
+
+class GenerationBody(BaseModel):
+    """What chat and completions share.
+
+    `top_k` 0 or -1 is off. `user`, `metadata`, `store` and their like don't change an answer and are only carried.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    temperature: Annotated[Finite, Field(ge=0, le=2), defaulting(1.0)] = 1.0
+    top_p: Annotated[Finite, Field(gt=0, le=1), defaulting(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), defaulting(0)] = 0
+    min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
+    n: Annotated[int, Field(ge=1), defaulting(1)] = 1
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stop: Annotated[tuple[str, ...], only(_check_stop)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Strict(False), defaulting(())] = ()
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
+    logit_bias: Annotated[dict[str, float], only(_check_logit_bias)] = Field(default_factory=dict)
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
+    ignore_eos: Annotated[bool, defaulting(False)] = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens to generate, in tokens; None: the job's default."""
+        raise NotImplementedError
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether computing the request again must give the same answer."""
+        return self.temperature == 0 or self.seed is not None
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> GenerationBody:
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            raise invalid(f"is {self.min_tokens}, but max_tokens is {limit}; lower min_tokens", "min_tokens")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    logprobs: Annotated[bool, defaulting(False)] = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20), defaulting(0)] = 0
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatBody:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise invalid("and max_completion_tokens are both set; remove max_tokens", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("needs logprobs; set logprobs to true", "top_logprobs")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions. `max_tokens` 0 scores the prompt only; `echo` puts the prompt before the answer."""
+
+    prompt: Annotated[str | tuple[int, ...], only(_check_prompt)]
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Annotated[bool, defaulting(False)] = False
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class EmbeddingBody(BaseModel):
+    """Body of /v1/embeddings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    input: Annotated[str | tuple[int, ...], only(_check_prompt)]
+    encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    user: str | None = None
+
+
+Body = ChatBody | CompletionBody | EmbeddingBody

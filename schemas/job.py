@@ -1,0 +1,321 @@
+"""A job's papers: what was asked for, how it was cut, how it ended. Each is an object in the store, written once.
+
+All carry `version`; a reader that meets a later one must refuse it rather than guess.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from schemas.limits import Limits, PlanSettings
+
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class Paper(BaseModel):
+    """Base of what is stored as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=2, exclude_none=True).encode() + b"\n"
+
+
+class Tier(StrEnum):
+    """How urgent: the streaming lane, with a deadline, or whenever there is room."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BULK = "bulk"
+
+
+class OnInvalid(StrEnum):
+    """What an invalid line does: fail by itself, or stop the job before anything is computed."""
+
+    ROW = "row"
+    JOB = "job"
+
+
+class InputFormat(StrEnum):
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class InputFile(Paper):
+    """One file of an input. `size` in bytes; `sha256` where it was computed."""
+
+    uri: str
+    size: Count
+    sha256: Sha256 | None = None
+
+
+class InputRef(Paper):
+    """What a job reads: the uri as given, and the files behind it in reading order (one, unless it is a folder)."""
+
+    uri: str
+    format: InputFormat
+    files: Annotated[tuple[InputFile, ...], Field(min_length=1)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+class ModelPin(Paper):
+    """The very weights a job runs on. A worker that can't give exactly this refuses the shard.
+
+    Attributes:
+        name: what requests call it (`body.model`).
+        source: folder, GGUF file or hub name it is loaded from.
+        digest: of the weight files, "sha256:…".
+        revision: of a hub repository.
+    """
+
+    name: str
+    source: str
+    digest: str | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"]
+    quantization: Literal["none"] = "none"
+
+
+class JobSettings(Paper):
+    """Everything that changes a job's answers or its plan; frozen at submission, so that planning twice is the same.
+
+    Attributes:
+        seed: of sampled requests that bring none; the draw of each row is keyed by it and the row.
+        on_invalid: what an invalid line does.
+        limit: read only so many rows of the input.
+        default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
+        max_output_tokens: a request that asks for more is refused.
+    """
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    on_invalid: OnInvalid = OnInvalid.ROW
+    limit: Annotated[int, Field(ge=1)] | None = None
+    default_max_tokens: Annotated[int, Field(ge=1)] = 4_096
+    max_output_tokens: Annotated[int, Field(ge=1)] = 131_072
+    limits: Limits = Limits()
+    plan: PlanSettings = PlanSettings()
+
+
+class Job(Paper):
+    """`jobs/ID/job.json`: the order, as accepted."""
+
+    version: Literal[1] = 1
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
+    tenant: Annotated[str, Field(min_length=1, max_length=256)] = "default"
+    tier: Tier = Tier.STANDARD
+    input: InputRef
+    models: Annotated[tuple[ModelPin, ...], Field(min_length=1)]
+    settings: JobSettings = JobSettings()
+    created_at: AwareDatetime
+    deadline: AwareDatetime | None = None
+    retry_of: str | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_pin_per_name(self) -> Job:
+        names = [model.name for model in self.models]
+        if len(set(names)) != len(names):
+            raise ValueError(f"models are pinned twice: {names}")
+        return self
+
+    def model_named(self, name: str) -> ModelPin | None:
+        """The pin that requests with this `model` run on."""
+        return next((model for model in self.models if model.name == name), None)
+
+
+class ShardRef(Paper):
+    """A shard that was written. Its number is its part's number; part 0 holds the rows refused in planning.
+
+    Attributes:
+        key: the object, relative to the job.
+        rows: results it will give.  computed_rows: requests it computes (the others are copies).
+        prompt_tokens, expected_tokens: estimates for the computed rows.
+    """
+
+    number: Annotated[int, Field(ge=1)]
+    key: str
+    sha256: Sha256
+    size: Count
+    rows: Annotated[int, Field(ge=1)]
+    computed_rows: Annotated[int, Field(ge=1)]
+    model: str
+    prompt_tokens: Count
+    expected_tokens: Count
+
+
+class PlanSegment(Paper):
+    """`plan/NNNNN.json`: decides whose shards count for the input rows `first_row` up to, not including, `end_row`.
+
+    Attributes:
+        attempt: the planner's, under whose name the shards lie.
+        blank_lines: lines without anything, skipped: they have a row index but no result.
+        rejected: rows refused in planning; their results are in part 0.
+        unique: requests that are computed.
+        prefix_groups: groups of requests that share a prefix worth keeping.
+        last: no further segment follows.
+    """
+
+    version: Literal[1] = 1
+    index: Count
+    attempt: str
+    first_row: Count
+    end_row: Count
+    blank_lines: Count = 0
+    rejected: Count
+    unique: Count
+    prefix_groups: Count = 0
+    shared_prefix_tokens: Count = 0
+    shards: tuple[ShardRef, ...]
+    last: bool
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> PlanSegment:
+        planned = sum(shard.rows for shard in self.shards)
+        if planned + self.rejected + self.blank_lines != self.end_row - self.first_row:
+            raise ValueError(
+                f"segment {self.index} covers {self.end_row - self.first_row} lines, but has {planned} in shards, "
+                f"{self.rejected} rejected and {self.blank_lines} blank"
+            )
+        if sum(shard.computed_rows for shard in self.shards) != self.unique:
+            raise ValueError(f"segment {self.index}: shards compute other than {self.unique} rows")
+        return self
+
+    @property
+    def total(self) -> int:
+        """Rows that get a result."""
+        return self.end_row - self.first_row - self.blank_lines
+
+
+class Closing(Paper):
+    """`closing.json`: why the job ends before its time. The first one written counts."""
+
+    version: Literal[1] = 1
+    kind: Literal["cancel", "expire"]
+    at: AwareDatetime
+
+
+class Counts(Paper):
+    """Rows by status; `pending` have no result yet. They always sum to `total`."""
+
+    total: Count = 0
+    succeeded: Count = 0
+    failed: Count = 0
+    expired: Count = 0
+    cancelled: Count = 0
+    pending: Count = 0
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Counts:
+        parts = self.succeeded + self.failed + self.expired + self.cancelled + self.pending
+        if parts != self.total:
+            raise ValueError(f"counts sum to {parts}, but total is {self.total}")
+        return self
+
+
+class Usage(Paper):
+    """Tokens by kind. `cached` prompt tokens were not computed again; `repeated` were computed but not committed."""
+
+    prompt: Count = 0
+    cached: Count = 0
+    completion: Count = 0
+    repeated: Count = 0
+    drafted: Count = 0
+    accepted: Count = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields})
+
+
+class FileEntry(Paper):
+    """A file of the results; `path` relative to the job, `size` in bytes."""
+
+    path: str
+    rows: Count
+    size: Count
+    sha256: Sha256
+
+
+class JobStatus(StrEnum):
+    """As OpenAI's batch object has it."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+class JobError(Paper):
+    """Why a job could not run: one line of the input, or the input as a whole (`line` None)."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Manifest(Paper):
+    """`manifest.json`: the outcome, written once and last.
+
+    Attributes:
+        wall_seconds: from acceptance to the last part.  engine_seconds: from the first step to the last.
+        tokens_per_second: output tokens over engine seconds.  total_tokens_per_second: with prompt tokens.
+        cost: wall time times `price_per_hour`, when a price is set.
+        errors: for a failed job, why.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    status: Literal[JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED]
+    counts: Counts
+    usage: Usage = Usage()
+    created_at: AwareDatetime
+    finished_at: AwareDatetime
+    wall_seconds: Annotated[float, Field(ge=0)]
+    engine_seconds: Annotated[float, Field(ge=0)] = 0.0
+    tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+    total_tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    cost: Annotated[float, Field(ge=0)] | None = None
+    files: tuple[FileEntry, ...] = ()
+    models: tuple[ModelPin, ...] = ()
+    engine: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    errors: tuple[JobError, ...] = ()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Manifest:
+        if self.status != JobStatus.FAILED:
+            if self.counts.pending:
+                raise ValueError(f"{self.counts.pending} rows have no result yet")
+            if self.files and sum(file.rows for file in self.files) != self.counts.total:
+                raise ValueError(f"files do not hold the job's {self.counts.total} rows")
+        return self
+
+
+class Progress(Paper):
+    """`progress.json`: a cache of what the parts say, true at `as_of`."""
+
+    version: Literal[1] = 1
+    job: str
+    status: JobStatus
+    counts: Counts
+    usage: Usage = Usage()
+    shards_total: Count = 0
+    shards_done: Count = 0
+    started_at: datetime | None = None
+    as_of: AwareDatetime

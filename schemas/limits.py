@@ -1,0 +1,54 @@
+"""Limits on what a request may ask for and on how a job is cut: part of a job, so that planning it twice gives the
+same plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1, strict=False)]  # not strict: environment variables are text
+
+
+class Limits(BaseModel):
+    """What one input line may hold.
+
+    Attributes:
+        max_line_bytes: a longer line is an invalid_json row; it is skipped, never held in memory whole.
+        max_json_depth: deepest nesting of brackets, counted before anything is parsed.
+        max_custom_id_chars: longest custom_id.
+        max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
+        max_choices: largest `n`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_line_bytes: Positive = 10 * 1024 * 1024
+    max_json_depth: Positive = 64
+    max_custom_id_chars: Positive = 512
+    max_stop_sequences: Positive = 16
+    max_choices: Positive = 128
+
+
+class PlanSettings(BaseModel):
+    """How a job is cut into segments and shards.
+
+    Attributes:
+        segment_rows: input rows planned together; copies and prefix groups are found within a segment.
+        shard_tokens: estimated tokens (prompt and answer) a shard aims at: a minute or two of work.
+        max_shard_rows: most rows a shard computes; copies come on top.
+        min_group_rows: a prefix group of fewer rows is never split between shards.
+        max_copies: most copies of one request that wait for one answer; the next one is computed again.
+        min_prefix_chars: a shared prefix shorter than this is not worth a group.
+        max_invalid_errors: how many errors are listed when invalid lines stop a job.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    segment_rows: Positive = 1_000_000
+    shard_tokens: Positive = 262_144
+    max_shard_rows: Positive = 2_000
+    min_group_rows: Positive = 256
+    max_copies: Positive = 10_000
+    min_prefix_chars: Positive = 256
+    max_invalid_errors: Positive = 100

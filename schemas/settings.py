@@ -1,0 +1,107 @@
+"""Settings of a tokenmill installation: arguments over environment over `tokenmill.toml` over defaults.
+
+Environment variables start with TOKENMILL_, nested names are joined with two underscores
+(`TOKENMILL_PLAN__SHARD_TOKENS=100000`). TOKENMILL_CONFIG names the TOML file; without it, `tokenmill.toml` in the
+current folder is read when it exists.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from schemas.job import Tier
+from schemas.limits import Limits, PlanSettings, Positive
+
+CONFIG_VARIABLE = "TOKENMILL_CONFIG"
+DEFAULT_CONFIG = Path("tokenmill.toml")
+
+
+class InvalidSettingsError(ValueError):
+    """Raised when settings can't be used; the message is one line that names the setting and what would be right."""
+
+
+class TierCaps(BaseModel):
+    """The largest max_tokens a request of each tier may ask for, in tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    interactive: Positive = 8_192
+    standard: Positive = 32_768
+    bulk: Positive = 131_072
+
+    def of(self, tier: Tier) -> int:
+        return {Tier.INTERACTIVE: self.interactive, Tier.STANDARD: self.standard, Tier.BULK: self.bulk}[tier]
+
+
+class Settings(BaseSettings):
+    """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
+
+    Attributes:
+        default_max_tokens: tokens a request without max_tokens may generate (or what is left of the context, if less).
+        max_output_tokens: the tiers' caps.
+        price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
+        model_cache: where pulled weights are kept.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="TOKENMILL_", env_nested_delimiter="__", frozen=True, extra="forbid", validate_default=True
+    )
+
+    limits: Limits = Limits()
+    plan: PlanSettings = PlanSettings()
+    default_max_tokens: Positive = 4_096
+    max_output_tokens: TierCaps = TierCaps()
+    price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        named = os.environ.get(CONFIG_VARIABLE)
+        return (
+            init_settings,
+            env_settings,
+            TomlConfigSettingsSource(settings_cls, toml_file=Path(named) if named else DEFAULT_CONFIG),
+        )
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings with `overrides` on top; raises `InvalidSettingsError`."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    if named and not Path(named).is_file():
+        raise InvalidSettingsError(f"{CONFIG_VARIABLE} names {named}, which is no file; correct it or unset it")
+    source = named or str(DEFAULT_CONFIG)
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        name = ".".join(str(step) for step in detail["loc"])
+        what = "is not a setting; remove it" if detail["type"] == "extra_forbidden" else f"is wrong: {detail['msg']}"
+        raise InvalidSettingsError(
+            f"setting {name} {what} (from arguments, TOKENMILL_ variables or {source})"
+        ) from error
+    except SettingsError as error:
+        raise InvalidSettingsError(f"a TOKENMILL_ variable can't be read: {error}") from error
+    except (ValueError, OSError) as error:  # tomllib's errors are ValueErrors
+        raise InvalidSettingsError(f"{source} can't be read as TOML: {error}") from error
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
