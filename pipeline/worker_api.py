@@ -52,7 +52,7 @@ class ShardReport:
         versions: of the libraries that computed, for the manifest.
     """
 
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     engine_started_at: datetime | None = None
     engine_finished_at: datetime | None = None
     engine: Mapping[str, EngineFact] = field(default_factory=dict)
