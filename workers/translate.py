@@ -1,0 +1,202 @@
+"""From a request's body, as OpenAI's API has it, to the engine's request: token ids and plain numbers.
+
+What a body leaves out gets its default here, and everything that needs the tokenizer or the model's size is checked
+here, row by row: one row's mistake is that row's failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from engine.errors import ContextLengthExceeded, RequestRefused
+from engine.request import Request, SamplingParams
+from schemas.errors import RowError, RowErrorCode
+from schemas.job import Tier
+from schemas.requests import ChatBody, CompletionBody
+from workers.detokenizer import StopStringWatcher
+from workers.tokenizer import TokenIds, Tokenizer
+
+PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
+
+Generation = ChatBody | CompletionBody
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What of a model bounds its requests.
+
+    Attributes:
+        max_model_len: tokens of one sequence, prompt and answer.
+        vocab_size: token ids from 0 that the model knows.
+        end_token_ids: the tokens that the engine itself takes as the end of an answer.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRules:
+    """What of a job enters its requests.
+
+    Attributes:
+        seed: of requests that bring none.
+        default_max_tokens: of requests that name none (or what is left of the context, if that is less).
+        max_output_tokens: a request for more is refused.
+        priority: the engine's class; lower runs first.
+        salt: keeps the prefix cache of tenants apart.
+        request_timeout: seconds a request may take from when the engine is given it; None: for ever.
+    """
+
+    seed: int = 0
+    default_max_tokens: int = 4_096
+    max_output_tokens: int = 131_072
+    priority: int = 2
+    salt: bytes = b""
+    request_timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowHints:
+    """What the planner found out about a row."""
+
+    row: int
+    prefix_group: int | None = None
+    expected_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class StopWatchers:
+    """Makes the watcher of each choice for the engine, and remembers the last one, which knows the final text."""
+
+    tokenizer: Tokenizer
+    prompt: TokenIds
+    stops: tuple[str, ...]
+    min_tokens: int
+    made: dict[int, StopStringWatcher] = field(default_factory=dict)
+
+    def __call__(self, choice: int) -> StopStringWatcher:
+        watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens)
+        self.made[choice] = watcher
+        return watcher
+
+    def text(self, choice: int) -> str | None:
+        """The text of a choice that a stop string ended, else None."""
+        watcher = self.made.get(choice)
+        return None if watcher is None else watcher.text
+
+
+class Translator:
+    """Makes the engine's requests of one job for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._rules = rules
+        eos = tokenizer.eos_token_id
+        self._more_ends = () if eos is None or eos in limits.end_token_ids else (eos,)
+
+    def prompt_of(self, body: Generation) -> str | TokenIds:
+        """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
+
+        Raises `RowError` when the chat template refuses the messages or an id is outside the vocabulary.
+        """
+        if isinstance(body, ChatBody):
+            return self._tokenizer.render_chat(body.messages)
+        if isinstance(body.prompt, str):
+            return body.prompt
+        for token_id in body.prompt:
+            self._check_token("prompt", token_id)
+        return np.asarray(body.prompt, dtype=np.int32)
+
+    def request(self, request_id: str, body: Generation, prompt: TokenIds, hints: RowHints) -> Request:
+        """The engine's request for a body whose prompt is encoded (`prompt` int32 [prompt_tokens]).
+
+        The deadline is left open: it counts from when the engine gets the request. Raises `RowError`.
+        """
+        if not len(prompt):
+            raise _refuse("the prompt holds no tokens; give some text", "prompt")
+        max_tokens = self._max_tokens(body, len(prompt))
+        if body.min_tokens > max_tokens:
+            raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
+        for token_id in body.stop_token_ids:
+            self._check_token("stop_token_ids", token_id)
+        bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
+        for token_id in bias:
+            self._check_token("logit_bias", token_id)
+        try:
+            params = self._params(body, max_tokens, bias, hints.row)
+        except RequestRefused as error:
+            raise _refuse(str(error), None) from error
+        watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens) if body.stop else None
+        expected = hints.expected_tokens
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            priority=self._rules.priority,
+            expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
+            prefix_group=hints.prefix_group,
+            salt=self._rules.salt,
+            watcher=watchers,
+        )
+
+    def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], row: int) -> SamplingParams:
+        prompt_logprobs = None
+        if isinstance(body, ChatBody):
+            logprobs = body.top_logprobs if body.logprobs else None
+        else:
+            logprobs = body.logprobs
+            prompt_logprobs = body.logprobs if body.echo else None
+        return SamplingParams(
+            max_tokens=max_tokens,
+            n=body.n,
+            temperature=body.temperature,
+            top_k=max(0, body.top_k),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=bias,
+            seed=row_seed(self._rules.seed, row) if body.seed is None else body.seed,
+            stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._more_ends),
+            ignore_eos=body.ignore_eos,
+            min_tokens=body.min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _max_tokens(self, body: Generation, prompt_tokens: int) -> int:
+        asked = body.output_limit
+        most = self._rules.max_output_tokens
+        if asked is not None and asked > most:
+            raise _refuse(f"max_tokens is {asked}, but this job allows at most {most}; lower it", "max_tokens")
+        left = self._limits.max_model_len - prompt_tokens
+        if asked is None and left >= 1:
+            return min(self._rules.default_max_tokens, most, left)
+        wanted = 1 if asked is None else asked
+        if wanted > left:
+            error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error)) from error
+        return wanted
+
+    def _check_token(self, name: str, token_id: int) -> None:
+        if token_id >= self._limits.vocab_size:
+            size = self._limits.vocab_size
+            raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+
+
+def row_seed(job_seed: int, row: int) -> int:
+    """The seed of a row that brings none: the same each time the job is run, different from row to row."""
+    digest = hashlib.blake2b(f"{job_seed}:{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _refuse(message: str, param: str | None) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)
