@@ -1,0 +1,28 @@
+"""What the command line tells its user when something can't be done: one line, and an exit code."""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """Raised when a command can't do what was asked. The message is one line: what, where, what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class ModelError(UserError):
+    """Raised when a model can't be found or fetched."""
+
+
+class InputError(UserError):
+    """Raised when an input can't be read at all, or a job's folder isn't one."""
+
+
+class Interrupted(UserError):
+    """Raised when the user stopped a run; what was committed stays."""
+
+    exit_code = EXIT_INTERRUPTED
