@@ -1,0 +1,33 @@
+"""Workload files (OpenAI batch lines) as token-id prompts with lengths: the same for every engine measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class ChatTemplate(Protocol):
+    """What both our tokenizer and transformers' offer."""
+
+    def __call__(self, messages: list[dict[str, Any]]) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request of a workload: prompt token ids and how many tokens to generate."""
+
+    custom_id: str
+    token_ids: list[int]
+    max_tokens: int
+
+
+def read_workload(path: Path, template: ChatTemplate, limit: int | None = None) -> list[Prompt]:
+    """Read the chat requests of a workload file, in order."""
+    prompts = []
+    for line in path.read_text(encoding="utf-8").splitlines()[:limit]:
+        request = json.loads(line)
+        body = request["body"]
+        prompts.append(Prompt(request["custom_id"], template(body["messages"]), int(body["max_tokens"])))
+    return prompts

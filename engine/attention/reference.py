@@ -1,0 +1,67 @@
+"""The oracle: one sequence at a time, float32, written from the definition (Vaswani et al. 2017, section 3.2.1).
+
+Slow on purpose; every other backend is tested against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBatch, KVLayout
+from engine.attention.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """The step's batch, with its slots as tensors."""
+
+    batch: AttentionBatch
+    slots: tuple[Tensor, ...]
+
+
+class ReferenceAttention:
+    """Attention by definition, over the same paged storage as the fast backends."""
+
+    name = "reference"
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.storage = KVStorage(layout, dtype, device)
+        self._device = device
+
+    def prepare(self, batch: AttentionBatch) -> ReferenceStep:
+        return ReferenceStep(batch, tuple(torch.from_numpy(s).to(self._device) for s in batch.slot_mapping))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep) -> Tensor:
+        storage, batch = self.storage, step.batch
+        group, window = storage.group_of[layer], storage.window_of[layer]
+        layout = storage.layout
+        storage.write(layer, k, v, step.slots[group])
+        out = torch.empty_like(q)
+        end = 0
+        for i, (start, count) in enumerate(zip(batch.starts.tolist(), batch.counts.tolist(), strict=True)):
+            begin, end = end, end + count
+            length = start + count
+            table = torch.from_numpy(batch.block_tables[group][i, : -(-length // layout.block_size)]).to(self._device)
+            shape = (-1, layout.num_kv_heads, layout.head_dim)
+            keys = storage.keys[layer][table].view(shape)[:length].float()
+            values = storage.values[layer][table].view(shape)[:length].float()
+            heads_per_kv = q.shape[1] // layout.num_kv_heads
+            keys = keys.repeat_interleave(heads_per_kv, dim=1)
+            values = values.repeat_interleave(heads_per_kv, dim=1)
+            query_at = torch.arange(start, length, device=self._device)[:, None]
+            key_at = torch.arange(length, device=self._device)[None, :]
+            visible = key_at <= query_at
+            if window is not None:
+                visible &= key_at > query_at - window
+            scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * scale
+            weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+            # A hidden key may be an unused or freed slot; its value must not enter even as 0 * NaN.
+            values = values.masked_fill(~visible.any(dim=0)[:, None, None], 0.0)
+            out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return out
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        self.storage.zero(group, blocks)

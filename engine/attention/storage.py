@@ -1,0 +1,52 @@
+"""The paged cache's tensors: for each layer, K and V as [num_blocks, block_size, kv_heads, head_dim].
+
+Zero-initialised: kernels may read the unused tail of a sequence's last block, and 0 * NaN would be NaN. On Linux the
+zero pages cost memory only once they are written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import KVLayout
+
+
+class KVStorage:
+    """K and V of every layer, found by layer index.
+
+    Attributes:
+        keys, values: per layer [num_blocks, block_size * kv_heads * head_dim], contiguous.
+        group_of: per layer, the index of its cache group.
+        window_of: per layer, its sliding window in tokens, or None.
+    """
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        num_layers = sum(len(group.layers) for group in layout.groups)
+        width = layout.num_kv_heads * layout.head_dim
+        self.token_width = width
+        self.group_of = [0] * num_layers
+        self.window_of: list[int | None] = [None] * num_layers
+        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        for index, group in enumerate(layout.groups):
+            for layer in group.layers:
+                self.group_of[layer] = index
+                self.window_of[layer] = group.window
+                shape = (group.num_blocks, layout.block_size * width)
+                self.keys[layer] = torch.zeros(shape, dtype=dtype, device=device)
+                self.values[layer] = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]."""
+        width = self.token_width
+        self.keys[layer].view(-1, width).index_copy_(0, slots, k.reshape(-1, width))
+        self.values[layer].view(-1, width).index_copy_(0, slots, v.reshape(-1, width))
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        """Zero these blocks in all layers of the group."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
+        for layer in self.layout.groups[group].layers:
+            self.keys[layer].index_fill_(0, index, 0)
+            self.values[layer].index_fill_(0, index, 0)

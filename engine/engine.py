@@ -1,0 +1,209 @@
+"""The step loop: schedule, compute, update; one model, one process, token ids in and out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention import KVLayout, make_backend
+from engine.collect import Collector
+from engine.config import EngineConfig
+from engine.errors import EngineError, UnsupportedModel
+from engine.memory import plan_cache
+from engine.models import load_model
+from engine.models.base import ModelSpec
+from engine.null_runner import NullRunner
+from engine.plan import CacheGroup
+from engine.request import Completion, Request
+from engine.runner import ModelRunner, StepRunner
+from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine was made. Tokens unless said otherwise.
+
+    Attributes:
+        computed: positions computed, recomputation after preemption included.
+        cached: prompt positions taken from the prefix cache instead.
+        generated: sampled tokens.  steps: steps run.  step_seconds: time inside them.
+        preemptions: sequences put back.  running, waiting: sequences now.
+        free_blocks, total_blocks: of all pools.
+    """
+
+    computed: int
+    cached: int
+    generated: int
+    steps: int
+    step_seconds: float
+    preemptions: int
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device to run on; "auto" is the CPU, the one that this engine is built and tested for so far.
+
+    Raises:
+        EngineError: the device is not supported.
+    """
+    if name not in ("auto", "cpu"):
+        raise EngineError(f"device {name!r} is not supported yet; use cpu")
+    return torch.device("cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in; "auto" is bfloat16 where the CPU multiplies it natively, float32 elsewhere."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    features = torch.cpu.get_capabilities()
+    native = features.get("amx_bf16") or features.get("avx512_bf16")
+    return torch.bfloat16 if native else torch.float32
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Feed it with `add` and call `step` until `has_work` is false, or give `run` an iterable of requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        groups: tuple[CacheGroup, ...],
+        max_model_len: int,
+        make_runner: Callable[[Scheduler], StepRunner],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.max_model_len = max_model_len
+        self.clock = clock
+        self.scheduler = Scheduler(
+            config.schedule,
+            groups,
+            config.cache.block_size,
+            max_model_len,
+            prefix_caching=config.cache.prefix_caching,
+            eos_token_ids=spec.eos_token_ids,
+            rope_original_max=spec.rope_original_max,
+        )
+        self._runner = make_runner(self.scheduler)
+        self._collector = Collector()
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._computed = 0
+
+    @classmethod
+    def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
+        """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
+
+        Raises:
+            ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message names why.
+            OutOfMemory: the cache does not fit.
+        """
+        config = config or EngineConfig()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        model = load_model(path, dtype=dtype, device=device)
+        spec = model.spec
+        limit = spec.max_position
+        if config.max_model_len is not None:
+            if config.max_model_len > limit:
+                raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
+            limit = config.max_model_len
+        groups = plan_cache(spec, config.cache, config.schedule, limit, device)
+        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim)
+        attention = make_backend(config.attention, layout, dtype, device)
+
+        def make_runner(scheduler: Scheduler) -> StepRunner:
+            return ModelRunner(
+                model,
+                attention,
+                scheduler.rows,
+                max_num_seqs=config.schedule.max_num_seqs,
+                max_num_batched_tokens=config.schedule.max_num_batched_tokens,
+                device=device,
+            )
+
+        return cls(config, spec, groups, limit, make_runner)
+
+    @classmethod
+    def without_model(
+        cls, spec: ModelSpec, config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic
+    ) -> Engine:
+        """An engine whose steps cost nothing: to measure and simulate all that is around a model."""
+        groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
+        limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_size)
+        return cls(config, spec, groups, limit, lambda s: NullRunner(s.rows, spec.vocab_size), clock)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextLengthExceeded: prompt + max_tokens never fit.
+            RequestRefused: the id is in use, or the prompt is empty or holds ids outside the vocabulary.
+        """
+        self.scheduler.add(request, self.clock())
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
+        return self.scheduler.cancel(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` is due."""
+        return self.scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    def step(self) -> list[Completion]:
+        """Compute one step; the requests that ended with it, failed and cancelled ones included.
+
+        Raises:
+            EngineError: the step could not be computed. The rows of the step have ended with reason "error" and
+                come with the next call; the engine can go on.
+        """
+        begun = time.perf_counter()
+        plan = self.scheduler.schedule(self.clock())
+        if plan is None:
+            return self._collector.finish(self.scheduler.take_finished(), self.clock())
+        self._collector.begin(plan)
+        try:
+            output = self._runner.execute(plan)
+        except Exception as error:
+            reason = f"the step failed: {type(error).__name__}: {error}"
+            self.scheduler.fail(plan, reason, self.clock())
+            raise EngineError(reason) from error
+        self._collector.take(output)
+        finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock())
+        self._steps += 1
+        self._computed += plan.num_tokens
+        self._step_seconds += time.perf_counter() - begun
+        return self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Complete all requests, in the order in which they end."""
+        for request in requests:
+            self.add(request)
+        while self.has_work:
+            yield from self.step()
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        raise NotImplementedError

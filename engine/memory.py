@@ -1,0 +1,126 @@
+"""How large the paged cache becomes: from the memory there is, and from the work at hand.
+
+Layers are grouped by sliding window, each group with a pool of its own, because a window's blocks live shortly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import CacheConfig, ScheduleConfig
+from engine.errors import EngineError, OutOfMemory
+from engine.models.base import ModelSpec
+from engine.plan import CacheGroup
+
+TYPICAL_TOKENS = 2048
+"""Length of a sequence when nothing is known of the work: only the proportion between the pools depends on it."""
+
+PREFIX_ROOM = 0.25
+"""Blocks beyond what the running batch can hold, as a share of it: room for prefixes that nobody reads just now."""
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated: the system's estimate, or the control group's limit if that is lower."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    free = _meminfo("MemAvailable")
+    if free is None:
+        raise EngineError("can't tell how much memory is free on this system; set the cache's memory_bytes")
+    limit, used = _control_group("memory.max"), _control_group("memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _meminfo(key: str) -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _control_group(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupNeed:
+    """Of one group: its layers and window, bytes of a block, and blocks of a typical and of the longest sequence."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    block_bytes: int
+    typical: int
+    longest: int
+
+
+def plan_cache(
+    spec: ModelSpec, cache: CacheConfig, schedule: ScheduleConfig, max_model_len: int, device: torch.device
+) -> tuple[CacheGroup, ...]:
+    """Cut the memory into pools, one for each sliding window that the model's layers use.
+
+    Raises:
+        OutOfMemory: not even one sequence of `max_model_len` tokens fits.
+    """
+    typical = min(max_model_len, cache.tokens_per_sequence or TYPICAL_TOKENS)
+    chunk = min(schedule.max_chunk_tokens or schedule.max_num_batched_tokens, schedule.max_num_batched_tokens)
+    needs = []
+    for window in sorted(set(spec.windows), key=lambda w: (w is not None, w or 0)):
+        layers = tuple(layer for layer, of_layer in enumerate(spec.windows) if of_layer == window)
+        token_bytes = 2 * len(layers) * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+        def blocks(tokens: int, window: int | None = window) -> int:
+            # A window's blocks: what its first query reaches back to, the chunk, and one for the uneven edges.
+            held = tokens if window is None else min(tokens, window + chunk + cache.block_size)
+            return -(-held // cache.block_size)
+
+        needs.append(
+            _GroupNeed(layers, window, token_bytes * cache.block_size, blocks(typical), blocks(max_model_len))
+        )
+    if cache.num_blocks is not None:
+        widest = max(need.typical for need in needs)
+        counts = [max(need.longest, -(-cache.num_blocks * need.typical // widest)) for need in needs]
+        if needs[0].window is None:
+            counts[0] = cache.num_blocks
+    else:
+        counts = _counts(needs, cache, schedule, max_model_len, device)
+    return tuple(
+        CacheGroup(need.layers, need.window, count + 1) for need, count in zip(needs, counts, strict=True)
+    )  # block 0 is never allocated
+
+
+def _counts(
+    needs: list[_GroupNeed], cache: CacheConfig, schedule: ScheduleConfig, max_model_len: int, device: torch.device
+) -> list[int]:
+    """Blocks of each pool: as many typical sequences as fit, no more than can run, no less than one longest."""
+    budget = cache.memory_bytes
+    if budget is None:
+        budget = int(available_bytes(device) * cache.memory_fraction)
+    least = sum(need.longest * need.block_bytes for need in needs)
+    if least > budget:
+        raise OutOfMemory(
+            f"one sequence of {max_model_len} tokens needs {least / 2**20:.0f} MiB of KV cache, but {budget / 2**20:.0f} "
+            "MiB may be used; lower max_model_len or give the cache more memory"
+        )
+    sequence_bytes = sum(need.typical * need.block_bytes for need in needs)
+    running = schedule.max_num_seqs if cache.sequences is None else min(schedule.max_num_seqs, cache.sequences)
+    sequences = min(budget / sequence_bytes, max(1, running) * (1 + PREFIX_ROOM))
+    counts = [max(need.longest, int(sequences * need.typical)) for need in needs]
+    excess = sum(count * need.block_bytes for count, need in zip(counts, needs, strict=True)) - budget
+    for i in sorted(range(len(needs)), key=lambda i: needs[i].longest - counts[i]):
+        if excess > 0:  # rounding up to one longest sequence in one pool is paid by the pools with room
+            give = min(counts[i] - needs[i].longest, -(-excess // needs[i].block_bytes))
+            counts[i] -= give
+            excess -= give * needs[i].block_bytes
+    return counts

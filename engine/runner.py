@@ -1,0 +1,158 @@
+"""From a plan to sampled tokens: row state -> persistent input buffers -> forward -> logits of the rows that need them.
+
+The host side is a handful of numpy operations over the whole step, whatever the number of rows; the tensors that the
+model reads are views of buffers made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionBatch
+from engine.models.base import CausalModel
+from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
+from engine.pooling import Pooler
+from engine.sampler import Sampler, prompt_logprobs
+
+LOGITS_ROWS = 128
+"""Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
+
+
+class StepRunner(Protocol):
+    """Computes steps. The model runner is one, the null runner (no model) another."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute the plan's positions and sample the next tokens of the rows that are complete."""
+        ...
+
+
+def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows, positions and token ids of the step's tokens, each int64 [T], in plan order."""
+    if plan.num_decodes == len(plan.rows):
+        at_row, positions = plan.rows.astype(np.int64), plan.starts.astype(np.int64)
+    else:
+        first = np.cumsum(plan.counts) - plan.counts
+        at_row = np.repeat(plan.rows, plan.counts).astype(np.int64)
+        positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(plan.starts - first, plan.counts)
+    return at_row, positions, rows.token_ids[at_row, positions].astype(np.int64)
+
+
+class ModelRunner:
+    """Runs the steps of one model on one device."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        rows: RowState,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._rows = rows
+        self._sampler = Sampler(max_num_seqs, model.spec.vocab_size, model.spec.eos_token_ids, device)
+        self._pooler = Pooler()
+        self._prompt_logprobs: dict[int, int] = {}
+        self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self._take_rows(plan)
+        at_row, positions, token_ids = flatten(plan, self._rows)
+        step = self._attention.prepare(self._attention_batch(plan, at_row, positions))
+        count = plan.num_tokens
+        self._input_ids[:count].copy_(torch.from_numpy(token_ids))
+        self._positions[:count].copy_(torch.from_numpy(positions))
+        attention = self._attention
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return attention.attend(layer, q, k, v, scale, step)
+
+        lengths = self._rope_lengths(at_row, positions)
+        hidden = self._model.forward(self._input_ids[:count], self._positions[:count], attend, lengths)
+        return self._outputs(plan, hidden)
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """Zero what must be zeroed and load the parameters of rows with a new owner."""
+        for group in {ref.group for ref in plan.zero_blocks}:
+            self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
+        rows = self._rows
+        for row, request, choice in plan.new_rows:
+            known = rows.token_ids[row, : rows.num_known[row]]
+            self._sampler.assign(row, request, choice, known, int(rows.prompt_len[row]))
+            self._pooler.assign(row, request)
+            self._prompt_logprobs.pop(row, None)
+            if request.params.prompt_logprobs is not None and choice == 0:
+                self._prompt_logprobs[row] = request.params.prompt_logprobs
+
+    def _attention_batch(
+        self, plan: StepPlan, at_row: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> AttentionBatch:
+        block_size = self._rows.block_size
+        block, offset = positions // block_size, positions % block_size
+        width = int(block.max()) + 1
+        tables, slots = [], []
+        for table in self._rows.block_tables:
+            slots.append(table[at_row, block].astype(np.int64) * block_size + offset)
+            tables.append(table[plan.rows, :width])
+        return AttentionBatch(plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots))
+
+    def _rope_lengths(self, at_row: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
+        if self._model.spec.rope_original_max is None:
+            return None
+        lengths = np.maximum(self._rows.prompt_len[at_row].astype(np.int64), positions + 1)
+        return torch.from_numpy(lengths).to(self._device)
+
+    def _outputs(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
+        """Sample, score and pool from the last hidden states [T, hidden_size]."""
+        ends = np.cumsum(plan.counts)
+        token_ids = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
+        failed = np.zeros(len(plan.rows), dtype=np.bool_)
+        logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]] = {}
+        sampled = np.flatnonzero(plan.samples)
+        if len(sampled):
+            rows = plan.rows[sampled]
+            if len(sampled) == plan.num_tokens:
+                last = hidden
+            else:
+                last = hidden.index_select(0, torch.from_numpy(ends[sampled] - 1).to(self._device))
+            at = plan.starts[sampled] + plan.counts[sampled]
+            out = self._sampler.sample(self._model.logits(last), rows, at, at - self._rows.prompt_len[rows])
+            token_ids[sampled], failed[sampled] = out.token_ids, out.failed
+            logprobs = out.logprobs
+        scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
+        pooled = self._pooler.take(plan, hidden, ends, self._rows, failed) if self._pooler.active else {}
+        return StepOutput(token_ids, failed, logprobs, scored, pooled)
+
+    def _score(
+        self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
+    ) -> dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
+        """Log-probabilities of the prompt tokens that follow this step's positions."""
+        scored = {}
+        for i, row in enumerate(plan.rows.tolist()):
+            top = self._prompt_logprobs.get(row)
+            start = int(plan.starts[i])
+            stop = min(start + int(plan.counts[i]), int(self._rows.prompt_len[row]) - 1)
+            if top is None or stop <= start:
+                continue
+            begin = int(ends[i]) - int(plan.counts[i])
+            targets = self._rows.token_ids[row, start + 1 : stop + 1]
+            parts = []
+            for at in range(0, stop - start, LOGITS_ROWS):
+                part = slice(at, min(at + LOGITS_ROWS, stop - start))
+                logits = self._model.logits(hidden[begin + part.start : begin + part.stop])
+                parts.append(prompt_logprobs(logits, targets[part], top))
+            chosen, ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            failed[i] |= bool(np.isnan(chosen).any())
+            scored[row] = (start + 1, chosen, ids, values)
+        return scored

@@ -1,0 +1,121 @@
+"""Every backend against the float32 oracle, on batches cut at random from growing sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import AttentionBatch, KVLayout, backend_names, make_backend
+from engine.errors import EngineError
+from engine.plan import CacheGroup
+
+FAST_BACKENDS = [name for name in backend_names() if name != "reference"]
+STALE = 1e4  # what unused slots of live blocks may still hold: finite, and far from any answer
+
+
+class Sequences:
+    """Block tables and lengths of a few sequences, over two layers: one global, one (perhaps) windowed."""
+
+    def __init__(self, rng: np.random.Generator, count: int, longest: int, block_size: int, window: int | None) -> None:
+        self.block_size, self.window = block_size, window
+        self.lengths = np.zeros(count, dtype=np.int64)
+        width = -(-longest // block_size)
+        self.groups = (CacheGroup((0,), None, count * width + 1), CacheGroup((1,), window, count * width + 1))
+        self.tables = [(rng.permutation(count * width) + 1).reshape(count, width).astype(np.int32) for _ in range(2)]
+
+    def batch(self, members: list[int], counts: list[int]) -> AttentionBatch:
+        """The next `counts` tokens of these sequences; blocks behind the window are given back, as in the pool."""
+        order = sorted(range(len(members)), key=lambda i: counts[i] != 1)
+        rows, sizes = [members[i] for i in order], [counts[i] for i in order]
+        starts = self.lengths[rows].astype(np.int32)
+        tables, slots = [], []
+        for index, table in enumerate(self.tables):
+            part = table[rows].copy()
+            where = []
+            for i, (start, size) in enumerate(zip(starts.tolist(), sizes, strict=True)):
+                at = np.arange(start, start + size)
+                where.append(part[i, at // self.block_size].astype(np.int64) * self.block_size + at % self.block_size)
+                if index == 1 and self.window is not None:
+                    part[i, : max(0, start - self.window + 1) // self.block_size] = 0
+            tables.append(part)
+            slots.append(np.concatenate(where))
+        self.lengths[rows] += sizes
+        num_decodes = sum(size == 1 for size in sizes)
+        return AttentionBatch(starts, np.array(sizes, dtype=np.int32), num_decodes, tuple(tables), tuple(slots))
+
+
+def poison(backend: object, layout: KVLayout) -> None:
+    """Fill every block but block 0 with stale values."""
+    for layer in range(2):
+        for store in (backend.storage.keys[layer], backend.storage.values[layer]):  # type: ignore[attr-defined]
+            store[1:] = STALE
+
+
+@pytest.mark.parametrize("name", FAST_BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    block_size=st.sampled_from([4, 16, 32]),
+    window=st.sampled_from([None, 1, 5, 37, 300]),
+    heads=st.sampled_from([(4, 4), (9, 3), (6, 1)]),
+)
+def test_agrees_with_the_oracle(
+    name: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    seed: int,
+    block_size: int,
+    window: int | None,
+    heads: tuple[int, int],
+) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_heads, kv_heads = heads
+    head_dim = 16
+    sequences = Sequences(rng, count=6, longest=700, block_size=block_size, window=window)
+    layout = KVLayout(sequences.groups, block_size, kv_heads, head_dim)
+    fast = make_backend(name, layout, dtype, torch.device("cpu"))
+    oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
+    poison(fast, layout)
+    for _ in range(6):
+        members = [int(i) for i in rng.permutation(6)[: rng.integers(1, 7)]]
+        room = [int(700 - sequences.lengths[m]) for m in members]
+        counts = [min(r, int(rng.choice([1, 1, 2, 33, 300]))) for r in room]
+        members = [m for m, c in zip(members, counts, strict=True) if c]
+        counts = [c for c in counts if c]
+        if not members:
+            continue
+        batch = sequences.batch(members, counts)
+        total = sum(counts)
+        steps = fast.prepare(batch), oracle.prepare(batch)
+        for layer in range(2):
+            fused = torch.randn(total, num_heads + 2 * kv_heads, head_dim).to(dtype)
+            q, k, v = fused.split([num_heads, kv_heads, kv_heads], dim=1)  # strided, as from a fused projection
+            got = fast.attend(layer, q, k, v, 0.3, steps[0])
+            want = oracle.attend(layer, q.float(), k.float(), v.float(), 0.3, steps[1])
+            assert got.shape == q.shape
+            torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_zeroed_blocks_are_zero_in_every_layer_of_the_group(name: str) -> None:
+    layout = KVLayout((CacheGroup((0, 2), None, 4), CacheGroup((1,), 8, 4)), 4, 1, 8)
+    backend = make_backend(name, layout, torch.float32, torch.device("cpu"))
+    storage = backend.storage  # type: ignore[attr-defined]
+    for tensor in (*storage.keys, *storage.values):
+        tensor.fill_(float("nan"))
+    backend.zero(0, [1, 3])
+    for layer in (0, 2):
+        for tensor in (storage.keys[layer], storage.values[layer]):
+            assert bool((tensor[[1, 3]] == 0).all())
+            assert bool(tensor[2].isnan().all())
+    assert bool(storage.keys[1].isnan().all())
+
+
+def test_an_unknown_backend_is_named_with_the_choices() -> None:
+    with pytest.raises(EngineError, match=r"no attention backend 'flash9'; choose auto or one of .*paged-sdpa"):
+        make_backend("flash9", KVLayout((), 16, 1, 8), torch.float32, torch.device("cpu"))
