@@ -1,0 +1,164 @@
+"""The blocks of one cache group: who refers to them, which are free, and in which order they are given away.
+
+A free block is either clean (its content has no name) or cached (a prefix node still points to it). Clean ones are
+taken first; cached ones in the order they were freed, which an `OrderedDict` keeps with O(1) removal from the middle
+(a hit takes a block out of the free ones again). A cached block stays findable until it is given to a new owner.
+
+    num_blocks - 1 == clean + cached + referenced        (block 0 is `NO_BLOCK` and never given out)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.prefix import PrefixIndex, PrefixNode
+from engine.plan import NO_BLOCK
+
+
+class BlockPool:
+    """Allocation, sharing and eviction of one group's blocks.
+
+    Args:
+        group: the group's index, the slot of `PrefixNode.blocks` that this pool writes.
+        num_blocks: blocks in the group's storage, block 0 included.
+        index: where the nodes of published blocks live.
+    """
+
+    __slots__ = ("_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_suspect", "num_blocks")
+
+    def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"cache group {group} has {num_blocks} blocks; block 0 is reserved, give it 2 or more")
+        self.num_blocks = num_blocks
+        self._group = group
+        self._index = index
+        self._refs = array("i", bytes(4 * num_blocks))
+        self._clean = list(range(num_blocks - 1, NO_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._nodes: list[PrefixNode | None] = [None] * num_blocks
+        self._suspect = bytearray(num_blocks)
+        self._dirty: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out now, cached ones included."""
+        return len(self._clean) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that a prefix hit could still take."""
+        return len(self._cached)
+
+    @property
+    def refs(self) -> NDArray[np.int32]:
+        """References of every block, int32 [num_blocks] (a view; read only)."""
+        view = np.frombuffer(self._refs, dtype=np.int32)
+        view.flags.writeable = False
+        return view
+
+    def is_free(self, block: int) -> bool:
+        return self._refs[block] == 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one reference each, evicting the longest-freed cached ones when clean ones
+        run out. The caller has made sure that `count <= num_free`."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        blocks = []
+        for _ in range(count):
+            if self._clean:
+                block = self._clean.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._unname(block)
+            self._refs[block] = 1
+            if self._suspect[block]:
+                self._suspect[block] = 0
+                self._dirty.append(block)
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, block: int) -> None:
+        """Add a reference to a published block (a prefix hit)."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+        self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give references back. Blocks that nobody refers to become free in this order: pass a sequence's tail first,
+        so that it is evicted first and the prefixes survive longest."""
+        for block in blocks:
+            refs = self._refs[block] - 1
+            assert refs >= 0, f"block {block} of group {self._group} was released more often than taken"
+            self._refs[block] = refs
+            if refs == 0:
+                if self._nodes[block] is None:
+                    self._clean.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block: int, node: PrefixNode) -> None:
+        """Make a referenced block findable as `node`, unless another block already is."""
+        if node.blocks[self._group] != NO_BLOCK:
+            return
+        assert self._refs[block] > 0
+        assert self._nodes[block] is None
+        node.blocks[self._group] = block
+        self._nodes[block] = node
+        self._index.hold(node)
+
+    def withdraw(self, block: int) -> None:
+        """Make a block unfindable; whoever refers to it keeps it."""
+        self._unname(block)
+        if self._refs[block] == 0 and block in self._cached:
+            del self._cached[block]
+            self._clean.append(block)
+
+    def suspect(self, block: int) -> None:
+        """Note that the block may hold non-finite values: its next owner gets it zeroed."""
+        self._suspect[block] = 1
+
+    def take_dirty(self) -> list[int]:
+        """Suspect blocks handed out since the last call: to zero before the next step computes."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
+
+    def named(self) -> Iterable[tuple[int, PrefixNode]]:
+        """Published blocks and their nodes."""
+        return ((block, node) for block, node in enumerate(self._nodes) if node is not None)
+
+    def check(self, expected_refs: NDArray[np.int64]) -> None:
+        """Compare with the references counted in the block tables; raises AssertionError with the arithmetic."""
+        wrong = np.flatnonzero(self.refs != expected_refs)
+        if wrong.size:
+            block = int(wrong[0])
+            raise AssertionError(
+                f"group {self._group} block {block}: {self._refs[block]} references kept, "
+                f"{int(expected_refs[block])} in the tables"
+            )
+        used = int(np.count_nonzero(expected_refs))
+        free = set(self._clean) | set(self._cached)
+        if len(free) + used != self.num_blocks - 1 or len(self._clean) + len(self._cached) != len(free):
+            raise AssertionError(
+                f"group {self._group}: {len(self._clean)} clean + {len(self._cached)} cached + {used} in use "
+                f"!= {self.num_blocks} - 1"
+            )
+        for block in free:
+            if self._refs[block] or block == NO_BLOCK:
+                raise AssertionError(f"group {self._group} block {block} is free with {self._refs[block]} references")
+            if (self._nodes[block] is None) == (block in self._cached):
+                raise AssertionError(f"group {self._group} block {block}: findable and clean, or lost and cached")
+        for block, node in self.named():
+            if node.blocks[self._group] != block:
+                raise AssertionError(f"group {self._group} block {block}: its node names {node.blocks[self._group]}")
+
+    def _unname(self, block: int) -> None:
+        node = self._nodes[block]
+        if node is not None:
+            self._nodes[block] = None
+            node.blocks[self._group] = NO_BLOCK
+            self._index.drop(node)

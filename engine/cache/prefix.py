@@ -1,0 +1,136 @@
+"""Names of prefixes: a chain of digests, one per full block, verified whenever one is looked up.
+
+A node stands for "these tokens after that prefix", whatever blocks hold its keys at the moment. It knows its parent
+by identity and its tokens by value, so a walk from the root that finds node after node has compared the whole
+prefix: digests that collide cost a hit, never a wrong block. Nodes outlive their blocks while a longer prefix or
+a running sequence builds on them; that is what lets a sliding-window group, which lost its early blocks, still match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+from engine.plan import NO_BLOCK
+
+Digest = Callable[[bytes, bytes], bytes]
+"""(digest of the parent, token bytes of the block) -> digest of the block's prefix."""
+
+
+def chain_digest(parent: bytes, token_bytes: bytes) -> bytes:
+    """16 bytes of BLAKE2b over the parent's digest and the block's int32 token ids."""
+    return blake2b(parent + token_bytes, digest_size=16).digest()
+
+
+class HashChain:
+    """The digests of one sequence's full blocks, computed at most once each.
+
+    Attributes:
+        root_key: what the chain starts from (salt, and the prompt's length where keys depend on it).
+    """
+
+    __slots__ = ("_digest", "_digests", "root_key")
+
+    def __init__(self, salt: bytes, prompt_length: int | None, digest: Digest) -> None:
+        self.root_key = b"%d:" % (prompt_length or 0) + salt
+        self._digest = digest
+        self._digests = [digest(b"", self.root_key)]
+
+    @property
+    def root_digest(self) -> bytes:
+        return self._digests[0]
+
+    def of_block(self, block: int, token_bytes: bytes) -> bytes:
+        """Digest of block index `block`, whose predecessors were asked for before."""
+        digests = self._digests
+        if block + 1 == len(digests):
+            digests.append(self._digest(digests[block], token_bytes))
+        return digests[block + 1]
+
+    def fork(self, num_blocks: int) -> HashChain:
+        """A chain of its own that knows the first `num_blocks` digests (as far as this one does)."""
+        twin = HashChain.__new__(HashChain)
+        twin.root_key = self.root_key
+        twin._digest = self._digest
+        twin._digests = self._digests[: num_blocks + 1]
+        return twin
+
+
+class PrefixNode:
+    """One full block's worth of tokens after a given prefix.
+
+    Attributes:
+        parent: the prefix before it; None for a root.
+        blocks: per cache group the block that holds its keys, or `NO_BLOCK`.
+        refs: children + published blocks + running sequences whose chain ends here.
+    """
+
+    __slots__ = ("blocks", "digest", "parent", "refs", "token_bytes")
+
+    def __init__(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes, num_groups: int) -> None:
+        self.parent = parent
+        self.digest = digest
+        self.token_bytes = token_bytes
+        self.blocks = [NO_BLOCK] * num_groups
+        self.refs = 0
+
+
+class PrefixIndex:
+    """Finds the node of a prefix; forgets it when nothing refers to it any more."""
+
+    __slots__ = ("_nodes", "_num_groups", "digest")
+
+    def __init__(self, num_groups: int, digest: Digest = chain_digest) -> None:
+        self.digest = digest
+        self._num_groups = num_groups
+        self._nodes: dict[bytes, PrefixNode] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def find(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes) -> PrefixNode | None:
+        """The node of exactly these tokens after exactly this parent, or None."""
+        node = self._nodes.get(digest)
+        if node is None or node.parent is not parent or node.token_bytes != token_bytes:
+            return None
+        return node
+
+    def extend(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes) -> PrefixNode | None:
+        """Find or make the node; None when another prefix holds the digest. The caller must `hold` what it gets."""
+        node = self._nodes.get(digest)
+        if node is None:
+            node = self._nodes[digest] = PrefixNode(parent, digest, token_bytes, self._num_groups)
+            if parent is not None:
+                parent.refs += 1
+            return node
+        if node.parent is not parent or node.token_bytes != token_bytes:
+            return None
+        return node
+
+    def hold(self, node: PrefixNode) -> None:
+        """Count one more reason to keep the node."""
+        node.refs += 1
+
+    def drop(self, node: PrefixNode) -> None:
+        """Take back one `hold`; the node, and ancestors that only it kept, are forgotten with the last."""
+        current: PrefixNode | None = node
+        while current is not None:
+            current.refs -= 1
+            if current.refs:
+                return
+            del self._nodes[current.digest]
+            current = current.parent
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Compare every node's references with `holders` (id(node) -> blocks and sequences) plus its children."""
+        children: dict[int, int] = {}
+        for node in self._nodes.values():
+            if node.parent is not None:
+                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+        for node in self._nodes.values():
+            due = children.get(id(node), 0) + holders.get(id(node), 0)
+            if node.refs != due:
+                raise AssertionError(
+                    f"prefix node {node.digest.hex()}: refs {node.refs} != "
+                    f"{children.get(id(node), 0)} children + {holders.get(id(node), 0)} holders"
+                )

@@ -1,0 +1,256 @@
+"""The block tables of all rows, over all cache groups: hits, growth, windows, publishing, release.
+
+All groups' tables of a row have the same length; tables only grow at the end. In a sliding-window group the blocks
+wholly behind the window of the next position to be computed are given back and their entries become `NO_BLOCK`
+(they stay findable until evicted). So a prefix hit of k blocks asks two different things:
+
+    full attention    all k blocks
+    window w          the ceil((w - 1) / block_size) blocks before position k * block_size, or all k when fewer
+
+and the hit is the longest k on which all groups agree. A long prompt whose early window blocks are gone still hits
+at its end; a request that shares only its first part hits there only while those blocks have not been evicted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.blocks import BlockPool
+from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
+from engine.plan import NO_BLOCK, BlockRef, CacheGroup, RowState
+
+_UNNAMED = np.iinfo(np.int32).max  # `published` of a row whose blocks are not (or no longer) published
+
+
+class CacheTables:
+    """Owns the pools and writes `RowState.block_tables`.
+
+    Attributes (R rows):
+        pools: one per group.
+        length: int32 [R], entries of the row's tables in use.
+        first: per group int32 [R], the first entry not given back behind the window (0 without a window).
+        published: int32 [R], leading blocks whose prefix has a node (whichever block is found under it).
+    """
+
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        rows: RowState,
+        *,
+        prefix_caching: bool,
+        digest: Digest = chain_digest,
+    ) -> None:
+        num_rows = len(rows.num_known)
+        self.groups = groups
+        self.block_size = rows.block_size
+        self.prefix_caching = prefix_caching
+        self.index = PrefixIndex(len(groups), digest)
+        self.pools = [BlockPool(i, group.num_blocks, self.index) for i, group in enumerate(groups)]
+        self.length = np.zeros(num_rows, dtype=np.int32)
+        self.first = [np.zeros(num_rows, dtype=np.int32) for _ in groups]
+        self.published = np.zeros(num_rows, dtype=np.int32)
+        self._rows = rows
+        self._tables = rows.block_tables
+        self._tips: list[PrefixNode | None] = [None] * num_rows
+        self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window is not None]
+        self._full = [i for i, group in enumerate(groups) if group.window is None]
+
+    def blocks_for(self, positions: int) -> int:
+        """Blocks that hold `positions` leading positions."""
+        return -(-positions // self.block_size)
+
+    def first_needed(self, window: int, position: int) -> int:
+        """Index of the first block that a query at `position` sees."""
+        return max(0, position - window + 1) // self.block_size
+
+    def match(self, chain: HashChain, tokens: NDArray[np.int32], row: int | None = None) -> list[PrefixNode]:
+        """The nodes that would be hit next, verified token by token; may be empty.
+
+        Args:
+            tokens: int32 [known]; at least the last one is always left to compute.
+            row: the running row, computed so far to a block border; None for a sequence without a row.
+        """
+        if not self.prefix_caching:
+            return []
+        if row is None:
+            start, parent = 0, self.index.find(None, chain.root_digest, chain.root_key)
+        else:
+            start, parent = int(self.length[row]), self._tips[row]
+            if self.published[row] != start:
+                return []
+        size, nodes = self.block_size, []
+        for block in range(start, (len(tokens) - 1) // size):
+            if parent is None:
+                break
+            token_bytes = tokens[block * size : (block + 1) * size].tobytes()
+            parent = self.index.find(parent, chain.of_block(block, token_bytes), token_bytes)
+            if parent is None or any(parent.blocks[group] == NO_BLOCK for group in self._full):
+                break
+            nodes.append(parent)
+        return nodes[: self._agreed(nodes, start)] if self._windows else nodes
+
+    def _agreed(self, nodes: list[PrefixNode], start: int) -> int:
+        """Most of `nodes` (blocks start, start + 1, …) that the window groups can take as well."""
+        agreed = [True] * (len(nodes) + 1)
+        for group, window in self._windows:
+            reach = self.blocks_for(window - 1)
+            run = 0
+            for i, node in enumerate(nodes):
+                run = run + 1 if node.blocks[group] != NO_BLOCK else 0
+                if run < min(i + 1, reach):
+                    agreed[i + 1] = False
+        return max(i for i, ok in enumerate(agreed) if ok)
+
+    def free_hits(self, nodes: list[PrefixNode], start: int = 0) -> list[int]:
+        """Per group, how many free blocks taking these hits uses up."""
+        end = start + len(nodes)
+        taken = []
+        for group, pool in enumerate(self.pools):
+            skip = self._behind(group, end) - start
+            taken.append(sum(pool.is_free(node.blocks[group]) for node in nodes[max(0, skip) :]))
+        return taken
+
+    def held_hits(self, num_blocks: int) -> list[int]:
+        """Per group, the table entries that a sequence holds after hitting its first `num_blocks` blocks."""
+        return [num_blocks - min(num_blocks, self._behind(group, num_blocks)) for group in range(len(self.pools))]
+
+    def _behind(self, group: int, num_blocks: int) -> int:
+        """Leading entries of this group's table that are behind the window of position num_blocks * block_size."""
+        window = self.groups[group].window
+        return 0 if window is None else self.first_needed(window, num_blocks * self.block_size)
+
+    def open(self, row: int, chain: HashChain) -> None:
+        """Start an empty row's chain."""
+        root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
+        if root is None:
+            self.published[row] = _UNNAMED
+        else:
+            self._move_tip(row, root)
+
+    def take(self, row: int, nodes: list[PrefixNode], confirmed: int = 0) -> None:
+        """Append the hit blocks to the row's tables; the caller advances num_computed (`confirmed`: see `release`)."""
+        start = int(self.length[row])
+        end = start + len(nodes)
+        self.release_behind(row, end * self.block_size, confirmed)
+        for group, pool in enumerate(self.pools):
+            keep = max(start, self._behind(group, end))
+            table = self._tables[group][row]
+            for block in range(keep, end):
+                physical = nodes[block - start].blocks[group]
+                pool.acquire(physical)
+                table[block] = physical
+            if keep > start:
+                self.first[group][row] = keep
+        self.length[row] = self.published[row] = end
+        self._move_tip(row, nodes[-1])
+
+    def _cut(self, group: int, row: int, end: int) -> list[int]:
+        """Clear the row's held entries before index `end`; returns their blocks."""
+        table = self._tables[group][row, self.first[group][row] : end]
+        blocks: list[int] = table.tolist()
+        table[:] = NO_BLOCK
+        return blocks
+
+    def release_behind(self, row: int, position: int, confirmed: int) -> None:
+        """Give back the blocks that no query at `position` or later sees (`confirmed`: see `release`)."""
+        for group, window in self._windows:
+            first, needed = int(self.first[group][row]), self.first_needed(window, position)
+            needed = min(needed, int(self.length[row]))
+            if needed > first:
+                blocks = self._cut(group, row, needed)
+                self._mark(group, blocks, first, confirmed)
+                self.pools[group].release(blocks)
+                self.first[group][row] = needed
+
+    def grow(self, row: int, num_blocks: int) -> bool:
+        """Lengthen the row's tables to `num_blocks`; False, and nothing changed, when a pool has too few."""
+        length = int(self.length[row])
+        more = num_blocks - length
+        if more <= 0:
+            return True
+        if any(pool.num_free < more for pool in self.pools):
+            return False
+        for pool, table in zip(self.pools, self._tables, strict=True):
+            table[row, length:num_blocks] = pool.allocate(more)
+        self.length[row] = num_blocks
+        return True
+
+    def publish(self, row: int, chain: HashChain, computed: int) -> None:
+        """Make findable every full block before position `computed`, which the step being planned will reach."""
+        tip = self._tips[row]
+        if tip is None:
+            return
+        size, tokens = self.block_size, self._rows.token_ids[row]
+        for block in range(int(self.published[row]), computed // size):
+            token_bytes = tokens[block * size : (block + 1) * size].tobytes()
+            tip = self.index.extend(tip, chain.of_block(block, token_bytes), token_bytes)
+            if tip is None:  # another prefix has this digest: what follows can't be named
+                self.published[row] = _UNNAMED
+                return
+            self._move_tip(row, tip)
+            for pool, table in zip(self.pools, self._tables, strict=True):
+                pool.publish(int(table[row, block]), tip)
+            self.published[row] = block + 1
+
+    def _move_tip(self, row: int, node: PrefixNode | None) -> None:
+        old, self._tips[row] = self._tips[row], node
+        if node is not None:
+            self.index.hold(node)
+        if old is not None:
+            self.index.drop(old)
+
+    def release(self, row: int, confirmed: int) -> None:
+        """Empty a row, tail first.
+
+        Args:
+            confirmed: positions before this one led to finite logits. Blocks reaching beyond may hold non-finite
+                values that nothing has shown yet, so they are zeroed before another sequence writes to them.
+        """
+        length = int(self.length[row])
+        for group, pool in enumerate(self.pools):
+            first = int(self.first[group][row])
+            blocks = self._cut(group, row, length)
+            self._mark(group, blocks, first, confirmed)
+            pool.release(reversed(blocks))
+            self.first[group][row] = 0
+        self.length[row] = self.published[row] = 0
+        self._move_tip(row, None)
+
+    def _mark(self, group: int, blocks: list[int], first: int, confirmed: int) -> None:
+        """Mark as suspect those of `blocks` (table entries first, first + 1, …) that reach beyond `confirmed`."""
+        for block in blocks[max(0, confirmed // self.block_size - first) :]:
+            self.pools[group].suspect(block)
+
+    def withdraw(self, row: int) -> None:
+        """Make unfindable all that is cached along the row's prefix: it led to non-finite values."""
+        node = self._tips[row]
+        while node is not None:
+            parent = node.parent  # withdrawing may let go of the node
+            for pool, block in zip(self.pools, list(node.blocks), strict=True):
+                if block != NO_BLOCK:
+                    pool.suspect(block)
+                    pool.withdraw(block)
+            node = parent
+
+    def take_dirty(self) -> tuple[BlockRef, ...]:
+        """Blocks handed out since the last call that must be zeroed before they are used."""
+        return tuple(BlockRef(group, block) for group, pool in enumerate(self.pools) for block in pool.take_dirty())
+
+    def check_integrity(self) -> None:
+        """Add up every block's references over all tables; raises AssertionError with the arithmetic."""
+        holders: dict[int, int] = {}
+        for group, pool in enumerate(self.pools):
+            table = self._tables[group]
+            for row, length in enumerate(self.length.tolist()):
+                held, outside = table[row, self.first[group][row] : length], table[row, length:]
+                if (held == NO_BLOCK).any() or outside.any() or table[row, : self.first[group][row]].any():
+                    raise AssertionError(f"group {group} row {row}: table {table[row].tolist()}, length {length}")
+            refs = np.bincount(table[table != NO_BLOCK], minlength=pool.num_blocks)
+            pool.check(refs)
+            for _, node in pool.named():
+                holders[id(node)] = holders.get(id(node), 0) + 1
+        for tip in self._tips:
+            if tip is not None:
+                holders[id(tip)] = holders.get(id(tip), 0) + 1
+        self.index.check(holders)

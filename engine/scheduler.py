@@ -1,0 +1,374 @@
+"""The scheduler: what each step computes, and when a sequence ends.
+
+There is no prefill phase and no decode phase. Every sequence has tokens known and tokens computed, and each step lets
+computed catch up with known, for as many sequences as one token budget allows (the rule is vLLM v1's):
+
+    a chunk of a prompt, a prefix hit, the next token of an answer, the return after preemption
+    are all   num_computed += count,   count <= num_known - num_computed
+
+    0           hit            num_computed     num_known           max_known
+    |- in the cache -|- computed ---|- pending -----|- to be sampled ---|
+
+`num_computed` advances when a step is planned, `num_known` when its tokens come back; so a second step can be planned
+while the first one computes. Blocks that the step will fill are published when it is planned: keys are written before
+they are read, so a sequence admitted later in the same step already hits them.
+
+One step, highest class first, within a class by arrival:
+1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
+   the lowest class give way (its blocks are freed, its known tokens kept, and it waits at its place by arrival);
+2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
+   sequences of its class and above are still expected to take, and its own need, must be free, counting what lower
+   classes would have to give back. They are preempted only when their rows or blocks are needed now;
+3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
+
+A sequence that was put back waits until something has ended, so it doesn't take the blocks that the others need next.
+The oldest sequence of the highest class can take every block from all others, and alone fits the pool (`add` refuses
+what doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.admission import LazyHeap, LengthEstimator
+from engine.batch import RunningBatch
+from engine.cache.demand import BlockDemand
+from engine.cache.prefix import Digest, chain_digest
+from engine.cache.tables import CacheTables
+from engine.config import ScheduleConfig
+from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.plan import CacheGroup, RowState, StepPlan
+from engine.request import FinishReason, Request
+from engine.sequence import FinishedSequence, Sequence, SequenceState
+from engine.step import StepPlanner
+from engine.stopping import StopTable
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts since the start, and the state now.
+
+    Attributes:
+        steps, computed_tokens: planned steps and their tokens.
+        recomputed_tokens: of them, positions that had been computed before a preemption.
+        prefix_queried_tokens, prefix_hit_tokens: known tokens of admitted sequences that may read the prefix cache,
+            and those not computed because they were found there.
+        free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
+        oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    computed_tokens: int
+    recomputed_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    finished: int
+    free_blocks: tuple[int, ...]
+    cached_blocks: tuple[int, ...]
+    total_blocks: tuple[int, ...]
+    oldest_waiting: float | None
+
+
+class Scheduler:
+    """Decides, step by step, what the model computes. Not thread-safe: one loop owns it.
+
+    Args:
+        groups: the model's cache groups.
+        block_size: tokens a block holds.
+        max_model_len: most tokens of one sequence, prompt and answer.
+        prefix_caching: share blocks between sequences with the same leading tokens and salt.
+        eos_token_ids: end tokens of the model.
+        rope_original_max: the model's rotary frequencies depend on a sequence's length beyond this.
+        digest: names prefixes; only tests give another one.
+
+    Attributes:
+        rows: row-indexed state, read by the runner; the scheduler alone writes it.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        groups: tuple[CacheGroup, ...],
+        block_size: int,
+        max_model_len: int,
+        *,
+        prefix_caching: bool,
+        eos_token_ids: tuple[int, ...],
+        rope_original_max: int | None = None,
+        digest: Digest = chain_digest,
+    ) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens"):
+            value = getattr(config, name)
+            if value is not None and value < 1:
+                raise ValueError(f"ScheduleConfig.{name} is {value}, but must be 1 or more")
+        budget = config.max_num_batched_tokens
+        self.rows = RowState(config.max_num_seqs, max_model_len, block_size, len(groups))
+        self._max_model_len = max_model_len
+        self._cache = CacheTables(groups, self.rows, prefix_caching=prefix_caching, digest=digest)
+        self._stops = StopTable(config.max_num_seqs, eos_token_ids)
+        self._batch = RunningBatch(self.rows, self._cache, self._stops)
+        self._lengths = LengthEstimator()
+        self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget))
+        self._waiting = LazyHeap[Sequence](lambda sequence: sequence.state is SequenceState.WAITING)
+        self._planner = StepPlanner(
+            self._batch,
+            self._waiting,
+            self._lengths,
+            self._demand,
+            budget=budget,
+            rope_original_max=rope_original_max,
+        )
+        self._requests: dict[str, list[Sequence]] = {}
+        self._deadlines = LazyHeap[list[Sequence]](_unfinished)
+        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64]]] = deque()
+        self._finished: list[FinishedSequence] = []
+        self._next_serial = 0
+        self._now = 0.0  # the latest time told; `cancel` is told none
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits, runs, or has ended and was not taken yet."""
+        return bool(self._requests or self._finished)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        counters, pools = self._planner.counters, self._cache.pools
+        head = self._waiting.peek()
+        return SchedulerStats(
+            running=len(self._batch),
+            waiting=len(self._waiting),
+            steps=counters.steps,
+            computed_tokens=counters.computed_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=counters.preemptions,
+            finished=counters.ended,
+            free_blocks=tuple(pool.num_free for pool in pools),
+            cached_blocks=tuple(pool.num_cached for pool in pools),
+            total_blocks=tuple(pool.num_blocks - 1 for pool in pools),
+            oldest_waiting=None if head is None else head.arrived_at,
+        )
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request: one sequence per choice. `now` in seconds.
+
+        Raises:
+            ContextLengthExceeded: prompt + max_tokens fit neither the context nor the whole pool.
+            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], or pooling is asked for
+                together with an answer.
+        """
+        self._now = now
+        prompt, params = request.prompt_token_ids, request.params
+        if request.request_id in self._requests:
+            raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
+        if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype != np.int32:
+            raise RequestRefused(
+                f"request {request.request_id!r}: the prompt is {prompt.dtype} {list(prompt.shape)}, "
+                "but must be int32 [tokens] with at least one token"
+            )
+        if request.pooling is not None and params.max_tokens:
+            raise RequestRefused(
+                f"request {request.request_id!r}: pooling {request.pooling!r} goes with max_tokens 0, "
+                f"not {params.max_tokens}"
+            )
+        siblings: list[Sequence] = []
+        for choice in range(params.n):
+            siblings.append(Sequence(request, choice, self._next_serial + choice, siblings, now))
+        last_sampled = int(params.max_tokens > 0)  # known, but never computed
+        limit = min(self._max_model_len, self._demand.max_positions + last_sampled)
+        if siblings[0].max_known > limit:
+            raise ContextLengthExceeded(len(prompt), params.max_tokens, limit)
+        self._next_serial += params.n
+        self._requests[request.request_id] = siblings
+        for sequence in siblings:
+            self._waiting.push(request.priority, sequence.serial, sequence)
+        if request.deadline is not None:
+            self._deadlines.push(request.deadline, siblings[0].serial, siblings)
+
+    def cancel(self, request_id: str) -> bool:
+        """End all choices that have not ended yet and free what they hold; False when there are none."""
+        return self._end_request(request_id, FinishReason.CANCELLED)
+
+    def take_finished(self) -> list[FinishedSequence]:
+        """Sequences that ended without a step since the last call: cancelled ones and those past their deadline."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; None when nothing can be computed now. Requests past their deadline end first.
+
+        Every plan must come back through `update`, in order; the next one may be asked for before that.
+        """
+        self._now = now
+        while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
+            siblings = self._deadlines.pop()
+            self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
+        plan = self._planner.plan(now)
+        if plan is not None:
+            self._in_flight.append((plan, self._batch.epoch[plan.rows]))
+        return plan
+
+    def update(
+        self, plan: StepPlan, token_ids: NDArray[np.int32], failed: NDArray[np.bool_], now: float
+    ) -> list[FinishedSequence]:
+        """Take a step's results.
+
+        Args:
+            plan: the oldest plan not yet updated.
+            token_ids: int32 [B], the sampled tokens where `plan.samples`.
+            failed: bool [B], rows with non-finite values; their sequences end in `ERROR`.
+
+        Returns:
+            The sequences that ended with this step, in the plan's order.
+        """
+        self._now = now
+        expected_plan, epochs = self._in_flight.popleft()
+        assert expected_plan is plan, "plans come back in the order they were made"
+        good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
+        bad = good & failed
+        good &= ~failed
+        ended: dict[int, FinishedSequence] = {}
+        for i in np.flatnonzero(bad).tolist():
+            position = int(plan.starts[i] + plan.counts[i]) - 1
+            error = f"non-finite values at or before position {position}"
+            ended[i] = self._finish(self._batch.owner(int(plan.rows[i])), FinishReason.ERROR, error=error)
+        self._end_scored(plan, good, ended)
+        chosen = np.flatnonzero(good & plan.samples)
+        if chosen.size:
+            self._append(plan.rows[chosen], token_ids[chosen], chosen, ended)
+        return [ended[i] for i in sorted(ended)]
+
+    def _end_scored(self, plan: StepPlan, good: NDArray[np.bool_], ended: dict[int, FinishedSequence]) -> None:
+        """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
+        ends = plan.starts + plan.counts
+        seen = good & (plan.num_logits > 0)
+        self._batch.confirmed[plan.rows[seen]] = ends[seen]
+        done = good & ~plan.samples & (ends == self._stops.max_known[plan.rows])
+        for i in np.flatnonzero(done).tolist():
+            row = int(plan.rows[i])
+            sequence = self._batch.owner(row)
+            if sequence.request.pooling is not None:
+                self._batch.confirmed[row] = ends[i]
+            sequence.prompt_computed = True
+            ended[i] = self._finish(sequence, FinishReason.LENGTH)
+
+    def _append(
+        self,
+        rows: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        places: NDArray[np.intp],
+        ended: dict[int, FinishedSequence],
+    ) -> None:
+        """Make the sampled tokens known and end the rows for which they are the last."""
+        if (tokens < 0).any():
+            row = int(rows[np.argmax(tokens < 0)])
+            raise EngineError(f"row {row}: the step gave no token and did not fail; the runner must mark it as failed")
+        known = self.rows.num_known[rows]
+        stopped, full = self._stops.check(rows, tokens, known)
+        done = stopped | full
+        grown = ~stopped
+        kept = rows[grown]
+        self.rows.token_ids[kept, known[grown]] = tokens[grown]
+        self.rows.num_known[kept] += 1
+        for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
+            sequence = self._batch.owner(int(rows[i]))
+            may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
+            if (end := _watch(sequence, int(tokens[i]), may_stop)) is not None:
+                ended[int(places[i])] = self._finish(sequence, end.reason, error=end.error)
+                done[i] = False
+        for i in np.flatnonzero(done).tolist():
+            sequence = self._batch.owner(int(rows[i]))
+            stop = int(tokens[i]) if stopped[i] else None
+            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+            ended[int(places[i])] = self._finish(sequence, reason, stop_token_id=stop)
+
+    def _end_request(self, request_id: str, reason: FinishReason) -> bool:
+        siblings = [s for s in self._requests.get(request_id, ()) if s.state is not SequenceState.FINISHED]
+        for sequence in siblings:
+            self._finished.append(self._finish(sequence, reason))
+        return bool(siblings)
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+    ) -> FinishedSequence:
+        """End a sequence wherever it stands; its row and blocks are free at once."""
+        if sequence.state is SequenceState.RUNNING:
+            self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=reason is FinishReason.ERROR)
+        else:
+            sequence.state = SequenceState.FINISHED
+            self._waiting.discard()
+        self._planner.counters.ended += 1
+        request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.observe(request, len(answer))
+        if all(sibling.state is SequenceState.FINISHED for sibling in sequence.siblings):
+            del self._requests[request.request_id]
+            if request.deadline is not None and reason is not FinishReason.TIMEOUT:
+                self._deadlines.discard()
+        return FinishedSequence(
+            request=request,
+            choice=sequence.choice,
+            token_ids=answer,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            cached_tokens=sequence.cached_tokens,
+            prompt_computed=sequence.prompt_computed,
+            preemptions=sequence.preemptions,
+            started_at=self._now if sequence.started_at is None else sequence.started_at,
+            finished_at=self._now,
+            error=error,
+        )
+
+    def check_integrity(self) -> None:
+        """Add up every block's references, rows and queues; raises AssertionError with the arithmetic."""
+        self._batch.check_integrity()
+        states = [sequence.state for siblings in self._requests.values() for sequence in siblings]
+        running, waiting = states.count(SequenceState.RUNNING), states.count(SequenceState.WAITING)
+        if (running, waiting) != (len(self._batch), len(self._waiting)):
+            raise AssertionError(
+                f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken "
+                f"and {len(self._waiting)} are queued"
+            )
+
+
+class _End(NamedTuple):
+    """How a watcher ended its choice."""
+
+    reason: FinishReason
+    error: str | None
+
+
+def _watch(sequence: Sequence, token_id: int, may_stop: bool) -> _End | None:
+    """Show the watcher a token; None to go on.
+
+    A watcher is one request's own code: when it raises, that request ends in `ERROR` and its batch mates go on.
+    """
+    try:
+        if sequence.watcher is None:
+            assert sequence.request.watcher is not None
+            sequence.watcher = sequence.request.watcher(sequence.choice)
+        stop = sequence.watcher.push(token_id)
+    except Exception as error:  # noqa: BLE001 - it becomes this row's result
+        return _End(FinishReason.ERROR, f"token watcher failed: {type(error).__name__}: {error}")
+    return _End(FinishReason.STOP, None) if stop and may_stop else None
+
+
+def _unfinished(siblings: list[Sequence]) -> bool:
+    return any(sequence.state is not SequenceState.FINISHED for sequence in siblings)

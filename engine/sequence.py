@@ -1,0 +1,128 @@
+"""A sequence: one choice of one request on its way through the scheduler.
+
+Its tokens live in `RowState` while it has a row; without one (waiting, or preempted) it carries them itself. There
+is one object per choice and none per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.prefix import HashChain
+from engine.request import FinishReason, Request, TokenWatcher
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One choice of one request.
+
+    Attributes:
+        request, choice: whose answer this is, and which.
+        siblings: all choices of the request, this one included; they share the prompt's digests.
+        serial: place in arrival order, unique; decides within a class, before and after preemption.
+        state: where it stands.  row: its row while running, else -1.
+        token_ids: int32 [known], known tokens while it has no row.
+        chain: digests of its full blocks; None until its first look into the prefix cache.
+        watcher: made with the first sampled token, kept through preemption.
+        cached_tokens: prompt tokens hit before any preemption.
+        high_water: most positions that were ever computed.
+        parked_at: endings counted when it was last preempted; None when it never was.
+        prompt_computed: its whole prompt went through a finished step.
+        arrived_at, started_at: `add` and first admission, in seconds.
+    """
+
+    __slots__ = (
+        "arrived_at",
+        "cached_tokens",
+        "chain",
+        "choice",
+        "high_water",
+        "parked_at",
+        "preemptions",
+        "prompt_computed",
+        "request",
+        "row",
+        "serial",
+        "siblings",
+        "started_at",
+        "state",
+        "token_ids",
+        "watcher",
+    )
+
+    def __init__(self, request: Request, choice: int, serial: int, siblings: list[Sequence], now: float) -> None:
+        self.request = request
+        self.choice = choice
+        self.serial = serial
+        self.siblings = siblings
+        self.state = SequenceState.WAITING
+        self.row = -1
+        self.token_ids = request.prompt_token_ids
+        self.chain: HashChain | None = None
+        self.watcher: TokenWatcher | None = None
+        self.cached_tokens = 0
+        self.high_water = 0
+        self.preemptions = 0
+        self.parked_at: int | None = None
+        self.prompt_computed = False
+        self.arrived_at = now
+        self.started_at: float | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_known(self) -> int:
+        """Prompt tokens + max_tokens."""
+        return self.prompt_len + self.request.params.max_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """Positions computed when it runs to its end: the last sampled token is never computed."""
+        return max(self.prompt_len, self.max_known - 1)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether blocks computed by others will do: not when every prompt position's output is asked for."""
+        return self.request.params.prompt_logprobs is None and self.request.pooling != "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """The end of a sequence; each one gets exactly one.
+
+    Attributes:
+        token_ids: int32 [generated], without the stop token.
+        stop_token_id: the token that ended it, when one did.
+        cached_tokens: prompt tokens taken from the prefix cache before any preemption.
+        prompt_computed: the prompt went through the model (false when it ended before that).
+        started_at, finished_at: first admission (the end, when it was never admitted) and end, in seconds.
+        error: what failed, when the reason is `ERROR`.
+    """
+
+    request: Request
+    choice: int
+    token_ids: NDArray[np.int32]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    cached_tokens: int
+    prompt_computed: bool
+    preemptions: int
+    started_at: float
+    finished_at: float
+    error: str | None = None
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled, the stop token included."""
+        return len(self.token_ids) + (self.stop_token_id is not None)

@@ -1,0 +1,334 @@
+"""Planning of one step: who gets how many tokens, and the blocks for them. The rule is stated in scheduler.py.
+
+A victim of preemption always comes from behind everything that was planned so far, so a planned row is never taken
+back: what it publishes in this step will be there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.admission import LazyHeap, LengthEstimator
+from engine.batch import RunningBatch
+from engine.cache.demand import BlockDemand
+from engine.cache.prefix import HashChain, PrefixNode
+from engine.plan import NewRow, StepPlan
+from engine.sequence import Sequence, SequenceState
+
+
+class Counters:
+    """What the planner counts over its life."""
+
+    __slots__ = (
+        "computed_tokens",
+        "ended",
+        "preemptions",
+        "prefix_hit_tokens",
+        "prefix_queried_tokens",
+        "recomputed_tokens",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.preemptions = 0
+        self.ended = 0
+
+
+class StepPlanner:
+    """Plans steps over a running batch and a waiting queue.
+
+    Args:
+        budget: most tokens of a step.
+        rope_original_max: prompts longer than this have keys that depend on the prompt's length.
+    """
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        waiting: LazyHeap[Sequence],
+        lengths: LengthEstimator,
+        demand: BlockDemand,
+        *,
+        budget: int,
+        rope_original_max: int | None,
+    ) -> None:
+        self.counters = Counters()
+        self._batch = batch
+        self._rows = batch.rows
+        self._cache = batch.cache
+        self._waiting = waiting
+        self._lengths = lengths
+        self._demand = demand
+        self._budget = budget
+        self._rope_original_max = rope_original_max
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end."""
+        self._left = self._budget
+        self._order = self._batch.order()
+        self._next = 0
+        self._end = len(self._order)
+        self._planned: list[NDArray[np.int32]] = []
+        self._counts: list[NDArray[np.int32]] = []
+        self._new: list[NewRow] = []
+        self._admitted: list[int] = []
+        self._committed: list[int] | None = None
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        self._begin()
+        while self._left > 0 and (head := self._waiting.peek()) is not None:
+            self._plan_running(head.request.priority)
+            if self._left <= 0 or not self._admit(head, now):
+                break
+        self._plan_running(None)
+        return self._assemble()
+
+    # -- running rows
+
+    def _plan_running(self, priority: int | None) -> None:
+        """Plan the running rows of classes up to `priority` (None: all) that are not planned yet."""
+        if self._next >= self._end or self._left <= 0:
+            return
+        end = self._end
+        if priority is not None:
+            classes = self._batch.priority[self._order[self._next : end]]
+            end = self._next + int(np.searchsorted(classes, priority, side="right"))
+            if end == self._next:
+                return
+        self._committed = None
+        rows = self._order[self._next : end]
+        starts = self._rows.num_computed[rows]
+        pending = self._rows.num_known[rows] - starts
+        counts = np.minimum(pending, 1)
+        visit = np.flatnonzero(self._needs_visit(rows, starts, pending))
+        if visit.size:
+            counts[visit] = 0
+            before = np.cumsum(counts)
+            spent, first = 0, self._next
+            for i in visit.tolist():
+                if first + i >= self._end:
+                    break
+                self._next = first + i + 1
+                left = self._left - int(before[i]) - spent
+                if left > 0:
+                    counts[i] = count = self._catch_up(int(rows[i]), left)
+                    spent += count
+        counts = counts[: self._end - (end - len(rows))]
+        self._next = min(end, self._end)
+        total = np.cumsum(counts)
+        if total.size and total[-1] > self._left:
+            counts[total > self._left] = 0
+        self._take(rows[: len(counts)], counts)
+
+    def _needs_visit(
+        self, rows: NDArray[np.int32], starts: NDArray[np.int32], pending: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Rows with more to do than one token in a block they hold: a chunk, a new block, a block that gets full, or
+        one that falls behind a window."""
+        cache, size = self._cache, self._rows.block_size
+        visit = (pending > 1) | (starts >= cache.length[rows] * size)
+        if cache.prefix_caching:
+            visit |= (starts + 1) // size > cache.published[rows]
+        for first, group in zip(cache.first, cache.groups, strict=True):
+            if group.window is not None:
+                visit |= (starts - (group.window - 1)) // size > first[rows]
+        visit &= pending > 0
+        return visit
+
+    def _catch_up(self, row: int, left: int) -> int:
+        """Let a row compute up to `left` of its pending tokens; 0 when it had to give way itself."""
+        batch, rows, cache = self._batch, self._rows, self._cache
+        sequence = batch.owner(row)
+        start, known = int(rows.num_computed[row]), int(rows.num_known[row])
+        chain = self._chain(sequence)
+        confirmed = int(batch.confirmed[row])
+        if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
+            hits = cache.match(chain, rows.token_ids[row, :known], row)
+            if hits:
+                cache.take(row, hits, confirmed)
+                self._note_hit(sequence, start, len(hits) * rows.block_size)
+                start += len(hits) * rows.block_size
+                rows.num_computed[row] = start
+        cache.release_behind(row, start, confirmed)
+        count = self._chunk(sequence, start, known, left)
+        while not cache.grow(row, cache.blocks_for(start + count)):
+            if self._preempt_last() is sequence:
+                return 0
+        cache.publish(row, chain, start + count)
+        self._note_recomputed(sequence, start, count)
+        return count
+
+    def _chunk(self, sequence: Sequence, start: int, known: int, left: int) -> int:
+        """Tokens to compute from `start`. What is cut off ends on a block border where it can: only whole blocks
+        can be shared. A row whose prompt is scored stops at the prompt's end once."""
+        size = self._rows.block_size
+        count = min(known - start, left, self._demand.max_chunk)
+        if count < known - start and (start + count) // size * size > start:
+            count = (start + count) // size * size - start
+        if sequence.request.params.prompt_logprobs is not None and start < sequence.prompt_len:
+            count = min(count, sequence.prompt_len - start)
+        return count
+
+    def _preempt_last(self) -> Sequence:
+        """Put the newest sequence of the lowest class back into the queue, to be computed again."""
+        self._end -= 1
+        sequence = self._batch.owner(int(self._order[self._end]))
+        self._batch.vacate(sequence, SequenceState.WAITING)
+        sequence.preemptions += 1
+        sequence.parked_at = self.counters.ended
+        self.counters.preemptions += 1
+        self._waiting.push(sequence.request.priority, sequence.serial, sequence)
+        return sequence
+
+    # -- waiting sequences
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Give the head of the queue a row and its first tokens; False when it must wait (and all behind it)."""
+        batch, cache = self._batch, self._cache
+        below = self._order[self._next : self._end]  # lower classes, none of them planned
+        elders = len(batch) - len(below)
+        if not batch.has_free_row and not len(below):
+            return False
+        if elders and sequence.parked_at == self.counters.ended:
+            return False  # it was put back for want of blocks, and nothing has ended since
+        chain = self._chain(sequence)
+        hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
+        expected = self._expected(sequence)
+        positions = max(min(expected, sequence.max_known) - 1, len(sequence.token_ids))
+        wanted = self._wanted(positions, hits)
+        if elders and not self._expected_to_fit(wanted, below):
+            return False
+        start = len(hits) * cache.block_size
+        count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
+        new_blocks = cache.blocks_for(start + count) - len(hits)
+        while not (batch.has_free_row and self._has_room(hits, new_blocks)):
+            if self._next >= self._end:
+                return False
+            self._preempt_last()
+        self._waiting.pop()
+        row = batch.seat(sequence, chain, hits, expected)
+        grown = cache.grow(row, cache.blocks_for(start + count))
+        assert grown, "blocks were counted before the row was taken"
+        cache.publish(row, chain, start + count)
+        self._enter(sequence, row, start, count, now)
+        if self._committed is not None:
+            held = [int(cache.length[row]) - int(first[row]) for first in cache.first]
+            future = zip(self._demand.of_sequence(positions), held, strict=True)
+            self._committed = [c + max(0, f - h) for c, (f, h) in zip(self._committed, future, strict=True)]
+        return True
+
+    def _enter(self, sequence: Sequence, row: int, start: int, count: int, now: float) -> None:
+        """Book a sequence that has just got its row."""
+        if sequence.started_at is None:
+            sequence.started_at = now
+        if sequence.reads_prefix_cache and self._cache.prefix_caching:
+            self.counters.prefix_queried_tokens += len(sequence.token_ids)
+            self._note_hit(sequence, 0, start)
+        self._note_recomputed(sequence, start, count)
+        self._new.append(NewRow(row, sequence.request, sequence.choice))
+        self._admitted.append(row)
+        self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
+
+    def _chain(self, sequence: Sequence) -> HashChain:
+        """The sequence's digests; a choice starts with those of the prompt that its siblings have computed."""
+        if sequence.chain is None:
+            first = sequence.siblings[0].chain
+            if first is not None:
+                sequence.chain = first.fork(sequence.prompt_len // self._cache.block_size)
+            else:
+                limit = self._rope_original_max
+                length = sequence.prompt_len if limit is not None and sequence.prompt_len > limit else None
+                sequence.chain = HashChain(sequence.request.salt, length, self._cache.index.digest)
+        return sequence.chain
+
+    def _expected(self, sequence: Sequence) -> int:
+        """Known tokens that the sequence is expected to end with."""
+        known = len(sequence.token_ids)
+        expected = sequence.prompt_len + self._lengths.expect(sequence.request)
+        if expected <= known:
+            expected = known + max((known - sequence.prompt_len) // 4, self._cache.block_size)
+        return min(expected, sequence.max_known)
+
+    def _wanted(self, positions: int, hits: list[PrefixNode]) -> list[int]:
+        """Free blocks, per group, that a sequence with these hits takes until it has `positions`."""
+        free = self._cache.free_hits(hits)
+        held = self._cache.held_hits(len(hits))
+        return [
+            max(most - shared, 0) + taken
+            for most, shared, taken in zip(self._demand.of_sequence(positions), held, free, strict=True)
+        ]
+
+    def _expected_to_fit(self, wanted: list[int], below: NDArray[np.int32]) -> bool:
+        """Whether what is free, with what lower classes would give back, covers what the running rows of this class
+        and above are still expected to take, and `wanted`."""
+        if self._committed is None:
+            rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
+            pending = self._rows.num_known[rows] - self._rows.num_computed[rows]
+            self._committed = self._demand.of_rows(rows, self._batch.expected_positions(rows), pending)
+        supply = [pool.num_free for pool in self._cache.pools]
+        if len(below):
+            given = self._demand.reclaimable(below, self._rows.block_tables)
+            supply = [free + more for free, more in zip(supply, given, strict=True)]
+        return all(w + c <= s for w, c, s in zip(wanted, self._committed, supply, strict=True))
+
+    def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
+        """Whether the pools can give the first chunk its blocks now."""
+        taken = self._cache.free_hits(hits)
+        return all(pool.num_free >= new_blocks + t for pool, t in zip(self._cache.pools, taken, strict=True))
+
+    # -- bookkeeping
+
+    def _take(self, rows: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+        """Add rows to the step; from here on their tokens count as computed."""
+        self._rows.num_computed[rows] += counts
+        self._left -= int(counts.sum())
+        self._planned.append(rows)
+        self._counts.append(counts)
+
+    def _note_hit(self, sequence: Sequence, start: int, tokens: int) -> None:
+        self.counters.prefix_hit_tokens += tokens
+        if sequence.preemptions == 0:
+            sequence.cached_tokens += max(0, min(start + tokens, sequence.prompt_len) - start)
+
+    def _note_recomputed(self, sequence: Sequence, start: int, count: int) -> None:
+        self.counters.recomputed_tokens += max(0, min(sequence.high_water, start + count) - start)
+
+    def _assemble(self) -> StepPlan | None:
+        """The plan: rows with one token first, then the chunks, each in class then arrival order."""
+        if self._left == self._budget:
+            return None
+        rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
+        single = counts == 1
+        num_decodes = int(np.count_nonzero(single))
+        if num_decodes < len(rows):
+            order = np.concatenate([np.flatnonzero(single), np.flatnonzero(counts > 1)])
+            rows, counts = rows[order], counts[order]
+        ends = self._rows.num_computed[rows]
+        starts = ends - counts
+        samples = (ends == self._rows.num_known[rows]) & (self._batch.stops.max_known[rows] > ends)
+        num_logits = samples.astype(np.int32)
+        scored = self._batch.scores_prompt[rows] & (starts < self._rows.prompt_len[rows])
+        if scored.any():
+            num_logits[scored] = counts[scored]
+        num_tokens = self._budget - self._left
+        self.counters.steps += 1
+        self.counters.computed_tokens += num_tokens
+        return StepPlan(
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            num_logits=num_logits,
+            samples=samples,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            new_rows=tuple(self._new),
+            zero_blocks=self._cache.take_dirty(),
+        )
