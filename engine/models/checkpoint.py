@@ -1,0 +1,115 @@
+"""Where weights come from: a source of named tensors that are read one at a time, straight into their place.
+
+Safetensors files are memory-mapped, so loading holds one copy of the model and the tensor being converted. Pickled
+weights are never opened: they can run code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class WeightSource(Protocol):
+    """Named tensors, under the names transformers gives them, in row-major [out, in] order."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Copy a tensor into `into` (the same shape, any float dtype and device)."""
+        ...
+
+
+class SafetensorsCheckpoint:
+    """The weights of a Hugging Face folder: one safetensors file, or several with an index.
+
+    Raises:
+        ModelNotFound: there are no weights.
+        UnsupportedModel: there are only pickled weights.
+        CorruptWeights: a file is truncated or no safetensors file, or the index contradicts the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        listed = _indexed(folder)
+        for path in sorted(set(listed.values())) if listed else [_single_file(folder)]:
+            handle = _open(path)
+            for name in handle.keys():  # noqa: SIM118  (not a mapping)
+                if name in self._files:
+                    raise CorruptWeights(f"tensor {name} is in both {self._paths[name].name} and {path.name}")
+                self._files[name], self._paths[name] = handle, path
+        for name, path in listed.items():
+            if self._paths.get(name) != path:
+                raise CorruptWeights(f"{folder / _INDEX} places tensor {name} in {path.name}, but it is not there")
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str, into: Tensor) -> None:
+        dtype = self._files[name].get_slice(name).get_dtype()
+        if dtype not in _FLOATS:
+            raise UnsupportedModel(f"tensor {name} in {self._paths[name]} is {dtype}, not one of {', '.join(_FLOATS)}")
+        try:
+            into.copy_(self._files[name].get_tensor(name))
+        except SafetensorError as error:
+            raise CorruptWeights(f"tensor {name} in {self._paths[name]} can't be read: {error}") from error
+
+
+def _indexed(folder: Path) -> dict[str, Path]:
+    """Tensor -> file as the index says; empty when there is none."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return {}
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        files = {str(name): str(file) for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptWeights(f"{index} is not a safetensors index: {error}") from error
+    for name, file in files.items():
+        if Path(file).name != file or "\\" in file:
+            raise CorruptWeights(f"{index} points outside its folder: tensor {name} in {file!r}")
+        if not (folder / file).is_file():
+            raise CorruptWeights(f"{folder / file} is missing, but {_INDEX} places tensor {name} there")
+    return {name: folder / file for name, file in files.items()}
+
+
+def _single_file(folder: Path) -> Path:
+    if (folder / _SINGLE).is_file():
+        return folder / _SINGLE
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CorruptWeights(f"{folder} holds {len(found)} safetensors files, but no {_INDEX} to say what is where")
+    if pickles := sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES):
+        raise UnsupportedModel(f"{folder / pickles[0]} is pickled, which can run code; convert it to safetensors")
+    if list(folder.glob("*.gguf")):
+        raise ModelNotFound(f"{folder} holds GGUF files: name one of them instead of the folder")
+    raise ModelNotFound(f"{folder} holds no weights (*.safetensors)")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CorruptWeights(f"{path} is not a whole safetensors file ({error}); fetch it again") from error

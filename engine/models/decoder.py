@@ -1,0 +1,206 @@
+"""The fused decoder: one forward pass for the Llama, Mistral, Qwen2, Qwen3 and Gemma 3 families.
+
+What differs between the families is data (`DecoderSpec`), not code paths of their own. Layers are plain tensors and
+`Linear`s in a slotted dataclass: at a handful of tokens per step, dispatch costs as much as arithmetic, so q, k and v
+are one product, gate and up another, and q and k are normed and rotated together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.base import Attend, ModelSpec
+from engine.models.rope import RopeSpec, RotaryTable
+from engine.quant.base import Linear
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderSpec:
+    """All that tells one family or size from another.
+
+    Attributes:
+        activation: of the gate.
+        qkv_bias, output_bias, mlp_bias: which products carry a bias.
+        qk_norm: q and k are normed per head before they are rotated.
+        norm_offset: norm weights are stored as w and mean 1 + w.
+        sandwich_norms: the outputs of attention and MLP are normed before they join the residual.
+        embedding_scale: what embeddings are multiplied by, rounded to the weights' dtype.
+        attention_scale: what q k^T is multiplied by.
+        final_softcap: logits become cap * tanh(logits / cap).
+        tied: the head is the embedding.
+        ropes, layer_ropes: the kinds of rotation, and each layer's index among them.
+        windows, eos_token_ids, max_position: as in `ModelSpec`.
+        weight_prefixes: where checkpoints of this family keep the decoder ("model."), by preference.
+        ignored_weights: prefixes of tensors that are known and not needed (an image encoder).
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    attention_scale: float
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeSpec, ...]
+    layer_ropes: tuple[int, ...]
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    activation: Activation = "silu"
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float | None = None
+    final_softcap: float | None = None
+    weight_prefixes: tuple[str, ...] = ("model.",)
+    ignored_weights: tuple[str, ...] = ()
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Rows of the fused projection that are q's, k's and v's."""
+        kv = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv, kv
+
+    @property
+    def num_parameters(self) -> int:
+        h, m = self.hidden_size, self.intermediate_size
+        q, k, v = self.qkv_sizes
+        layer = h * (q + k + v) + q * h + 3 * h * m + (4 if self.sandwich_norms else 2) * h
+        layer += (q + k + v) * self.qkv_bias + h * self.output_bias + (2 * m + h) * self.mlp_bias
+        layer += 2 * self.head_dim * self.qk_norm
+        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
+
+    def model_spec(self, dtype: torch.dtype) -> ModelSpec:
+        """What the rest of the engine needs to know."""
+        dynamic = next((rope.dynamic for rope in self.ropes if rope.dynamic), None)
+        return ModelSpec(
+            architecture=self.architecture,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_position=self.max_position,
+            windows=self.windows,
+            eos_token_ids=self.eos_token_ids,
+            num_parameters=self.num_parameters,
+            dtype=dtype,
+            rope_original_max=dynamic.original_max if dynamic else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One layer's weights. Norm weights are float32, with any offset already added.
+
+    Attributes:
+        qkv: hidden -> (heads + 2 kv_heads) * head_dim.  output: heads * head_dim -> hidden.
+        gate_up: hidden -> 2 * intermediate.  down: intermediate -> hidden.
+        qk_norm: float32 [heads + kv_heads, head_dim].
+    """
+
+    input_norm: Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    qk_norm: Tensor | None = None
+    output_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+
+
+class FusedDecoder:
+    """A `CausalModel` for every family that a `DecoderSpec` can describe."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        *,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        norm: Tensor,
+        head: Linear,
+        positions: int | None,
+    ) -> None:
+        """Takes the weights as they are.
+
+        Args:
+            embedding: [vocab_size, hidden_size].  norm: float32 [hidden_size].
+            positions: rotary positions to tabulate at once (None: as they are met, or all where that is impossible).
+        """
+        device = embedding.device
+        if positions is None and device.type != "cpu":
+            positions = spec.max_position
+        self._spec = spec.model_spec(dtype)
+        self._decoder = spec
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+        self._ropes = tuple(RotaryTable(rope, dtype, device, positions) for rope in spec.ropes)
+        scale = spec.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """See `CausalModel.forward`."""
+        spec = self._decoder
+        with torch.inference_mode():
+            hidden = self._embedding.index_select(0, input_ids)
+            if self._embedding_scale is not None:
+                hidden *= self._embedding_scale
+            rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]
+            for index, layer in enumerate(self._layers):
+                qkv = layer.qkv(self._rms_norm(hidden, layer.input_norm))
+                qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+                qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
+                if layer.qk_norm is not None:
+                    qk = self._head_norm(qk, layer.qk_norm)
+                q, k = rotations[spec.layer_ropes[index]].apply(qk).tensor_split((spec.num_heads,), dim=1)
+                update = layer.output(attend(index, q, k, v, spec.attention_scale).flatten(1))
+                hidden += update if layer.output_norm is None else self._rms_norm(update, layer.output_norm)
+                update = layer.down(self._gated(layer.gate_up(self._rms_norm(hidden, layer.mlp_norm))))
+                hidden += update if layer.down_norm is None else self._rms_norm(update, layer.down_norm)
+            return self._rms_norm(hidden, self._norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalModel.logits`."""
+        with torch.inference_mode():
+            logits = self._head(hidden).float()
+            if (cap := self._decoder.final_softcap) is not None:
+                logits.div_(cap).tanh_().mul_(cap)
+            return logits
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Zhang & Sennrich 2019 (RMSNorm), equation 4: in float32, rounded once to x's dtype."""
+        return F.rms_norm(x.float(), weight.shape, weight, self._decoder.norm_eps).to(x.dtype)
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), weight.shape[-1:], None, self._decoder.norm_eps)
+        return normed.mul_(weight).to(x.dtype)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self._decoder.activation == "silu":
+            return F.silu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh").mul_(up)

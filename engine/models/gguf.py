@@ -1,0 +1,199 @@
+"""GGUF files as checkpoints: llama.cpp's names, layouts and metadata translated back to what transformers means.
+
+llama.cpp interleaves the rotary halves of Llama's q and k and adds Gemma's 1 to its norm weights; both are undone
+here. Its metadata is read key by key, and a key that is not understood is refused: it may change the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.decoder import DecoderSpec
+from engine.models.families import fused_family
+from engine.models.gguf_file import GGUFFile
+
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_HARMLESS = {"vocab_size", "rope.scaling.finetuned", "expert_count", "expert_used_count"}
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0
+_GEMMA_27B_LAYERS = 62
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_INNER = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+class GGUFCheckpoint:
+    """A GGUF file of one of the fused families, as a `WeightSource` and a transformers config.
+
+    Raises:
+        UnsupportedModel: another architecture, a split file, or metadata that is not understood.
+        CorruptWeights: a truncated file, or metadata without which no model can be built.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        metadata = self._file.metadata
+        if metadata.get("split.count", 1) > 1:
+            raise UnsupportedModel(
+                f"{path} is one of {metadata['split.count']} parts; merge them with gguf-split first"
+            )
+        architecture = metadata.get("general.architecture")
+        if architecture not in _ARCHITECTURES:
+            raise UnsupportedModel(f"GGUF files of architecture {architecture!r} can't be loaded; give safetensors")
+        self._architecture = architecture
+        inner = _INNER | _GEMMA_INNER if architecture == "gemma3" else _INNER
+        self._stored = {_translate(name, inner): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        self.config = self._config()
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._stored[name]].shape
+
+    def read(self, name: str, into: Tensor) -> None:
+        stored = self._stored[name]
+        if self._architecture == "llama" and ".self_attn.q_proj." in name:
+            self._read_rotary(stored, into, self.config.num_attention_heads)
+        elif self._architecture == "llama" and ".self_attn.k_proj." in name:
+            self._read_rotary(stored, into, self.config.num_key_value_heads)
+        else:
+            self._file.read(stored, into)
+            if self._architecture == "gemma3" and name.endswith("norm.weight"):
+                into.sub_(1)
+
+    def decoder_spec(self) -> DecoderSpec:
+        """The fused decoder's spec, with the end tokens and frequency factors that the file carries."""
+        family = fused_family(self.config)
+        assert family is not None, self.config.model_type
+        spec = replace(family(self.config), eos_token_ids=self._end_tokens())
+        if _ROPE_FACTORS not in self._file.tensors:
+            return spec
+        factors = torch.empty(self._file.tensors[_ROPE_FACTORS].shape, dtype=torch.float32)
+        self._file.read(_ROPE_FACTORS, factors)
+        if factors.shape != (spec.head_dim // 2,):
+            raise CorruptWeights(f"{_ROPE_FACTORS} has shape {list(factors.shape)}, not [{spec.head_dim // 2}]")
+        stretched = (replace(rope, inverse_frequencies=rope.inverse_frequencies / factors) for rope in spec.ropes)
+        return replace(spec, ropes=tuple(stretched))
+
+    def _read_rotary(self, stored: str, into: Tensor, heads: int) -> None:
+        interleaved = torch.empty(self._file.tensors[stored].shape, dtype=into.dtype)
+        self._file.read(stored, interleaved)
+        pairs = interleaved.view(heads, -1, 2, *interleaved.shape[1:])
+        into.copy_(pairs.transpose(1, 2).reshape(interleaved.shape))
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        return tuple(sorted({int(self._file.metadata[key]) for key in keys if key in self._file.metadata}))
+
+    def _config(self) -> Any:
+        prefix = f"{self._architecture}."
+        left = {key.removeprefix(prefix): v for key, v in self._file.metadata.items() if key.startswith(prefix)}
+        if left.get("expert_count", 0) > 0:
+            raise UnsupportedModel(f"{self._file.path} is a mixture of {left['expert_count']} experts")
+        for key in _HARMLESS:
+            left.pop(key, None)
+        try:
+            values = {ours: left.pop(key) for key, ours in _SIZES.items()}
+            values["vocab_size"] = self._file.tensors["token_embd.weight"].shape[0]
+        except KeyError as error:
+            raise CorruptWeights(f"{self._file.path} lacks {error.args[0]}") from error
+        values["num_key_value_heads"] = left.pop("attention.head_count_kv", values["num_attention_heads"])
+        values["head_dim"] = left.pop("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if (size := left.pop(key, values["head_dim"])) != values["head_dim"]:
+                raise UnsupportedModel(f"{prefix}{key} is {size}, but heads have {values['head_dim']} dimensions")
+        values["rope_theta"] = left.pop("rope.freq_base", 10_000.0)
+        values["rope_scaling"] = _rope_scaling(left)
+        values["tie_word_embeddings"] = "output.weight" not in self._file.tensors
+        model_type = self._family_values(left, values)
+        if left:
+            raise UnsupportedModel(f"{self._file.path}: metadata {prefix}{min(left)} is not understood")
+        return AutoConfig.for_model(model_type, architectures=[_CLASSES[model_type]], **values)
+
+    def _family_values(self, left: dict[str, Any], values: dict[str, Any]) -> str:
+        """Take what only this architecture has from `left` into `values`; returns the transformers model type."""
+        model_type = _ARCHITECTURES[self._architecture]
+        if model_type == "llama":
+            if (window := left.pop("attention.sliding_window", None)) is not None:
+                values["sliding_window"] = window
+                return "mistral"
+            values["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
+            values["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
+        elif model_type == "gemma3_text":
+            values["sliding_window"] = left.pop("attention.sliding_window", None)
+            values["sliding_window_pattern"] = left.pop("attention.sliding_window_pattern", _GEMMA_PATTERN)
+            values["rope_local_base_freq"] = left.pop("rope.freq_base_swa", _GEMMA_LOCAL_THETA)
+            values["final_logit_softcapping"] = left.pop("final_logit_softcapping", None)
+            # As llama.cpp: the file does not say, but the 27B model alone scales by hidden_size / heads.
+            large = values["num_hidden_layers"] == _GEMMA_27B_LAYERS
+            per_head = values["hidden_size"] // values["num_attention_heads"]
+            values["query_pre_attn_scalar"] = per_head if large else values["head_dim"]
+        return model_type
+
+
+def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:
+    kind = left.pop("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": left.pop("rope.scaling.factor", 1.0)}
+    if (original := left.pop("rope.scaling.original_context_length", None)) is not None and kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _translate(name: str, inner: dict[str, str]) -> str:
+    """transformers' name of a tensor; names that have none stay, and are then reported as unexpected."""
+    if name in _OUTER:
+        return _OUTER[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in inner:
+        return name
+    return f"model.layers.{match[1]}.{inner[match[2]]}.{match[3]}"

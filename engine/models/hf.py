@@ -1,0 +1,237 @@
+"""Any other causal model, through transformers' own modelling code with our paged attention underneath.
+
+transformers lets an attention function be registered by name; with a name that its mask builder does not know, no
+mask is built at all. The whole step then runs as one row of tokens. The function finds the step's `attend` in a slot
+that is attached to the attention modules of this one model, because not every architecture forwards keyword
+arguments that far. What can't be right over a flat batch is refused, and the rest is checked once at load.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.base import Attend, ModelSpec
+from engine.models.checkpoint import SafetensorsCheckpoint
+from engine.models.hf_check import check_against_eager
+
+_ATTENTION = "tokenmill"
+_SLOT = "tokenmill_slot"
+_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+_HARMLESS_ARGUMENTS = {
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "position_embeddings",
+    "position_ids", "return_dict", "sliding_window", "use_cache",
+}  # fmt: skip
+
+
+class _Slot:
+    """Where one model's attention modules find the `attend` of the running step."""
+
+    __slots__ = ("attend", "windows")
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.attend: Attend | None = None
+        self.windows = windows
+
+
+class TransformersModel:
+    """A `CausalModel` around a transformers model whose attention is ours."""
+
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._base = model.base_model
+        self._head = model.get_output_embeddings()
+        self._logits_factor = _logits_factor(model.config)
+        self._softcap = getattr(model.config, "final_logit_softcapping", None)
+        self._slot = _Slot(spec.windows)
+        for module in model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                setattr(module, _SLOT, self._slot)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """See `CausalModel.forward`; one call at a time."""
+        self._slot.attend = attend
+        try:
+            with torch.inference_mode():
+                output = self._base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+                hidden: Tensor = output.last_hidden_state[0]
+                return hidden
+        finally:
+            self._slot.attend = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalModel.logits`."""
+        with torch.inference_mode():
+            logits: Tensor = self._head(hidden).float()
+            if self._logits_factor != 1.0:
+                logits *= self._logits_factor
+            if self._softcap is not None:
+                logits.div_(self._softcap).tanh_().mul_(self._softcap)
+            return logits
+
+
+def describe_transformers_model(
+    folder: Path, config: Any, dtype: torch.dtype, eos_token_ids: tuple[int, ...], max_positions: int | None = None
+) -> ModelSpec:
+    """The spec of a model that transformers' code will compute, from its config and the headers of its weights.
+
+    Raises:
+        UnsupportedModel: naming what can't be computed over a flat batch with paged attention.
+    """
+    _refuse(config)
+    checkpoint = SafetensorsCheckpoint(folder)
+    parameters = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names)
+    heads = config.num_attention_heads
+    return ModelSpec(
+        architecture=(config.architectures or [config.model_type])[0],
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_position=_max_position(config, max_positions),
+        windows=_windows(config),
+        eos_token_ids=eos_token_ids,
+        num_parameters=parameters,
+        dtype=dtype,
+    )
+
+
+def load_transformers_model(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    eos_token_ids: tuple[int, ...],
+    max_positions: int | None,
+) -> TransformersModel:
+    """Load a model into transformers' code and check it against that code's own attention.
+
+    Raises:
+        UnsupportedModel: the architecture can't be run like this.  CorruptWeights: tensors are missing or too many.
+    """
+    spec = describe_transformers_model(folder, config, dtype, eos_token_ids, max_positions)
+    AttentionInterface.register(_ATTENTION, _attention)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=_ATTENTION,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if found := sorted(map(str, report[kind])):
+            raise CorruptWeights(f"{folder}: tensor {found[0]} is among the {kind.replace('_keys', '')} ones")
+    model.to(device).eval()
+    wrapped = TransformersModel(model, spec)
+    check_against_eager(wrapped, _Eager(model))
+    return wrapped
+
+
+class _Eager:
+    """The same model computed with transformers' own attention, for as long as a call lasts."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.parameters = model.parameters
+
+    def __call__(self, **inputs: Any) -> Any:
+        self._model.set_attn_implementation("eager")
+        try:
+            return self._model(**inputs)
+        finally:
+            self._model.set_attn_implementation(_ATTENTION)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]."""
+    name = type(module).__name__
+    slot: _Slot | None = getattr(module, _SLOT, None)
+    if slot is None or slot.attend is None:
+        raise UnsupportedModel(f"{name} has no layer_idx, so its keys and values can't be cached")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} attends with a mask of its own")
+    scale = arguments.pop("scaling", None)
+    if unread := sorted(k for k, v in arguments.items() if v is not None and k not in _HARMLESS_ARGUMENTS):
+        raise UnsupportedModel(f"{name} attends with {unread[0]}, which paged attention does not compute")
+    if arguments.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise UnsupportedModel(f"{name} is not causal")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedModel(f"{name} has keys {list(key.shape)} and values {list(value.shape)} of unlike shape")
+    window = arguments.get("sliding_window")
+    if window != slot.windows[module.layer_idx]:
+        raise UnsupportedModel(f"{name} {module.layer_idx} slides by {window}, which its config does not say")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return slot.attend(module.layer_idx, q, k, v, float(scale))[None], None
+
+
+def _refuse(config: Any) -> None:
+    name = (config.architectures or [config.model_type])[0]
+
+    def refuse(why: str) -> None:
+        raise UnsupportedModel(f"{name} is not supported: {why}")
+
+    if config.is_encoder_decoder:
+        refuse("it is an encoder-decoder")
+    if config.get_text_config() is not config:
+        refuse("it takes more than text")
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise UnsupportedModel(f"{name} is not supported: transformers has no causal model for it") from error
+    if not model_class._supports_attention_backend:
+        refuse("its attention can't be replaced")
+    if model_class._is_stateful:
+        refuse("it keeps a state beside keys and values")
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}):
+        refuse(f"it has layers of type {unknown[0]!r}")
+    for key in ("attn_logit_softcapping", "kv_lora_rank", "add_cross_attention", "use_bidirectional_attention"):
+        if getattr(config, key, None):
+            refuse(f"{key}={getattr(config, key)!r}")
+    if getattr(config, "is_causal", True) is False:
+        refuse("it is not causal")
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Each layer's window, as transformers' masks would have it."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _max_position(config: Any, wanted: int | None) -> int:
+    """The context, capped where rotary frequencies would start to depend on the longest sequence of the batch."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        kind = parameters.get("rope_type")
+        if kind not in _LENGTH_DEPENDENT_ROPES:
+            continue
+        longest = min(longest, int(parameters.get("original_max_position_embeddings") or longest))
+        if wanted is not None and wanted > longest:
+            raise UnsupportedModel(
+                f"rope_type {kind!r} of {config.model_type} models is supported up to {longest} tokens, not {wanted}"
+            )
+    return longest
+
+
+def _logits_factor(config: Any) -> float:
+    """Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -1,0 +1,89 @@
+"""Proves, on a few tokens, that an architecture run over a flat batch answers what transformers answers alone.
+
+Architectures differ in ways that no list of config keys covers: logits scaled after the head, positions counted from
+the mask, biases on scores. So a model is compared with its own eager forward once, when it is loaded, and refused if
+the two disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import UnsupportedModel
+from engine.models.base import CausalModel
+
+_LENGTHS = (7, 4)
+_CHUNKS = ((0, 5, 0, 3), (5, 7, 3, 4))
+"""Two calls: (first sequence from, to, second sequence from, to)."""
+_TOLERANCE = {torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.05
+
+
+class DenseAttend:
+    """`Attend` over whole tensors: remembers keys and values per layer and sequence, and attends with a dense mask.
+
+    Set `ranges` to the positions [start, stop) of each sequence before every forward.
+    """
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.layers: list[int] = []
+        self._windows = windows
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.layers.append(layer)
+        outputs, at = [], 0
+        for sequence, (start, stop) in enumerate(self.ranges):
+            rows = slice(at, at + stop - start)
+            at = rows.stop
+            keys, values = k[rows], v[rows]
+            if start:
+                before = self._kept[layer, sequence]
+                keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
+            self._kept[layer, sequence] = keys, values
+            query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
+            mask = key <= query
+            if (window := self._windows[layer]) is not None:
+                mask &= key > query - window
+            query_heads, key_heads, value_heads = (x.transpose(0, 1) for x in (q[rows], keys, values))
+            out = F.scaled_dot_product_attention(
+                query_heads, key_heads, value_heads, attn_mask=mask.to(q.device), scale=scale, enable_gqa=True
+            )
+            outputs.append(out.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def check_against_eager(model: CausalModel, reference: Any) -> None:
+    """Compare `model`, in chunks over a flat batch, with `reference(input_ids [1, T]).logits`, one sequence at a time.
+
+    Raises:
+        UnsupportedModel: they disagree, or layers do not attend once each.
+    """
+    spec = model.spec
+    device = next(reference.parameters()).device
+    sequences = [(torch.arange(n, device=device) * 7919 + 11 * n) % spec.vocab_size for n in _LENGTHS]
+    attend = DenseAttend(spec.windows)
+    ours: list[list[Tensor]] = [[], []]
+    for first, last, second, end in _CHUNKS:
+        attend.ranges, attend.layers = [(first, last), (second, end)], []
+        parts = [torch.arange(*r, device=device) for r in attend.ranges]
+        ids = torch.cat([sequences[i][p] for i, p in enumerate(parts)])
+        logits = model.logits(model.forward(ids, torch.cat(parts), attend, None))
+        for i, part in enumerate(torch.split(logits, [len(p) for p in parts])):
+            ours[i].append(part)
+        if attend.layers != list(range(spec.num_layers)):
+            raise UnsupportedModel(f"{spec.architecture} does not attend once in each of its {spec.num_layers} layers")
+    tolerance = _TOLERANCE.get(spec.dtype, _HALF_TOLERANCE)
+    with torch.inference_mode():
+        for ids, got in zip(sequences, ours, strict=True):
+            wanted = reference(input_ids=ids[None], use_cache=False).logits[0].float()
+            error = float((torch.cat(got) - wanted).norm() / wanted.norm())
+            if not error < tolerance:
+                raise UnsupportedModel(
+                    f"{spec.architecture} can't be run over flat batches: its logits are off by {error:.1%}"
+                )

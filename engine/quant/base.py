@@ -1,0 +1,70 @@
+"""The one seam for matrix products with weights: models call a `Linear` and never ask how its weight is stored.
+
+On CPUs with bfloat16 instructions a plain row-major weight costs a reorder inside every small product, so dense
+weights are laid out for the kernel once, when they are loaded (about 2x at 1 to 16 tokens, 1.1x at 64, equal above).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """y = x W^T + b, however W is kept."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> a new contiguous [T, out_features], in x's dtype."""
+        ...
+
+
+class DenseLinear:
+    """A plain weight [out_features, in_features] and an optional bias [out_features]."""
+
+    __slots__ = ("bias", "in_features", "out_features", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PackedLinear:
+    """A dense weight in oneDNN's blocked layout; it takes the weight's place, and is the same size but for padding."""
+
+    __slots__ = ("_packed", "bias", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return y
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packing weights of this dtype pays on this device."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch._C._has_mkldnn:
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def dense(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest dense `Linear` for weight [out_features, in_features] where it lies; drop your reference to it."""
+    if packs(weight.dtype, weight.device):
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
