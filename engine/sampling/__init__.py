@@ -1,0 +1,1 @@
+"""The parts of the sampler: counter-based randomness, penalties, filters and draws, log-probabilities."""

@@ -1,0 +1,101 @@
+"""The draws of one step, grouped by the cheapest way to make them.
+
+- No filter but min_p: one pass over the line, no order needed.
+- top_k: only a list of the largest logits is looked at.
+- top_p: one pass for the total, then a list; where the list is too short or ends in a tie, the line is sorted.
+
+All ways give the same token, so which one a line takes does not matter to its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.sampling.draw import Workspace
+from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
+
+NUCLEUS_WIDTH = 64  # logits listed for top_p before the line is sorted
+MAX_LIST = 512  # a larger top_k is faster sorted
+_SPARE = 16  # entries listed beyond top_k, so that ties at its end are seen
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The lines of a step that draw (n of its S lines), and where their tokens go.
+
+    Attributes:
+        logits: float32 [S, vocab].  peak: float32 [S, 1], each line's maximum.
+        alive: bool [S], lines whose maximum is finite; what the others draw is meaningless and harmless.
+        tokens: int64 [S], written here.
+        lines: int64 [n], the drawing lines.  filters, u: of these, [n, 1] each and float64 [n].
+    """
+
+    logits: Tensor
+    peak: Tensor
+    alive: Tensor
+    tokens: Tensor
+    lines: NDArray[np.int64]
+    filters: Filters
+    u: Tensor
+    space: Workspace
+
+    def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
+        """Draw for all lines; the host's copies of the filters (each [n]) say which way each one goes."""
+        listed = (top_k > 0) & (top_k <= MAX_LIST)
+        nucleus = (top_k == 0) & (top_p < 1)
+        ranked = top_k > MAX_LIST
+        self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
+        width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
+        self._from_list(np.flatnonzero(listed), width, needs_total=False)
+        self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTH, needs_total=True)
+        self._from_sorted(np.flatnonzero(ranked))
+
+    def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and peaks of some of the drawing lines, and their index into the step's lines (int64)."""
+        lines = self.lines[part]
+        index = torch.from_numpy(lines).to(self.logits.device)
+        first, last = int(lines[0]), int(lines[-1])
+        if last - first + 1 == len(lines):  # ascending without gaps: no copy
+            return self.logits[first : last + 1], self.peak[first : last + 1], index
+        return self.logits[index], self.peak[index], index
+
+    def _from_whole_line(self, part: NDArray[np.int64], any_floor: bool) -> None:
+        for i in range(0, len(part), self.space.lines):
+            chunk = part[i : i + self.space.lines]
+            logits, peak, index = self._take(chunk)
+            filters, u = self._settings(chunk)
+            weights = self.space.weigh(logits, peak, filters.scale, floor=filters.min_p if any_floor else None)
+            self.tokens[index] = self.space.pick(weights, u)
+
+    def _from_list(self, part: NDArray[np.int64], width: int, needs_total: bool) -> None:
+        if not len(part):
+            return
+        logits, peak, index = self._take(part)
+        filters, u = self._settings(part)
+        total = None
+        if needs_total:
+            parts = [slice(i, i + self.space.lines) for i in range(0, len(part), self.space.lines)]
+            totals = [self.space.weigh(logits[p], peak[p], filters.scale[p]).sum(-1, keepdim=True) for p in parts]
+            total = torch.cat(totals)
+        drawn, settled = draw_from_largest(logits, peak, filters, total, u, width)
+        self.tokens[index] = drawn
+        unsettled = ~settled & self.alive[index]
+        # The one question of a step that the host must ask the device.
+        rest = unsettled.nonzero()[:, 0].cpu().numpy()
+        self._from_sorted(part[rest])
+
+    def _from_sorted(self, part: NDArray[np.int64]) -> None:
+        for i in range(0, len(part), self.space.lines):
+            chunk = part[i : i + self.space.lines]
+            logits, peak, index = self._take(chunk)
+            filters, u = self._settings(chunk)
+            self.tokens[index] = draw_from_sorted(logits, peak, filters, u, self.space)
+
+    def _settings(self, part: NDArray[np.int64]) -> tuple[Filters, Tensor]:
+        index = torch.from_numpy(part).to(self.logits.device)
+        return self.filters.take(index), self.u[index]

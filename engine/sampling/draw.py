@@ -1,0 +1,164 @@
+"""Drawing a token by inverse CDF, with sums that come out the same in whatever order they are made.
+
+Each token's probability relative to the likeliest one is held as an integer in units of 2^-40. Integers add exactly,
+so totals, prefix sums and thresholds do not depend on batch size, thread count, block layout or on which path (a short
+list of the largest logits, or the whole vocabulary) found them. A token less than 2^-40 times as likely as the
+likeliest one is never drawn.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNITS = 2.0**40
+BLOCK = 256
+_CPU_CHUNK = 1 << 19  # logits per pass that stay in a core's L2 cache
+_DEVICE_CHUNK = 1 << 24
+_NARROW_BLOCK = 32
+
+
+def scale_of_temperature(temperature: float) -> np.float32:
+    """log2(e) / temperature as float32, kept where neither 0 * inf nor inf * 0 can occur."""
+    return np.float32(math.log2(math.e) / min(max(temperature, 1e-30), 1e30))
+
+
+def relative(logits: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
+    """Probabilities relative to the likeliest token, float32 [n, m], for peak and scale float32 [n, 1]."""
+    # Subtract before scaling: the likeliest token's weight is then 1 exactly. exp2 is several times faster than exp.
+    return torch.sub(logits, peak).mul_(scale).exp2_()
+
+
+def units(weights: Tensor) -> Tensor:
+    """Relative probabilities as int64 multiples of 2^-40."""
+    return (weights * UNITS).to(torch.int64)
+
+
+def argmax(logits: Tensor, peaks: Tensor) -> Tensor:
+    """The lowest index of each line's maximum, int64 [n].
+
+    Args:
+        logits: float32 [n, vocab].
+        peaks: float32 [n, blocks], from `block_max`.
+    """
+    vocab = logits.shape[1]
+    if vocab <= BLOCK:
+        return logits.argmax(-1)
+    # The last block may be short; a full window that ends with the vocabulary holds it, and all before it is smaller.
+    start = torch.clamp(peaks.argmax(-1) * BLOCK, max=vocab - BLOCK)
+    window = logits.gather(1, start[:, None] + torch.arange(BLOCK, device=logits.device))
+    return start + window.argmax(-1)
+
+
+def block_max(logits: Tensor, block: int = BLOCK) -> Tensor:
+    """Maximum of each run of `block` logits, float32 [n, ceil(vocab / block)]; NaN where a run holds one."""
+    main = logits.shape[1] // block * block
+    peaks = _blocks(logits[:, :main], block).amax(-1)
+    if main < logits.shape[1]:
+        peaks = torch.cat((peaks, logits[:, main:].amax(-1, keepdim=True)), 1)
+    return peaks
+
+
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each line in descending order, and their token ids (ties in any order).
+
+    A token among the `count` largest lies in a block whose maximum is among the `count` largest block maxima, so only
+    these blocks are searched.
+    """
+    vocab = logits.shape[1]
+    main = vocab // _NARROW_BLOCK * _NARROW_BLOCK
+    if count * 2 > main // _NARROW_BLOCK:
+        values, ids = logits.topk(min(count, vocab), -1)
+        return values, ids
+    blocks = _blocks(logits[:, :main], _NARROW_BLOCK)
+    best = blocks.amax(-1).topk(count, -1, sorted=False).indices
+    candidates = (best[:, :, None] * _NARROW_BLOCK + torch.arange(_NARROW_BLOCK, device=logits.device)).flatten(1)
+    if main < vocab:
+        rest = torch.arange(main, vocab, device=logits.device).expand(len(logits), -1)
+        candidates = torch.cat((candidates, rest), 1)
+    values, places = logits.gather(1, candidates).topk(count, -1)
+    return values, candidates.gather(1, places)
+
+
+def pick(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF along each line: the first index whose running sum exceeds u * total.
+
+    Args:
+        weights: int64 [n, m].  u: float64 [n] in [0, 1).
+
+    Returns:
+        int64 [n].
+    """
+    sums = weights.cumsum(-1)
+    return torch.clamp((sums <= _target(sums[:, -1:], u)).sum(-1), max=weights.shape[1] - 1)
+
+
+def _blocks(lines: Tensor, block: int) -> Tensor:
+    """A view of [n, m] as [n, m / block, block]."""
+    return lines.view(lines.shape[0], lines.shape[1] // block, block)
+
+
+def _target(total: Tensor, u: Tensor) -> Tensor:
+    # float64 may round u * total up to the total itself, which no running sum exceeds.
+    return torch.minimum((total.double() * u[:, None]).to(torch.int64), total - 1)
+
+
+class Workspace:
+    """Buffers for passes over the whole vocabulary, a few lines at a time, and the passes."""
+
+    __slots__ = ("_fixed", "_float", "_vocab", "lines")
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        padded = -(-vocab_size // BLOCK) * BLOCK
+        self.lines = max(1, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // padded)
+        self._vocab = vocab_size
+        self._float = torch.empty(self.lines, vocab_size, dtype=torch.float32, device=device)
+        # The columns behind the vocabulary stay zero, so that blocks are whole.
+        self._fixed = torch.zeros(self.lines, padded, dtype=torch.int64, device=device)
+
+    def weigh(
+        self, logits: Tensor, peak: Tensor, scale: Tensor, floor: Tensor | None = None, kept: Tensor | None = None
+    ) -> Tensor:
+        """Weights of whole lines in units, int64 [n, padded vocab], valid until the next call; n is at most `lines`.
+
+        Args:
+            logits: float32 [n, vocab].  peak, scale: float32 [n, 1].
+            floor: float32 [n, 1], tokens of smaller relative probability weigh nothing (min_p).
+            kept: bool [n, vocab], other tokens weigh nothing.
+        """
+        n = len(logits)
+        weights = torch.sub(logits, peak, out=self._float[:n]).mul_(scale).exp2_()
+        if floor is not None:
+            weights.masked_fill_(weights < floor, 0)
+        if kept is not None:
+            weights.masked_fill_(~kept, 0)
+        fixed = self._fixed[:n]
+        fixed[:, : self._vocab] = weights.mul_(UNITS)
+        return fixed
+
+    def pick(self, weights: Tensor, u: Tensor) -> Tensor:
+        """As the function `pick`, for lines from `weigh`: first the block, then the token inside it."""
+        blocks = _blocks(weights, BLOCK)
+        sums = blocks.sum(-1)
+        running = sums.cumsum(-1)
+        target = _target(running[:, -1:], u)
+        block = torch.clamp((running <= target).sum(-1, keepdim=True), max=sums.shape[1] - 1)
+        inside = target - (running - sums).gather(1, block)
+        line = torch.arange(len(weights), device=weights.device)
+        chosen = blocks[line, block[:, 0]].cumsum(-1)
+        return block[:, 0] * BLOCK + torch.clamp((chosen <= inside).sum(-1), max=BLOCK - 1)
+
+    def log_partition(self, logits: Tensor, peak: Tensor) -> Tensor:
+        """log(sum(exp(logits))) of each line, float64 [n]; n is at most `lines`.
+
+        Args:
+            logits: float32 [n, vocab].  peak: float32 [n, 1], each line's maximum.
+        """
+        weights = torch.sub(logits, peak, out=self._float[: len(logits)]).mul_(math.log2(math.e)).exp2_()
+        main = self._vocab // BLOCK * BLOCK
+        total = weights[:, main:].sum(-1, dtype=torch.float64)
+        total += _blocks(weights[:, :main], BLOCK).sum(-1).sum(-1, dtype=torch.float64)
+        return total.log_() + peak[:, 0].double()

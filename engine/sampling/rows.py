@@ -1,0 +1,145 @@
+"""Row-indexed sampling parameters: one array per parameter, so that a step selects and computes without a loop.
+
+What only some rows have (bias, end tokens to hold back, masks, penalty slots) is kept beside, and visited for these
+rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import RequestRefused
+from engine.request import Request, SamplingParams, TokenMask
+from engine.sampling.draw import scale_of_temperature
+from engine.sampling.penalties import PenaltyTable
+from engine.sampling.philox import fold_seed
+
+NO_SLOT = -1
+OFF = -1
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse what can only be judged beside a vocabulary; for `Engine.add`.
+
+    Raises:
+        RequestRefused: a logit_bias token outside the vocabulary, or a bias or penalty that is NaN or +inf.
+    """
+    for token, bias in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise RequestRefused(f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}")
+        if not bias < float("inf"):
+            raise RequestRefused(f"logit_bias of token {token} is {bias}, but must be a number or -inf")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not np.isfinite(value := getattr(params, name)):
+            raise RequestRefused(f"{name} is {value}, but must be finite")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A row whose tokens a grammar restricts: the mask, and the int32 [ceil(vocab / 32)] words it fills."""
+
+    mask: TokenMask
+    words: NDArray[np.int32]
+
+
+class RowParams:
+    """Parameters of each row's present sequence.
+
+    Attributes (R = max_num_seqs rows):
+        greedy: bool [R].  scale: float32 [R], log2(e) / temperature.  top_k: int64 [R], 0 is off (also when it spans
+            the vocabulary).  top_p: float64 [R].  min_p: float32 [R].
+        repetition, frequency, presence: float32 [R].  penalty_slot: int64 [R], or `NO_SLOT`.
+        seed: uint64 [R] (folded).  choice: int64 [R].
+        min_tokens: int64 [R].  logprobs: int64 [R], `OFF` or k.
+        special: bool [R], rows that need anything beside temperature and filters; the fast paths look only here.
+        bias: row -> (token ids int64, values float32).  end_tokens: row -> int64.  masks: row -> its mask.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self.greedy = np.ones(max_num_seqs, dtype=np.bool_)
+        self.special = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.scale = np.ones(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float64)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self.presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self.penalty_slot = np.full(max_num_seqs, NO_SLOT, dtype=np.int64)
+        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.choice = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.logprobs = np.full(max_num_seqs, OFF, dtype=np.int64)
+        self.penalties = PenaltyTable()
+        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self.end_tokens: dict[int, NDArray[np.int64]] = {}
+        self.masks: dict[int, MaskedRow] = {}
+
+    def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
+        """As `Sampler.assign`."""
+        self.release(row)
+        params = request.params
+        self.greedy[row] = params.greedy
+        self.scale[row] = scale_of_temperature(params.temperature)
+        self.top_k[row] = params.top_k if params.top_k < self._vocab_size else 0
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = fold_seed(params.seed)
+        self.choice[row] = choice
+        self.logprobs[row] = OFF if params.logprobs is None else params.logprobs
+        self.min_tokens[row] = params.min_tokens
+        self._assign_penalties(row, params, known, prompt_len)
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+            self.bias[row] = (ids, np.fromiter(params.logit_bias.values(), dtype=np.float32))
+        if params.min_tokens > 0:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+            self.end_tokens[row] = np.array([t for t in sorted(ends) if 0 <= t < self._vocab_size], dtype=np.int64)
+        if request.mask is not None:
+            mask = request.mask(choice)
+            for token in known[prompt_len:].tolist():
+                mask.advance(token)
+            self.masks[row] = MaskedRow(mask, np.zeros(-(-self._vocab_size // 32), dtype=np.int32))
+        self.special[row] = (
+            params.logprobs is not None
+            or params.min_tokens > 0
+            or bool(params.logit_bias)
+            or request.mask is not None
+            or self.penalty_slot[row] != NO_SLOT
+        )
+
+    def release(self, row: int) -> None:
+        """Forget the row's sequence."""
+        if self.penalty_slot[row] != NO_SLOT:
+            self.penalties.release(int(self.penalty_slot[row]))
+            self.penalty_slot[row] = NO_SLOT
+        self.bias.pop(row, None)
+        self.end_tokens.pop(row, None)
+        self.masks.pop(row, None)
+        self.special[row] = False
+        self.greedy[row] = True
+
+    def record(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Tell penalties and masks which token each of these special rows took; int32 [n] each."""
+        slots = self.penalty_slot[rows]
+        penalised = slots != NO_SLOT
+        if penalised.any():
+            self.penalties.add(slots[penalised], tokens[penalised])
+        if self.masks:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                if row in self.masks:
+                    self.masks[row].mask.advance(token)
+
+    def _assign_penalties(self, row: int, params: SamplingParams, known: NDArray[np.int32], prompt_len: int) -> None:
+        self.repetition[row] = params.repetition_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.presence[row] = params.presence_penalty
+        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+            # Only repetition looks at the prompt; without it the list stays as short as the output.
+            prompt = known[:prompt_len] if params.repetition_penalty != 1 else known[:0]
+            self.penalty_slot[row] = self.penalties.assign(prompt, known[prompt_len:])
