@@ -3,7 +3,7 @@ deployed adapters pass the same contract tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -66,6 +66,18 @@ class ShardQueue(Protocol):
 
     def take(self, timeout: float) -> ShardTask | None:
         """The next task, or None after `timeout` seconds."""
+        ...
+
+
+class Heartbeats(Protocol):
+    """Which shards are in whose hands; may forget everything: only a hint. A shard is (job id, number)."""
+
+    def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
+        """The worker lives, and holds exactly these shards."""
+        ...
+
+    def held(self) -> set[tuple[str, int]]:
+        """Shards held by workers that live."""
         ...
 
 

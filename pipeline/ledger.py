@@ -1,0 +1,274 @@
+"""One job's truth: which objects it has and what they mean together.
+
+Everything is written once, and any prefix of the writes may be all there is: a reader never needs two objects to be
+written at the same moment. What a job's state is, is computed from which objects stand (`status`), never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
+from pipeline.records import AttemptRecord, RepeatedRecord, RunRecord
+from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, Progress, ShardRef
+
+JOB = "job.json"
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+CLOSING = "closing.json"
+SEGMENTS = "plan/"
+SHARDS = "plans/"
+RESULTS = "results/"
+WORK = "work/"
+OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING)
+OWN_FOLDERS = (SEGMENTS, SHARDS, RESULTS, WORK)
+
+LATEST_VERSION = 1
+"""Of the papers' formats, as far as this reader knows."""
+
+REJECTS = 0
+"""The part of the rows refused in planning."""
+
+_PART = re.compile(r"part-(\d{5,})\.parquet")
+_CHUNK = 1 << 20
+SomePaper = TypeVar("SomePaper", bound=Paper)
+
+
+class LedgerError(PipelineError):
+    """Raised when what stands in the ledger can't be: damaged, contradictory, or written by a later version."""
+
+
+class JobNotFound(PipelineError):
+    """Raised when there is no job where one was looked for."""
+
+
+def part_key(number: int) -> str:
+    """Key of a part below the job."""
+    return f"{RESULTS}part-{number:05d}.parquet"
+
+
+def shard_key(attempt: str, number: int) -> str:
+    """Key of a shard below the job, written by the planner's `attempt`."""
+    return f"{SHARDS}{attempt}/shards/{number:05d}.parquet"
+
+
+def segment_key(index: int) -> str:
+    """Key of a plan segment below the job."""
+    return f"{SEGMENTS}{index:05d}.json"
+
+
+def work_key(shard: int, name: str) -> str:
+    """Key of something private to the attempts on a shard."""
+    return f"{WORK}{shard:05d}/{name}"
+
+
+def part_number(key: str) -> int | None:
+    """The number in a part's key or file name; None when it isn't one."""
+    match = _PART.fullmatch(key.rsplit("/", 1)[-1])
+    return int(match.group(1)) if match else None
+
+
+class JobLedger:
+    """A job's objects in `store` under `prefix`: "" for an output folder, "jobs/ID/" below a root. Holds no state, so
+    many may look at one job."""
+
+    def __init__(self, store: ObjectStore, prefix: str = "") -> None:
+        self.store = store
+        self.prefix = prefix
+
+    # -- the papers
+
+    def job(self) -> Job:
+        """The order; raises `JobNotFound`."""
+        found = self._read(JOB, Job)
+        if found is None:
+            raise JobNotFound(f"no job stands here: {self.prefix}{JOB} is missing")
+        return found
+
+    def find_job(self) -> Job | None:
+        """The order, or None when none was accepted yet."""
+        return self._read(JOB, Job)
+
+    def create_job(self, job: Job) -> bool:
+        """Accept the order; False when another stands."""
+        return self.create(JOB, job.to_json())
+
+    def manifest(self) -> Manifest | None:
+        """The outcome, if the job has ended."""
+        return self._read(MANIFEST, Manifest)
+
+    def create_manifest(self, manifest: Manifest) -> bool:
+        """End the job; False when it has ended already."""
+        return self.create(MANIFEST, manifest.to_json())
+
+    def closing(self) -> Closing | None:
+        """Why the job ends before its time, if it does."""
+        return self._read(CLOSING, Closing)
+
+    def progress(self) -> Progress | None:
+        """The cached progress, true at its `as_of`; None when there is none (or none that can be read: it is only a
+        cache)."""
+        try:
+            return self._read(PROGRESS, Progress)
+        except LedgerError:
+            return None
+
+    def cache_progress(self, progress: Progress) -> None:
+        """Replace the cache."""
+        self.store.replace(self.prefix + PROGRESS, progress.to_json())
+
+    # -- the plan
+
+    def segments(self, start: int = 0) -> Iterator[PlanSegment]:
+        """The segments that stand, from index `start`, up to the first that is missing."""
+        index = start
+        while (segment := self._read(segment_key(index), PlanSegment)) is not None:
+            if segment.index != index:
+                raise LedgerError(f"{self.prefix}{segment_key(index)}: says that it is segment {segment.index}")
+            yield segment
+            if segment.last:
+                return
+            index += 1
+
+    def create_segment(self, segment: PlanSegment) -> bool:
+        """Decide a part of the plan; False when another planner was first and its segment counts."""
+        return self.create(segment_key(segment.index), segment.to_json())
+
+    def read_shard(self, shard: ShardRef) -> bytes:
+        """The shard's file, checked against its hash."""
+        data = self.store.read(self.prefix + shard.key)
+        if hashlib.sha256(data).hexdigest() != shard.sha256:
+            raise LedgerError(
+                f"{self.prefix}{shard.key}: its bytes are not those that were planned; the disk may be bad"
+            )
+        return data
+
+    # -- the parts
+
+    def has_part(self, number: int) -> bool:
+        """Whether the shard is done (one look, no listing)."""
+        return self.store.info(self.prefix + part_key(number)) is not None
+
+    def create_part(self, number: int, file: Path) -> bool:
+        """The commit point: make the built file the shard's part; False when another attempt's part stands."""
+        return self.create(part_key(number), file)
+
+    def parts(self) -> Iterator[tuple[int, ObjectInfo]]:
+        """Parts that stand, by number, with their sizes; keys below the job."""
+        for info in self.store.list(self.prefix + RESULTS):
+            number = part_number(info.key)
+            if number is not None:
+                yield number, ObjectInfo(info.key.removeprefix(self.prefix), info.size)
+
+    def hash_part(self, number: int) -> str:
+        """The sha256 of a part's bytes, streamed."""
+        digest = hashlib.sha256()
+        with self.store.open(self.prefix + part_key(number)) as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    # -- attempts and runs
+
+    def begin_attempt(self, shard: int, make: Callable[[int], AttemptRecord]) -> AttemptRecord:
+        """Record that a shard is tried (once more); `make` gets the attempt's number."""
+        number = 1
+        while True:
+            record = make(number)
+            if self.create(work_key(shard, f"attempt-{number:04d}.json"), record.to_json()):
+                return record
+            number += 1
+
+    def attempts(self, shard: int) -> list[AttemptRecord]:
+        """All attempts on a shard, in order."""
+        found = self.store.list(self.prefix + work_key(shard, "attempt-"))
+        return [self._must(info.key.removeprefix(self.prefix), AttemptRecord) for info in found]
+
+    def record_repeated(self, shard: int, record: RepeatedRecord) -> None:
+        """Record what an attempt computed for nothing; once for each attempt."""
+        self.create(work_key(shard, f"repeated-{record.attempt_id}.json"), record.to_json())
+
+    def repeated(self, shard: int) -> list[RepeatedRecord]:
+        """What attempts on a shard computed for nothing, as far as they lived to say so."""
+        found = self.store.list(self.prefix + work_key(shard, "repeated-"))
+        return [self._must(info.key.removeprefix(self.prefix), RepeatedRecord) for info in found]
+
+    def record_run(self, name: str, record: RunRecord) -> None:
+        """Record that a run took the job up."""
+        self.create(f"{WORK}runs/{name}.json", record.to_json())
+
+    def runs(self) -> list[RunRecord]:
+        """All runs that took the job up, the earliest first."""
+        found = [self._must(info.key.removeprefix(self.prefix), RunRecord) for info in self._list(f"{WORK}runs/")]
+        return sorted(found, key=lambda record: record.started_at)
+
+    # -- the state
+
+    def status(self) -> JobStatus:
+        """What the objects that stand add up to; raises `JobNotFound`."""
+        manifest = self.manifest()
+        if manifest is not None:
+            return manifest.status
+        self.job()
+        closing = self.closing()
+        if closing is not None:
+            return JobStatus.CANCELLING if closing.kind == "cancel" else JobStatus.FINALIZING
+        wanted = self.wanted_parts()
+        if wanted is None or not self.has_part(REJECTS):
+            return JobStatus.VALIDATING
+        standing = {number for number, _ in self.parts()}
+        return JobStatus.FINALIZING if wanted <= standing else JobStatus.IN_PROGRESS
+
+    def wanted_parts(self) -> set[int] | None:
+        """Numbers of the parts that a whole job has; None while the plan isn't complete."""
+        numbers, complete = {REJECTS}, False
+        for segment in self.segments():
+            numbers.update(shard.number for shard in segment.shards)
+            complete = segment.last
+        return numbers if complete else None
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        """Create an object of the job."""
+        return self.store.create(self.prefix + key, data)
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self.store.list(self.prefix + prefix)
+
+    def _must(self, key: str, kind: type[SomePaper]) -> SomePaper:
+        found = self._read(key, kind)
+        if found is None:
+            raise LedgerError(f"{self.prefix}{key}: vanished while it was read; is something else deleting here?")
+        return found
+
+    def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        try:
+            data = self.store.read(self.prefix + key)
+        except ObjectNotFound:
+            return None
+        return read_paper(self.prefix + key, data, kind)
+
+
+def read_paper(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
+    """A paper from its JSON; raises `LedgerError` that names `where` when it is damaged or of a later version."""
+    try:
+        raw = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise LedgerError(f"{where}: is not JSON ({error}); it was damaged outside tokenmill") from error
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if isinstance(version, int) and version > LATEST_VERSION:
+        raise LedgerError(
+            f"{where}: has format version {version}, but this tokenmill reads up to {LATEST_VERSION}; use a newer one"
+        )
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = ".".join(str(step) for step in detail["loc"]) or "the whole"
+        raise LedgerError(f"{where}: {place}: {detail['msg']}; it was damaged or written by another version") from error

@@ -1,0 +1,64 @@
+"""Papers that only the pipeline reads: what a part's footer says, and what lies in `work/`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import AwareDatetime, Field
+
+from schemas.job import Count, Counts, Paper, Usage
+
+EngineFacts = dict[str, str | int | float | bool | None]
+
+
+class PartSummary(Paper):
+    """The footer of a part: all that a manifest needs, so that nobody scans results to add up a job.
+
+    Attributes:
+        part: its number, which is its shard's; 0 holds the rows refused in planning.
+        attempt, attempt_id, worker: who made it.
+        counts: its rows by status.  usage: tokens of the rows computed for it (copies cost nothing).
+        started_at, committed_at: when the shard was taken and when the part was built.
+        engine_started_at, engine_finished_at: first and last engine step for the shard.
+        engine, versions: the engine's settings and libraries.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    part: Count
+    attempt: int = 1
+    attempt_id: str
+    worker: str
+    counts: Counts
+    usage: Usage = Usage()
+    started_at: AwareDatetime
+    committed_at: AwareDatetime
+    engine_started_at: AwareDatetime | None = None
+    engine_finished_at: AwareDatetime | None = None
+    engine: EngineFacts = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class AttemptRecord(Paper):
+    """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash."""
+
+    version: Literal[1] = 1
+    attempt: Count
+    attempt_id: str
+    worker: str
+    started_at: AwareDatetime
+
+
+class RepeatedRecord(Paper):
+    """`work/NNNNN/repeated-ATTEMPT_ID.json`: an attempt that ended without a commit, and what it had computed."""
+
+    version: Literal[1] = 1
+    attempt_id: str
+    usage: Usage
+
+
+class RunRecord(Paper):
+    """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
+
+    version: Literal[1] = 1
+    started_at: AwareDatetime
