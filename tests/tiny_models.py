@@ -1,0 +1,130 @@
+"""Tiny random models of every family, saved as their real checkpoints are: config.json and safetensors.
+
+Their weights are drawn wide enough that the likeliest token leads clearly and that position, window and order of the
+prompt all matter: with transformers' small default init, a model that ignores its positions would pass most tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+WINDOW = 8
+"""Sliding window of the tiny models that have one; prompts of tests are longer."""
+
+_SHAPE = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
+
+
+_LLAMA3 = _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": _GEMMA_ROPE,
+}
+_SLIDING_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_GPT2 = {"vocab_size": 257, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama3-rope": ("LlamaConfig", _LLAMA3),
+    "llama-linear": ("LlamaConfig", _rope("linear", factor=4.0)),
+    "llama-yarn": ("LlamaConfig", _YARN),
+    "llama-dynamic": ("LlamaConfig", {**_rope("dynamic", factor=4.0), "max_position_embeddings": 16}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", _SLIDING_QWEN),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3-sliding": ("Qwen3Config", {"head_dim": 16, **_SLIDING_QWEN}),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
+    "gemma3-softcap": ("Gemma3TextConfig", {**_GEMMA, "final_logit_softcapping": 5.0}),
+    "gpt2": ("GPT2Config", _GPT2),
+    "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
+    "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4, "head_dim": 16}),
+}
+"""Family -> its transformers config class and what differs from the common shape."""
+
+FUSED = (
+    "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
+    "qwen3-sliding", "gemma3", "gemma3-softcap",
+)  # fmt: skip
+"""Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
+
+FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe")
+"""Families that go through transformers' own code."""
+
+
+def make_config(family: str, **changes: Any) -> Any:
+    """The transformers config of a tiny model of this family."""
+    class_name, differences = FAMILIES[family]
+    shape = {} if family == "gpt2" else _SHAPE
+    return getattr(transformers, class_name)(**{**shape, **differences, **changes})
+
+
+def make_tiny_model(
+    family: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    edit: Callable[[Any], None] | None = None,
+    **changes: Any,
+) -> Path:
+    """Save a random float32 model of `family` in `folder` (config changed by `changes`) and return the folder."""
+    config = make_config(family, **changes)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter, tied=config.tie_word_embeddings, scaled="gemma" in family)
+        if edit is not None:
+            edit(model)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def _draw(name: str, parameter: torch.Tensor, *, tied: bool, scaled: bool) -> None:
+    if parameter.dim() < 2:
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    elif "embed" in name or "wte" in name or "wpe" in name:
+        # Through a tied head, wide embeddings would only ever repeat the last token.
+        parameter.normal_(std=0.1 if scaled else 0.3 if tied else 1.0)
+    else:
+        fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]
+        gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "c_attn", "query_key_value")) else 1.2
+        parameter.normal_(std=gain * fan_in**-0.5)
