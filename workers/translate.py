@@ -50,7 +50,6 @@ class JobRules:
         max_output_tokens: a request for more is refused.
         priority: the engine's class; lower runs first.
         salt: keeps the prefix cache of tenants apart.
-        request_timeout: seconds a request may take from when the engine is given it; None: for ever.
     """
 
     seed: int = 0
@@ -58,7 +57,6 @@ class JobRules:
     max_output_tokens: int = 131_072
     priority: int = 2
     salt: bytes = b""
-    request_timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,9 @@ class Translator:
         Raises `RowError` when the chat template refuses the messages or an id is outside the vocabulary.
         """
         if isinstance(body, ChatBody):
-            return self._tokenizer.render_chat(body.messages)
+            return _encodable(self._tokenizer.render_chat(body.messages), "messages")
         if isinstance(body.prompt, str):
-            return body.prompt
+            return _encodable(body.prompt, "prompt")
         for token_id in body.prompt:
             self._check_token("prompt", token_id)
         return np.asarray(body.prompt, dtype=np.int32)
@@ -196,6 +194,17 @@ def row_seed(job_seed: int, row: int) -> int:
     """The seed of a row that brings none: the same each time the job is run, different from row to row."""
     digest = hashlib.blake2b(f"{job_seed}:{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _encodable(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise _refuse(
+            f"{name} holds half a surrogate pair at character {at}, which is no text; remove it", name
+        ) from error
+    return text
 
 
 def _refuse(message: str, param: str | None) -> RowError:

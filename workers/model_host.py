@@ -1,0 +1,217 @@
+"""A model that this process holds: its engine, its tokenizer, and proof of which weights they are."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal, Protocol, cast
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineStats
+from engine.models.base import ModelSpec
+from engine.request import Completion, Request
+from schemas.job import ModelPin
+from workers.errors import WorkerError
+from workers.tokenizer import Tokenizer
+from workers.translate import ModelLimits
+
+WEIGHT_FILES: Final = ("*.safetensors",)
+MEANING_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""Small files that change answers, beside the weights."""
+
+Fact = str | int | float | bool | None
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class TokenEngine(Protocol):
+    """What the worker's loop asks of an engine (`engine.Engine` is it)."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve.
+
+    Attributes:
+        name: what requests call it.  aliases: other names under which it answers.
+        source: the folder or file it was loaded from.
+        digest: "sha256:…", see `model_digest`.  revision: as its origin names it.
+        max_num_seqs: rows of the engine's running batch.
+        facts: the engine's settings, for manifests.
+    """
+
+    name: str
+    source: str
+    engine: TokenEngine
+    tokenizer: Tokenizer
+    limits: ModelLimits
+    dtype: DTypeName
+    max_num_seqs: int
+    digest: str | None = None
+    revision: str | None = None
+    aliases: frozenset[str] = frozenset()
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        name: str,
+        config: EngineConfig | None = None,
+        aliases: frozenset[str] = frozenset(),
+        revision: str | None = None,
+        chat_template: str | None = None,
+        digest: str | None = None,
+    ) -> LoadedModel:
+        """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
+
+        The digest is computed meanwhile in a thread (hashing lets go of the interpreter), unless it is given.
+        Raises what `Engine.load` raises, and `TokenizerError`.
+        """
+        path = model_path(path)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            proof = None if digest is not None else pool.submit(model_digest, path, chat_template)
+            tokenizer = Tokenizer.load(path, chat_template)
+            engine = Engine.load(path, config)
+            digest = digest if proof is None else proof.result()
+        spec = engine.spec
+        return cls(
+            name=name,
+            source=str(path),
+            engine=engine,
+            tokenizer=tokenizer,
+            limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
+            dtype=dtype_name(spec),
+            max_num_seqs=engine.config.schedule.max_num_seqs,
+            digest=digest,
+            revision=revision,
+            aliases=aliases,
+            facts=engine_facts(engine),
+        )
+
+    def answers_to(self, name: str) -> bool:
+        return name == self.name or name in self.aliases
+
+    def pin(self, name: str | None = None) -> ModelPin:
+        """What a job that runs on this model is pinned to; `name`: what its requests call it."""
+        return ModelPin(
+            name=name or self.name, source=self.source, digest=self.digest, revision=self.revision, dtype=self.dtype
+        )
+
+    def mismatch(self, pin: ModelPin) -> str | None:
+        """In what this model differs from the pinned one, or None when it is the same."""
+        if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
+            return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
+        if pin.dtype != self.dtype:
+            return f"dtype {pin.dtype}, but {self.dtype} is loaded"
+        return None
+
+
+def model_path(path: Path) -> Path:
+    """The model itself: a folder with weights, or the GGUF file, also when a folder with just that file is given."""
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+    return path
+
+
+def model_digest(path: Path, chat_template: str | None = None) -> str:
+    """ "sha256:…" over all that decides a model's answers.
+
+    Of a lone GGUF file it is that file's own sha256. Of a folder it is the sha256 over name, size and sha256 of the
+    weight files, the config and the tokenizer's files, in the order of their names. A chat template that replaces the
+    model's own enters too. Reads every byte: about a second a gigabyte.
+
+    Raises `WorkerError` when a file can't be read.
+    """
+    try:
+        if path.is_file() and chat_template is None:
+            return "sha256:" + _file_digest(path)
+        files = [path] if path.is_file() else _model_files(path)
+        total = hashlib.sha256()
+        for file in files:
+            total.update(f"{file.name}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
+    except OSError as error:
+        raise WorkerError(f"can't read the model: {error}") from error
+    if chat_template is not None:
+        total.update(b"chat template\0" + chat_template.encode())
+    return "sha256:" + total.hexdigest()
+
+
+def _model_files(folder: Path) -> list[Path]:
+    found = {file for pattern in (*WEIGHT_FILES, *MEANING_FILES) for file in folder.glob(pattern) if file.is_file()}
+    return sorted(found, key=lambda file: file.name)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def dtype_name(spec: ModelSpec) -> DTypeName:
+    return cast(DTypeName, str(spec.dtype).removeprefix("torch."))
+
+
+def engine_facts(engine: Engine) -> dict[str, Fact]:
+    """The engine's settings as a manifest shows them."""
+    config, spec = engine.config, engine.spec
+    return {
+        "architecture": spec.architecture,
+        "parameters": spec.num_parameters,
+        "dtype": dtype_name(spec),
+        "device": config.device,
+        "threads": config.threads,
+        "attention": config.attention,
+        "block_size": config.cache.block_size,
+        "prefix_caching": config.cache.prefix_caching,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": config.schedule.max_num_seqs,
+        "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes, for manifests; a tokenmill that runs from a bare checkout has none."""
+    versions = {"python": platform.python_version()}
+    for name in ("tokenmill", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

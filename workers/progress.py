@@ -1,0 +1,91 @@
+"""What a worker tells about itself while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.engine import EngineStats
+from engine.request import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Counters since the worker began. Rows include copies; tokens are of computed rows that are finished.
+
+    Attributes:
+        succeeded, failed: rows with an outcome.  committed: rows in durable parts.
+        shards_committed: parts that this worker made.  shards_lost: shards that another attempt committed first.
+        prompt_tokens, cached_tokens, completion_tokens: of finished rows.
+        first_start, last_end: of computed rows, on the engine's clock (seconds).
+    """
+
+    succeeded: int = 0
+    failed: int = 0
+    committed: int = 0
+    shards_committed: int = 0
+    shards_lost: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_start: float | None = None
+    last_end: float | None = None
+
+    def with_refused(self, rows: int) -> WorkerCounts:
+        return replace(self, failed=self.failed + rows)
+
+    def with_computed(self, rows: int, completion: Completion, failed: bool) -> WorkerCounts:
+        """One computed row more, and `rows` - 1 copies of it."""
+        start, end = completion.started_at, completion.finished_at
+        return replace(
+            self,
+            succeeded=self.succeeded + (0 if failed else rows),
+            failed=self.failed + (rows if failed else 0),
+            prompt_tokens=self.prompt_tokens + completion.prompt_tokens,
+            cached_tokens=self.cached_tokens + completion.cached_tokens,
+            completion_tokens=self.completion_tokens + completion.generated_tokens,
+            first_start=start if self.first_start is None else min(self.first_start, start),
+            last_end=end if self.last_end is None else max(self.last_end, end),
+        )
+
+    def with_part(self, rows: int, committed: bool) -> WorkerCounts:
+        if not committed:
+            return replace(self, shards_lost=self.shards_lost + 1)
+        return replace(self, committed=self.committed + rows, shards_committed=self.shards_committed + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """Where a worker stands.
+
+    Attributes:
+        engine: live counters of the engine, running rows included; `engine.running` and `engine.waiting` are its rows.
+        queued: rows of open shards that the engine doesn't have yet.
+        shards_open: taken and not yet committed.
+        stopped: the worker was told to stop, and gave its unfinished shards back.
+    """
+
+    counts: WorkerCounts
+    engine: EngineStats
+    queued: int
+    shards_open: int
+    stopped: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows with an outcome, copies included."""
+        return self.counts.succeeded + self.counts.failed
+
+    @property
+    def engine_seconds(self) -> float:
+        """From the first row's start to the last finished row's end."""
+        counts = self.counts
+        return 0.0 if counts.first_start is None or counts.last_end is None else counts.last_end - counts.first_start
+
+
+class WorkerObserver(Protocol):
+    """Is told how the work goes, on the thread that steps the engine: it must be quick."""
+
+    def progress(self, progress: WorkerProgress) -> None:
+        """Called every so often, and once at the end."""
+        ...

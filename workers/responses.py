@@ -1,0 +1,215 @@
+"""From the engine's completions to results: OpenAI's response bodies as JSON, and rows of the result table.
+
+A shard's texts are decoded in one call. A copy gets the same answer under its own name and id. Its row states what an
+API would have answered: the same prompt and completion tokens, but all of the prompt as cached, since nothing was
+computed for it; the job's usage counts only rows that were computed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+import orjson
+
+from engine.request import Choice, Completion, FinishReason
+from schemas.errors import RowError, RowErrorCode
+from schemas.requests import ChatBody, CompletionBody
+from schemas.results import ResultRow, RowStatus
+from workers.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from workers.rows import ComputedRow, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.tokenizer import Tokenizer
+from workers.translate import StopWatchers
+
+FAILURES: Final = {
+    FinishReason.TIMEOUT: RowErrorCode.REQUEST_TIMEOUT,
+    FinishReason.CANCELLED: RowErrorCode.BATCH_CANCELLED,
+    FinishReason.ERROR: RowErrorCode.ENGINE_ERROR,
+}
+"""Reasons that are not answers. `CANCELLED` never reaches a result while a worker drains: its shards are given back."""
+
+MESSAGES: Final = {
+    FinishReason.TIMEOUT: "the request took longer than the time a request may take; shorten it or raise the limit",
+    FinishReason.CANCELLED: "the request was cancelled",
+    FinishReason.ERROR: "the engine could not compute the answer",
+}
+
+
+def failure_of(completion: Completion) -> RowError | None:
+    """Why a completion is no answer, or None when it is one: one failed choice fails the row."""
+    for choice in completion.choices:
+        code = FAILURES.get(choice.finish_reason)
+        if code is not None:
+            message = completion.error if choice.finish_reason is FinishReason.ERROR else None
+            return RowError(code, message or MESSAGES[choice.finish_reason])
+    return None
+
+
+def response_id(kind: str, job: str, row: int) -> str:
+    """The same id each time a row of a job is computed."""
+    return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all results of one attempt at a shard share. `wall` turns the engine clock's seconds into UTC."""
+
+    job: str
+    created_at: datetime
+    attempt: int
+    wall: Callable[[float], datetime]
+
+
+class ResponseBuilder:
+    """Builds the results of one model's rows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+
+    def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
+        """One result for each row and each copy."""
+        answered: list[ComputedRow] = []
+        results: list[ResultRow] = []
+        for row in rows:
+            if isinstance(row, RefusedRow):
+                results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
+            elif (error := failure_of(row.completion)) is not None:
+                model, completion = row.prepared.body.model, row.completion
+                names = row.prepared.names
+                results += _refused(names, model, error, completion.started_at, completion.finished_at, envelope)
+            else:
+                answered.append(row)
+        for row, texts in zip(answered, self._answer_texts(answered), strict=True):
+            results += self._answered(row, texts, envelope)
+        return results
+
+    def _answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
+        """The text of each choice of each row."""
+        prompts, answers = [], []
+        for row in rows:
+            for choice in row.completion.choices:
+                prompts.append(row.prepared.request.prompt_token_ids)
+                answers.append(choice.token_ids)
+        decoded = iter(self._tokenizer.decode_answers(prompts, answers))
+        return [[_text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
+
+    def _answered(self, row: ComputedRow, texts: list[str], envelope: Envelope) -> list[ResultRow]:
+        prepared, completion = row.prepared, row.completion
+        body = prepared.body
+        started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
+        if isinstance(body, ChatBody):
+            kind, name = "chatcmpl", "chat.completion"
+            choices = [self._chat_choice(body, c, text) for c, text in zip(completion.choices, texts, strict=True)]
+        else:
+            kind, name = "cmpl", "text_completion"
+            choices = [self._completion_choice(body, row, index, texts[index]) for index in range(len(texts))]
+        response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
+        response["choices"] = choices
+
+        def result(at: int, whose: RowName) -> ResultRow:
+            cached = completion.cached_tokens if at == 0 else completion.prompt_tokens
+            response["id"] = response_id(kind, envelope.job, whose.row)
+            response["usage"] = _usage(completion, cached)
+            return ResultRow(
+                custom_id=whose.custom_id,
+                row=whose.row,
+                status=RowStatus.SUCCEEDED,
+                status_code=200,
+                text=choices[0]["text"] if kind == "cmpl" else texts[0],
+                finish_reason=str(completion.choices[0].finish_reason),
+                response=orjson.dumps(response).decode(),
+                model=body.model,
+                prompt_tokens=completion.prompt_tokens,
+                cached_tokens=cached,
+                completion_tokens=completion.generated_tokens,
+                created_at=envelope.created_at,
+                started_at=started,
+                finished_at=finished,
+                attempt=envelope.attempt,
+            )
+
+        return [result(at, whose) for at, whose in enumerate(prepared.names)]
+
+    def _chat_choice(self, body: ChatBody, choice: Choice, text: str) -> dict[str, Any]:
+        logprobs = None
+        if choice.logprobs is not None:
+            kept = choice.token_ids[: self._tokens_within(choice, text)]
+            logprobs = chat_logprobs(self._texts, kept, choice.logprobs, body.top_logprobs)
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": str(choice.finish_reason),
+        }
+
+    def _completion_choice(self, body: CompletionBody, row: ComputedRow, index: int, text: str) -> dict[str, Any]:
+        choice = row.completion.choices[index]
+        runs = []
+        prompt = ""
+        if body.echo:
+            ids = row.prepared.request.prompt_token_ids
+            prompt = body.prompt if isinstance(body.prompt, str) else self._tokenizer.decode(ids)
+            if row.completion.prompt_logprobs is not None:
+                runs.append((ids, row.completion.prompt_logprobs))
+        if choice.logprobs is not None:
+            runs.append((choice.token_ids[: self._tokens_within(choice, text)], choice.logprobs))
+        logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
+        return {
+            "index": choice.index,
+            "text": prompt + text,
+            "logprobs": logprobs,
+            "finish_reason": str(choice.finish_reason),
+        }
+
+    def _tokens_within(self, choice: Choice, text: str) -> int:
+        """How many tokens of the choice begin within its text, which may be cut before a stop string."""
+        if choice.finish_reason is not FinishReason.STOP or choice.stop_token_id is not None:
+            return len(choice.token_ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        characters = 0
+        for count, token_id in enumerate(choice.token_ids.tolist()):
+            if characters >= len(text):
+                return count
+            if not self._texts.is_special(token_id):
+                characters += len(decoder.decode(self._texts.bytes_of(token_id)))
+        return len(choice.token_ids)
+
+
+def _refused(
+    names: Sequence[RowName], model: str, error: RowError, started_at: float, finished_at: float, envelope: Envelope
+) -> list[ResultRow]:
+    started, finished = envelope.wall(started_at), envelope.wall(finished_at)
+    return [
+        ResultRow.refused(
+            name.row,
+            name.custom_id,
+            error,
+            model=model,
+            created_at=envelope.created_at,
+            started_at=started,
+            finished_at=finished,
+            attempt=envelope.attempt,
+        )
+        for name in names
+    ]
+
+
+def _text(prepared: PreparedRow, choice: Choice, decoded: str) -> str:
+    """The text of a choice: what its stop watcher kept, else all that was decoded."""
+    watchers = prepared.request.watcher
+    kept = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
+    return decoded if kept is None else kept
+
+
+def _usage(completion: Completion, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.generated_tokens,
+        "total_tokens": completion.prompt_tokens + completion.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,52 @@
+"""A shard's rows on their way through the worker: prepared, then finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.request import Completion, Request
+from schemas.errors import RowError
+from schemas.requests import ChatBody, CompletionBody
+
+
+class RowName(NamedTuple):
+    """Whose result: the input's row index, and the user's name for it."""
+
+    row: int
+    custom_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A row that the engine can compute, and the rows that take the same answer.
+
+    Attributes:
+        names: the row itself first, then its copies.
+    """
+
+    names: tuple[RowName, ...]
+    body: ChatBody | CompletionBody
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRow:
+    """A row (with its copies) that never entered the engine; times are the engine clock's, in seconds."""
+
+    names: tuple[RowName, ...]
+    model: str
+    error: RowError
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRow:
+    """A row that the engine is done with, for better or worse."""
+
+    prepared: PreparedRow
+    completion: Completion
+
+
+FinishedRow = ComputedRow | RefusedRow

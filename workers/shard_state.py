@@ -1,0 +1,194 @@
+"""From a shard's table to rows that the engine can compute, and what is known of a shard while it is worked on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine.request import Completion
+from pipeline.worker_api import ShardWork
+from schemas.errors import RowError, RowErrorCode
+from schemas.job import Usage
+from schemas.requests import CHAT_URL, COMPLETIONS_URL, load_body
+from workers.errors import ModelMismatchError
+from workers.model_host import LoadedModel
+from workers.rows import ComputedRow, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.tokenizer import TokenIds
+from workers.translate import PRIORITIES, Generation, JobRules, RowHints, Translator
+
+COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", "prefix_group", "expected_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedShard:
+    """A shard whose prompts are token ids. `waiting` are rows for the engine, in the planner's order."""
+
+    work: ShardWork
+    waiting: tuple[PreparedRow, ...]
+    refused: tuple[RefusedRow, ...]
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that the engine works on; it is done when as many rows finished as there are computed rows.
+
+    Attributes:
+        waiting: rows not yet given to the engine.  finished: rows with their outcome.
+        total: rows that are computed or refused (copies not counted).
+    """
+
+    work: ShardWork
+    waiting: deque[PreparedRow]
+    finished: list[FinishedRow]
+    total: int
+
+    @classmethod
+    def open(cls, shard: PreparedShard) -> OpenShard:
+        total = len(shard.waiting) + len(shard.refused)
+        return cls(shard.work, deque(shard.waiting), list(shard.refused), total)
+
+    @property
+    def done(self) -> bool:
+        return len(self.finished) == self.total
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What the engine gave, failed rows included."""
+        return [row.completion for row in self.finished if isinstance(row, ComputedRow)]
+
+    def usage(self) -> Usage:
+        """Tokens of the rows that were computed, failed ones included; copies cost nothing."""
+        completions = self.completions
+        return Usage(
+            prompt=sum(completion.prompt_tokens for completion in completions),
+            cached=sum(completion.cached_tokens for completion in completions),
+            completion=sum(completion.generated_tokens for completion in completions),
+        )
+
+
+@dataclass(slots=True)
+class _Line:
+    """A computed row on its way from the table."""
+
+    names: tuple[RowName, ...]
+    url: str
+    body: str
+    model: str
+    hints: RowHints
+    parsed: Generation | None = None
+    prompt: str | TokenIds | None = None
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReader:
+    """Prepares shards for one model: reads bodies, renders templates, tokenizes a whole shard in two calls."""
+
+    model: LoadedModel
+
+    def prepare(self, work: ShardWork) -> PreparedShard:
+        """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
+        lines = self._lines(work)
+        translator = Translator(self.model.tokenizer, self.model.limits, self._rules(work))
+        for line in lines:
+            self._read(line, work, translator)
+        self._encode(lines)
+        waiting: list[PreparedRow] = []
+        refused: list[RefusedRow] = []
+        now = self.model.engine.clock()
+        for line in lines:
+            row = self._prepared(line, work, translator)
+            if row is not None:
+                waiting.append(row)
+            else:
+                assert line.error is not None
+                refused.append(RefusedRow(line.names, line.model, line.error, now, now))
+        return PreparedShard(work, tuple(waiting), tuple(refused))
+
+    def _rules(self, work: ShardWork) -> JobRules:
+        settings = work.job.settings
+        return JobRules(
+            seed=settings.seed,
+            default_max_tokens=settings.default_max_tokens,
+            max_output_tokens=settings.max_output_tokens,
+            priority=PRIORITIES[work.job.tier],
+            salt=work.job.tenant.encode(),
+        )
+
+    def _lines(self, work: ShardWork) -> list[_Line]:
+        """The computed rows in the table's order, each with the names of its copies."""
+        columns: dict[str, list[Any]] = {name: work.table.column(name).to_pylist() for name in COLUMNS}
+        names = [RowName(*pair) for pair in zip(columns["row"], columns["custom_id"], strict=True)]
+        copies: defaultdict[int, list[RowName]] = defaultdict(list)
+        for name, compute_row in zip(names, columns["compute_row"], strict=True):
+            if name.row != compute_row:
+                copies[compute_row].append(name)
+        lines = []
+        for at, name in enumerate(names):
+            if name.row == columns["compute_row"][at]:
+                hints = RowHints(name.row, columns["prefix_group"][at], columns["expected_tokens"][at])
+                whose = (name, *copies.pop(name.row, ()))
+                lines.append(_Line(whose, columns["url"][at], columns["body"][at], columns["model"][at], hints))
+        assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
+        return lines
+
+    def _read(self, line: _Line, work: ShardWork, translator: Translator) -> None:
+        try:
+            self._check_model(line.model, work)
+            if line.url not in (CHAT_URL, COMPLETIONS_URL):
+                raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
+            line.parsed = _parse(line.url, line.body)
+            line.prompt = translator.prompt_of(line.parsed)
+        except RowError as error:
+            line.error = error
+
+    def _check_model(self, name: str, work: ShardWork) -> None:
+        pin = work.job.model_named(name)
+        if pin is not None:
+            reason = self.model.mismatch(pin)
+            if reason is not None:
+                raise ModelMismatchError(
+                    f"job {work.job.id} was begun with {reason}; give the same model and dtype, or start afresh"
+                )
+        elif not self.model.answers_to(name):
+            loaded = ", ".join(sorted({self.model.name, *self.model.aliases}))
+            raise RowError(
+                RowErrorCode.MODEL_NOT_FOUND,
+                f"model {name!r} is not loaded; this run serves {loaded}",
+                param="model",
+            )
+
+    def _encode(self, lines: list[_Line]) -> None:
+        """Token ids for all prompts that are text; templates bring their special tokens, completions get BOS."""
+        for chat in (True, False):
+            chosen = [line for line in lines if isinstance(line.prompt, str) and (line.url == CHAT_URL) is chat]
+            texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
+            encoded = self.model.tokenizer.encode_batch(texts, add_special_tokens=not chat)
+            for line, ids in zip(chosen, encoded, strict=True):
+                line.prompt = ids
+
+    def _prepared(self, line: _Line, work: ShardWork, translator: Translator) -> PreparedRow | None:
+        if line.error is not None or line.parsed is None or line.prompt is None or isinstance(line.prompt, str):
+            return None
+        request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
+        try:
+            request = translator.request(request_id, line.parsed, line.prompt, line.hints)
+        except RowError as error:
+            line.error = error
+            return None
+        return PreparedRow(line.names, line.parsed, request)
+
+
+def _parse(url: str, data: str) -> Generation:
+    try:
+        body = load_body(url, data)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in detail["loc"])
+        raise RowError(RowErrorCode.INVALID_REQUEST, f"{where} {detail['msg']}", param=where) from error
+    if not isinstance(body, Generation):
+        raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {url} is not served by this worker")
+    return body

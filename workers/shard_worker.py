@@ -1,0 +1,276 @@
+"""The worker's loop: keeps the engine full from several shards at once, and commits each shard when its last row ends.
+
+Two threads. This one steps the engine and does nothing that waits. The helper does all the rest, one task after the
+other: takes a shard and tokenizes it while the engine computes, builds results, commits parts, sends heartbeats. So
+source and sink are used by one thread only, and at most `max_open_shards` shards and one prepared one are in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Final
+
+import structlog
+
+from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.request import Completion
+from pipeline.ports import Clock
+from pipeline.worker_api import HEARTBEAT_SECONDS, ShardReport, ShardSink, ShardSource, ShardWork
+from schemas.errors import RowError, RowErrorCode
+from workers.model_host import LoadedModel, library_versions
+from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
+from workers.responses import Envelope, ResponseBuilder, failure_of
+from workers.rows import ComputedRow, PreparedRow, RefusedRow
+from workers.shard_state import OpenShard, PreparedShard, ShardReader
+from workers.suspects import Suspects
+
+IDLE_SECONDS: Final = 0.02
+"""Pause between looks when there is nothing to compute."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker works.
+
+    Attributes:
+        request_timeout: seconds a request may take, from when the engine is given it; None: for ever. With a timeout
+            the engine is given fewer rows ahead, so that waiting hardly counts.
+        max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
+        watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
+        report_seconds: between two calls of the observer.
+    """
+
+    request_timeout: float | None = None
+    max_open_shards: int = 4
+    watermark: int | None = None
+    report_seconds: float = 0.25
+
+
+class ShardWorker:
+    """Works on shards of one loaded model until the source has no more."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        source: ShardSource,
+        sink: ShardSink,
+        clock: Clock,
+        settings: WorkerSettings | None = None,
+        observer: WorkerObserver | None = None,
+        helper: Executor | None = None,
+    ) -> None:
+        """`helper` replaces the helper thread; one that runs tasks at once makes the worker deterministic."""
+        self._model = model
+        self._engine = model.engine
+        self._source = source
+        self._sink = sink
+        self._clock = clock
+        self._settings = settings or WorkerSettings()
+        self._observer = observer
+        self._given_helper = helper
+        self._reader = ShardReader(model)
+        self._builder = ResponseBuilder(model.tokenizer)
+        self._versions = library_versions()
+        self._watermark = self._settings.watermark or 2 * model.max_num_seqs
+        self._ahead = max(1, model.max_num_seqs // 8) if self._settings.request_timeout else 2 * model.max_num_seqs
+        self._zero = clock.now() - timedelta(seconds=self._engine.clock())
+        self._shards: list[OpenShard] = []
+        self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
+        self._suspects = Suspects()
+        self._owner: dict[str, OpenShard] = {}
+        self._preparing: Future[PreparedShard | None] | None = None
+        self._committing: dict[Future[bool], ShardWork] = {}
+        self._beating: Future[None] | None = None
+        self._source_finished = False
+        self._counts = WorkerCounts()
+        self._next_look = self._next_beat = self._next_report = 0.0
+
+    def run(self, stop: threading.Event | None = None) -> WorkerProgress:
+        """Work until the source is finished, or until `stop` is set; unfinished shards are then given back.
+
+        Raises:
+            BrokenEngineError: no request gets through the engine.
+            ModelMismatchError: a shard is pinned to another model.
+            PipelineError: a part can't be written, or a shard can't be read.
+        """
+        helper = self._given_helper or ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-helper")
+        stopped = False
+        try:
+            while not self._finished:
+                stopped = stop is not None and stop.is_set()
+                if stopped:
+                    self._drain(helper)
+                    break
+                self._turn(helper)
+        finally:
+            if self._given_helper is None:
+                helper.shutdown(wait=True, cancel_futures=True)
+        progress = self._progress(stopped)
+        if self._observer is not None:
+            self._observer.progress(progress)
+        return progress
+
+    @property
+    def _finished(self) -> bool:
+        return self._source_finished and not (self._shards or self._preparing or self._committing)
+
+    def _turn(self, helper: Executor) -> None:
+        """One turn of the loop: at most one step of the engine."""
+        self._collect()
+        self._fetch_ahead(helper)
+        self._feed()
+        if self._engine.has_work:
+            self._step()
+        elif not self._suspects and (self._preparing or self._committing or not self._shards):
+            self._clock.sleep(IDLE_SECONDS)
+        self._commit_done(helper)
+        self._tell(helper)
+
+    def _fetch_ahead(self, helper: Executor) -> None:
+        """Have the next shard fetched and prepared, when there is too little left to do."""
+        if self._preparing or self._source_finished or len(self._shards) >= self._settings.max_open_shards:
+            return
+        ready = sum(len(shard.waiting) for shard in self._shards) + self._engine.num_waiting
+        if ready < self._watermark and self._clock.monotonic() >= self._next_look:
+            self._preparing = helper.submit(self._fetch)
+
+    def _fetch(self) -> PreparedShard | None:
+        """On the helper: the next shard, prepared, or None when there is none now."""
+        work = self._source.take(0.0)
+        if work is None:
+            self._source_finished = self._source.finished()
+            return None
+        return self._reader.prepare(work)
+
+    def _collect(self) -> None:
+        """Take over what the helper has done; its exceptions surface here."""
+        if self._preparing is not None and self._preparing.done():
+            shard, self._preparing = self._preparing.result(), None
+            if shard is None:
+                self._next_look = self._clock.monotonic() + IDLE_SECONDS
+            else:
+                self._shards.append(OpenShard.open(shard))
+                self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
+                logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
+        for future in [future for future in self._committing if future.done()]:
+            work = self._committing.pop(future)
+            committed = future.result()
+            self._counts = self._counts.with_part(len(work.table), committed)
+            event = "shard committed" if committed else "shard was committed by another attempt"
+            logger.info(event, job=work.job.id, shard=work.shard, rows=len(work.table))
+        if self._beating is not None and self._beating.done():
+            self._beating.result()
+            self._beating = None
+
+    def _feed(self) -> None:
+        """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
+        if self._suspects:
+            if not self._engine.has_work:
+                for row in self._suspects.next_group():
+                    self._add(self._owner.pop(row.request.request_id), row)
+            return
+        for shard in self._shards:
+            while shard.waiting and self._engine.num_waiting < self._ahead:
+                self._add(shard, shard.waiting.popleft())
+
+    def _add(self, shard: OpenShard, row: PreparedRow) -> None:
+        request = row.request
+        timeout = self._settings.request_timeout
+        if timeout is not None:
+            request = replace(request, deadline=self._engine.clock() + timeout)
+        try:
+            self._engine.add(request)
+        except RequestRefused as error:
+            too_long = isinstance(error, ContextLengthExceeded)
+            code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
+            now = self._engine.clock()
+            shard.finished.append(RefusedRow(row.names, row.body.model, RowError(code, str(error)), now, now))
+            self._counts = self._counts.with_refused(len(row.names))
+        else:
+            self._running[request.request_id] = (shard, row)
+
+    def _step(self) -> None:
+        worked = self._engine.stats().steps
+        try:
+            completions = self._engine.step()
+        except EngineError as error:
+            logger.error("step failed", reason=str(error), running=self._engine.num_running)
+            self._suspects.step_failed(str(error))
+            return
+        if self._engine.stats().steps > worked:
+            self._suspects.step_worked()
+        for completion in completions:
+            self._end(completion)
+
+    def _end(self, completion: Completion) -> None:
+        """A request left the engine: note its outcome, or keep it as a suspect to be tried again."""
+        shard, row = self._running.pop(completion.request_id)
+        error = failure_of(completion)
+        if error is not None and self._suspects.take(row, completion.error):
+            self._owner[completion.request_id] = shard
+            return
+        shard.finished.append(ComputedRow(row, completion))
+        self._counts = self._counts.with_computed(len(row.names), completion, error is not None)
+
+    def _commit_done(self, helper: Executor) -> None:
+        for shard in [shard for shard in self._shards if shard.done]:
+            self._shards.remove(shard)
+            self._committing[helper.submit(self._commit, shard)] = shard.work
+
+    def _commit(self, shard: OpenShard) -> bool:
+        """On the helper: build the shard's results and commit them."""
+        work = shard.work
+        envelope = Envelope(work.job.id, work.job.created_at, work.attempt, self._wall)
+        rows = self._builder.results(shard.finished, envelope)
+        completions = shard.completions
+        report = ShardReport(
+            usage=shard.usage(),
+            engine_started_at=self._wall(min(c.started_at for c in completions)) if completions else None,
+            engine_finished_at=self._wall(max(c.finished_at for c in completions)) if completions else None,
+            engine=self._model.facts,
+            versions=self._versions,
+        )
+        return self._sink.commit(work, rows, report)
+
+    def _wall(self, seconds: float) -> datetime:
+        """UTC of a time on the engine's clock."""
+        return self._zero + timedelta(seconds=seconds)
+
+    def _tell(self, helper: Executor) -> None:
+        """Heartbeat and progress, when they are due."""
+        now = self._clock.monotonic()
+        if now >= self._next_beat and self._beating is None:
+            self._next_beat = now + HEARTBEAT_SECONDS
+            held = [shard.work for shard in self._shards] + list(self._committing.values())
+            self._beating = helper.submit(self._sink.holding, held)
+        if self._observer is not None and now >= self._next_report:
+            self._next_report = now + self._settings.report_seconds
+            self._observer.progress(self._progress(stopped=False))
+
+    def _progress(self, stopped: bool) -> WorkerProgress:
+        queued = sum(len(shard.waiting) for shard in self._shards)
+        held = len(self._shards) + len(self._committing)
+        return WorkerProgress(self._counts, self._engine.stats(), queued, held, stopped)
+
+    def _drain(self, helper: Executor) -> None:
+        """Commit what is done, give back the rest, and leave the engine empty."""
+        self._commit_done(helper)
+        for request_id in self._running:
+            self._engine.cancel(request_id)
+        while self._engine.has_work:
+            self._engine.step()
+        self._running.clear()
+        if self._preparing is not None:
+            prepared, self._preparing = self._preparing.result(), None
+            if prepared is not None:
+                self._shards.append(OpenShard.open(prepared))
+        for shard in self._shards:
+            helper.submit(self._sink.release, shard.work).result()
+        self._shards.clear()
+        wait(self._committing)
+        self._collect()

@@ -1,0 +1,67 @@
+"""Finds the rows that make the engine's steps fail, so that one poisoned row costs only itself.
+
+When a step raises, every row of it is suspect. Suspects are tried again apart from all others, in halves of halves;
+what fails alone has failed for good. Sampling depends on (seed, choice, position) only, so a row that is computed
+again gives the same answer. If rows keep failing alone and no step works in between, the engine itself is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from workers.errors import BrokenEngineError
+from workers.rows import PreparedRow
+
+MAX_LONE_FAILURES: Final = 3
+"""Rows that may fail alone in a row, with no step that worked between them."""
+
+
+class Suspects:
+    """Rows of failed steps, until they are cleared or condemned."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[PreparedRow]] = []
+        self._fresh: list[PreparedRow] = []
+        self._reasons: set[str] = set()
+        self._alone: str | None = None
+        self._lone_failures = 0
+
+    def __bool__(self) -> bool:
+        """Whether there are rows to try; meanwhile nothing else should enter the engine."""
+        return bool(self._groups or self._fresh)
+
+    def step_failed(self, reason: str) -> None:
+        """A step raised; completions whose error is `reason` are suspects."""
+        self._reasons.add(reason)
+
+    def step_worked(self) -> None:
+        """A step computed something."""
+        self._lone_failures = 0
+
+    def take(self, row: PreparedRow, error: str | None) -> bool:
+        """Whether the row, ended by `error`, is to be tried again; False: the error stands.
+
+        Raises `BrokenEngineError` when too many rows failed alone without a step that worked.
+        """
+        if error not in self._reasons:
+            return False
+        if row.request.request_id != self._alone:
+            self._fresh.append(row)
+            return True
+        self._lone_failures += 1
+        if self._lone_failures >= MAX_LONE_FAILURES:
+            raise BrokenEngineError(f"the engine fails with every request, last with: {error}")
+        return False
+
+    def next_group(self) -> Iterable[PreparedRow]:
+        """The rows to try next, together; to be called when the engine is empty."""
+        if self._fresh:
+            middle = len(self._fresh) // 2
+            self._groups += [half for half in (self._fresh[middle:], self._fresh[:middle]) if half]
+            self._fresh = []
+        if not self._groups:
+            return ()
+        group = self._groups.pop()
+        self._alone = group[0].request.request_id if len(group) == 1 else None
+        return group
