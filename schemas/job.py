@@ -163,6 +163,8 @@ class PlanSegment(Paper):
         rejected: rows refused in planning; their results are in part 0.
         unique: requests that are computed.
         prefix_groups: groups of requests that share a prefix worth keeping.
+        shared_prefix_tokens: estimated, of computed requests: prompt tokens that an earlier one shares.
+        max_tokens: the most that the computed requests may generate.
         last: no further segment follows.
     """
 
@@ -176,6 +178,7 @@ class PlanSegment(Paper):
     unique: Count
     prefix_groups: Count = 0
     shared_prefix_tokens: Count = 0
+    max_tokens: Count = 0
     shards: tuple[ShardRef, ...]
     last: bool
 

@@ -39,7 +39,8 @@ class PlanSettings(BaseModel):
         max_shard_rows: most rows a shard computes; copies come on top.
         min_group_rows: a prefix group of fewer rows is never split between shards.
         max_copies: most copies of one request that wait for one answer; the next one is computed again.
-        min_prefix_chars: a shared prefix shorter than this is not worth a group.
+        min_prefix_bytes: a shared prefix of fewer bytes of text is not worth a group.
+        answer_fraction: the part of max_tokens that an answer is expected to use, unless it ignores end tokens.
         max_invalid_errors: how many errors are listed when invalid lines stop a job.
     """
 
@@ -50,5 +51,6 @@ class PlanSettings(BaseModel):
     max_shard_rows: Positive = 2_000
     min_group_rows: Positive = 256
     max_copies: Positive = 10_000
-    min_prefix_chars: Positive = 256
+    min_prefix_bytes: Positive = 256
+    answer_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_invalid_errors: Positive = 100

@@ -1,0 +1,36 @@
+"""From an input to shards: read, validate, remove duplicate work, order by shared prefix and by length, cut.
+
+Pure: what is read comes through a `RowSource`, what is planned goes to a `PlanSink`; the same input and job give the
+same plan, whoever plans it.
+"""
+
+from pipeline.planner.api import (
+    InputError,
+    InvalidInput,
+    PlanSink,
+    PlanSummary,
+    RowSource,
+    SourceBatch,
+    SourceFile,
+    SourceRow,
+    StoredShard,
+    TokenCounter,
+)
+from pipeline.planner.plan import plan
+from pipeline.planner.source import choose_files, open_source
+
+__all__ = [
+    "InputError",
+    "InvalidInput",
+    "PlanSink",
+    "PlanSummary",
+    "RowSource",
+    "SourceBatch",
+    "SourceFile",
+    "SourceRow",
+    "StoredShard",
+    "TokenCounter",
+    "choose_files",
+    "open_source",
+    "plan",
+]

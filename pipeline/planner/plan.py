@@ -1,0 +1,212 @@
+"""The planner's main loop: batch by batch through validation, segment by segment to the sink."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline.planner.api import InvalidInput, PlanSink, PlanSummary, RowSource, SourceBatch, TokenCounter
+from pipeline.planner.seen import SeenIds
+from pipeline.planner.segment import SegmentBuilder, Spill
+from pipeline.planner.tokens import TokenEstimator
+from pipeline.planner.validate import CheckedBatch, Validator
+from pipeline.ports import World
+from schemas.job import Job, JobError, OnInvalid, PlanSegment, ShardRef
+from schemas.results import ResultRow, results_table
+from schemas.tables import result_schema
+
+
+def plan(
+    source: RowSource, job: Job, sink: PlanSink, world: World, *, attempt: str, counter: TokenCounter | None = None
+) -> PlanSummary:
+    """Plan a job: everything is in the sink when this returns.
+
+    Segments that an earlier planner committed are read again (their ids and refused rows count) but not cut again.
+
+    Args:
+        attempt: this planner's name, under which the sink puts shards.
+        counter: the model's tokenizer, asked for a sample of the prompts; None: a rule of thumb.
+    Raises:
+        InputError: the input can't be read.
+        InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
+    """
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
+        return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run()
+
+
+def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
+    """The batches up to and including the row that is the `limit`th with content."""
+    left = limit
+    for batch in batches:
+        if left is not None and len(batch.rows) >= left:
+            rows = batch.rows[:left]
+            carried = batch.carried.slice(0, left) if batch.carried is not None else None
+            yield SourceBatch(batch.first_row, rows[-1].row + 1, rows, carried, batch.name)
+            return
+        left = left - len(batch.rows) if left is not None else None
+        yield batch
+
+
+class _Planning:
+    """One run of the planner."""
+
+    def __init__(
+        self,
+        source: RowSource,
+        job: Job,
+        sink: PlanSink,
+        world: World,
+        attempt: str,
+        estimator: TokenEstimator,
+        folder: Path,
+    ) -> None:
+        self._source = source
+        self._job = job
+        self._sink = sink
+        self._world = world
+        self._attempt = attempt
+        self._estimator = estimator
+        self._folder = folder
+        self._validator = Validator(job, SeenIds(folder), estimator)
+        self._errors: list[JobError] = []
+        self._invalid = 0
+        self._number = 1  # of the next shard; 0 is the part of the rows refused here
+        self._segments: list[PlanSegment] = []
+
+    @property
+    def _strict(self) -> bool:
+        return self._job.settings.on_invalid is OnInvalid.JOB
+
+    def run(self) -> PlanSummary:
+        size = self._job.settings.plan.segment_rows
+        segment = _Open(self, 0, 0)
+        for batch in limited(self._source.batches(size), self._job.settings.limit):
+            if batch.first_row // size != segment.index:
+                self._close(segment, last=False)
+                segment = _Open(self, batch.first_row // size, batch.first_row)
+            checked = self._validator.check(batch)
+            self._refuse(checked)
+            segment.add(checked)
+        self._close(segment, last=True)
+        if self._errors:
+            raise InvalidInput(tuple(self._errors), self._invalid)
+        if self._strict:
+            self._segments = [self._sink.commit_segment(segment) for segment in self._segments]
+        return summarize(self._segments)
+
+    def _refuse(self, checked: CheckedBatch) -> None:
+        """Answer the invalid lines, or keep the first of them for the error that stops the job."""
+        if not checked.rejected:
+            return
+        self._invalid += len(checked.rejected)
+        if self._strict:
+            room = self._job.settings.plan.max_invalid_errors - len(self._errors)
+            self._errors += [
+                JobError(code=error.code, message=error.message, line=error.line, param=error.param)
+                for error in (rejected.error for rejected in checked.rejected[:room])
+            ]
+            return
+        now = self._world.clock.now()
+        rows = results_table(
+            ResultRow.refused(
+                rejected.row,
+                rejected.custom_id,
+                rejected.error,
+                model=rejected.model,
+                created_at=self._job.created_at,
+                finished_at=now,
+            )
+            for rejected in checked.rejected
+        )
+        columns = list(rows.columns)
+        if checked.batch.carried is not None:
+            positions = pa.array([rejected.position for rejected in checked.rejected], pa.int64())
+            columns += checked.batch.carried.take(positions).columns
+        self._sink.write_rejected(pa.table(columns, schema=result_schema(self._source.carried)))
+
+    def _close(self, segment: _Open, *, last: bool) -> None:
+        """Write a segment's shards and commit it; a strict job commits nothing before all of its lines are read."""
+        if self._errors:
+            return
+        if segment.existing is not None:
+            self._segments.append(segment.existing)
+        else:
+            written = segment.write(last=last)
+            self._segments.append(written if self._strict else self._sink.commit_segment(written))
+        self._number += len(self._segments[-1].shards)
+
+
+class _Open:
+    """The segment whose lines are being read."""
+
+    def __init__(self, planning: _Planning, index: int, first_row: int) -> None:
+        self.index = index
+        self.existing = planning._sink.existing_segment(index)
+        self._planning = planning
+        self._first_row = self._end_row = first_row
+        self._lines = self._rejected = 0
+        self._path = planning._folder / f"segment-{index}.arrow"
+        if self.existing is None:
+            spill = Spill(self._path, planning._source.carried)
+            self._builder = SegmentBuilder(spill, [model.name for model in planning._job.models])
+
+    def add(self, checked: CheckedBatch) -> None:
+        self._end_row = checked.batch.end_row
+        self._lines += len(checked.batch.rows)
+        self._rejected += len(checked.rejected)
+        if self.existing is None:
+            self._builder.add(checked)
+
+    def write(self, *, last: bool) -> PlanSegment:
+        planning = self._planning
+        planned = self._builder.finish(planning._job.settings.plan, planning._source.carried)
+        refs: list[ShardRef] = []
+        for number, draft in enumerate(planned.shards(), start=planning._number):
+            stored = planning._sink.write_shard(number, draft.table)
+            refs.append(
+                ShardRef(
+                    number=number,
+                    key=stored.key,
+                    sha256=stored.sha256,
+                    size=stored.size,
+                    rows=draft.table.num_rows,
+                    computed_rows=draft.computed_rows,
+                    model=draft.model,
+                    prompt_tokens=draft.prompt_tokens,
+                    expected_tokens=draft.expected_tokens,
+                )
+            )
+        self._path.unlink()
+        return PlanSegment(
+            index=self.index,
+            attempt=planning._attempt,
+            first_row=self._first_row,
+            end_row=self._end_row,
+            blank_lines=self._end_row - self._first_row - self._lines,
+            rejected=self._rejected,
+            unique=planned.unique,
+            prefix_groups=planned.prefix_groups,
+            shared_prefix_tokens=planning._estimator.bytes_to_tokens(planned.shared_bytes),
+            max_tokens=planned.max_tokens,
+            shards=tuple(refs),
+            last=last,
+        )
+
+
+def summarize(segments: list[PlanSegment]) -> PlanSummary:
+    """What the segments amount to together."""
+    shards = [shard for segment in segments for shard in segment.shards]
+    return PlanSummary(
+        segments=tuple(segments),
+        total=sum(segment.total for segment in segments),
+        rejected=sum(segment.rejected for segment in segments),
+        unique=sum(segment.unique for segment in segments),
+        blank_lines=sum(segment.blank_lines for segment in segments),
+        prompt_tokens=sum(shard.prompt_tokens for shard in shards),
+        shared_prefix_tokens=sum(segment.shared_prefix_tokens for segment in segments),
+        expected_tokens=sum(shard.expected_tokens for shard in shards),
+        max_tokens=sum(segment.max_tokens for segment in segments),
+    )

@@ -1,0 +1,270 @@
+"""One segment while it is planned: numbers in memory, texts in a scratch file.
+
+Per request some 100 bytes stay in memory (numpy columns); ids, bodies and carried columns go to an Arrow file that is
+mapped when shards are gathered. Spilled, not read again, because the input may be compressed columns or a remote
+object, and because the shard wants the checked body, not the line.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.planner.cut import ShardLimits, cut
+from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
+from pipeline.planner.validate import Checked, CheckedBatch
+from schemas.limits import PlanSettings
+from schemas.tables import SHARD_FIELDS, shard_schema
+
+SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", pa.string())])
+
+
+class Spill:
+    """The texts of a segment's valid requests, in input order, in one Arrow file."""
+
+    def __init__(self, path: Path, carried: pa.Schema | None) -> None:
+        names = shard_schema(carried).names[len(SHARD_FIELDS) :]
+        types = [field.type for field in carried or ()]
+        self.schema = pa.schema([*SPILLED, *(pa.field(name, kind) for name, kind in zip(names, types, strict=True))])
+        self._path = path
+        self._writer = pa.ipc.new_file(str(path), self.schema)
+        self._starts = [0]
+
+    def add(self, rows: list[Checked], carried: pa.Table | None) -> None:
+        columns: list[pa.Array] = [
+            pa.array([row.custom_id for row in rows], pa.string()),
+            pa.array([row.url for row in rows], pa.string()),
+            pa.array([row.body for row in rows], pa.string()),
+        ]
+        if carried is not None:
+            taken = carried.take(pa.array([row.position for row in rows], pa.int64()))
+            columns += [pa.concat_arrays(column.chunks) for column in taken.columns]
+        self._writer.write_batch(pa.record_batch(columns, schema=self.schema))
+        self._starts.append(self._starts[-1] + len(rows))
+
+    def open(self) -> SpillReader:
+        self._writer.close()
+        return SpillReader(self._path, np.array(self._starts, dtype=np.int64))
+
+
+class SpillReader:
+    """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time."""
+
+    def __init__(self, path: Path, starts: NDArray[np.int64]) -> None:
+        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        self._starts = starts
+
+    def take(self, indices: NDArray[np.int64]) -> pa.Table:
+        """The rows at `indices`, in that order; each batch of the file is looked at once."""
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        batches = np.searchsorted(self._starts, ordered, side="right") - 1
+        begins = np.flatnonzero(np.concatenate(([True], batches[1:] != batches[:-1])))
+        parts = []
+        for begin, end in zip(begins, np.append(begins[1:], len(ordered)), strict=True):
+            number = int(batches[begin])
+            part = self._file.get_batch(number).take(pa.array(ordered[begin:end] - self._starts[number]))
+            parts.append(part)
+        back = np.empty(len(order), dtype=np.int64)
+        back[order] = np.arange(len(order))
+        return pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDraft:
+    """A shard before it is stored; numbers for its computed rows."""
+
+    table: pa.Table
+    model: str
+    computed_rows: int
+    prompt_tokens: int
+    expected_tokens: int
+
+
+class SegmentBuilder:
+    """Collects a segment's valid requests."""
+
+    def __init__(self, spill: Spill | None, models: list[str]) -> None:
+        self._spill = spill
+        self._model_names = models
+        self._codes = {name: code for code, name in enumerate(models)}
+        self._hashes = bytearray()
+        self._rows, self._max_tokens = array("q"), array("q")
+        self._models, self._choices = array("i"), array("i")
+        self._prompt_tokens, self._expected = array("i"), array("i")
+        self._shareable, self._depths = array("b"), array("b")
+        self._chain_hashes, self._chain_sizes = array("q"), array("i")
+
+    def add(self, checked: CheckedBatch) -> None:
+        rows = checked.valid
+        if not rows:
+            return
+        if self._spill is not None:
+            self._spill.add(rows, checked.batch.carried)
+        self._hashes += b"".join(row.request_hash for row in rows)
+        self._rows.extend([row.row for row in rows])
+        self._max_tokens.extend([row.max_tokens for row in rows])
+        self._models.extend([self._codes[row.model] for row in rows])
+        self._choices.extend([row.choices for row in rows])
+        self._prompt_tokens.extend([row.prompt_tokens for row in rows])
+        self._expected.extend([row.expected_tokens for row in rows])
+        self._shareable.extend([row.shareable for row in rows])
+        self._depths.extend([len(row.chain.hashes) for row in rows])
+        for row in rows:
+            self._chain_hashes.extend(row.chain.hashes)
+            self._chain_sizes.extend(row.chain.sizes)
+
+    def finish(self, settings: PlanSettings, carried: pa.Schema | None) -> SegmentPlan:
+        """Find copies, order, cut. The builder is spent."""
+        hashes = np.frombuffer(bytes(self._hashes), dtype=np.uint64).reshape(-1, 2)
+        chains = Chains(
+            np.array(self._chain_hashes, dtype=np.int64),
+            np.array(self._chain_sizes, dtype=np.int32),
+            np.array(self._depths, dtype=np.int64),
+        )
+        columns = Columns(
+            rows=np.array(self._rows, dtype=np.int64),
+            hashes=hashes,
+            models=np.array(self._models, dtype=np.int32),
+            choices=np.array(self._choices, dtype=np.int64),
+            prompt_tokens=np.array(self._prompt_tokens, dtype=np.int32),
+            expected=np.array(self._expected, dtype=np.int32),
+            max_tokens=np.array(self._max_tokens, dtype=np.int64),
+        )
+        leaders = find_leaders(hashes, np.array(self._shareable, dtype=bool), settings.max_copies)
+        computed = np.flatnonzero(leaders == np.arange(len(leaders)))
+        arrangement = arrange(
+            columns.models[computed], columns.expected[computed], chains.take(computed), settings.min_group_rows
+        )
+        reader = self._spill.open() if self._spill is not None else None
+        return SegmentPlan(columns, leaders, computed, arrangement, settings, self._model_names, reader, carried)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The numbers of a segment's valid requests, by index; `hashes` is uint64 [requests, 2]."""
+
+    rows: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    models: NDArray[np.int32]
+    choices: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int32]
+    expected: NDArray[np.int32]
+    max_tokens: NDArray[np.int64]
+
+
+class SegmentPlan:
+    """A segment, ordered and cut; `shards` builds the tables one by one."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        leaders: NDArray[np.int64],
+        computed: NDArray[np.int64],
+        arrangement: Arrangement,
+        settings: PlanSettings,
+        models: list[str],
+        spill: SpillReader | None,
+        carried: pa.Schema | None,
+    ) -> None:
+        self._columns = columns
+        self._leaders = leaders
+        self._computed = computed
+        self._spill = spill
+        self._models = models
+        self._schema = shard_schema(carried)
+        self._running = computed[arrangement.order]
+        _, self._groups, self._readers = np.unique(
+            arrangement.groups[arrangement.order], return_inverse=True, return_counts=True
+        )
+        self._group_ids = arrangement.groups[arrangement.order]
+        copies = np.bincount(leaders, minlength=len(leaders))[self._running] - 1 if len(leaders) else leaders
+        tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
+        limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies)
+        models_running = columns.models[self._running]
+        self.ranges = cut(tokens[self._running], copies, models_running, arrangement.joined, limits)
+        self.shared_bytes = arrangement.shared_bytes
+        self.prefix_groups = len(np.unique(self._group_ids[self._group_ids != NO_GROUP]))
+
+    @property
+    def unique(self) -> int:
+        """Requests that are computed."""
+        return len(self._computed)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most that the computed requests may generate."""
+        return int(self._columns.max_tokens[self._computed].sum())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated, of the computed requests."""
+        return int(self._columns.prompt_tokens[self._computed].sum())
+
+    @property
+    def expected_tokens(self) -> int:
+        """Expected answers of the computed requests, all choices."""
+        return int((self._columns.expected * self._columns.choices)[self._computed].sum())
+
+    def shards(self) -> Iterator[ShardDraft]:
+        """The shards in running order."""
+        place = np.empty(len(self._leaders), dtype=np.int64)
+        place[self._running] = np.arange(len(self._running))
+        places = place[self._leaders]
+        everyone = np.lexsort((self._columns.rows, places))  # a leader is the first of its copies
+        bounds = np.searchsorted(places[everyone], [start for start, _ in self.ranges] + [len(self._running)])
+        done = np.zeros(len(self._readers), dtype=np.int64)
+        for (start, end), begin, stop in zip(self.ranges, bounds[:-1], bounds[1:], strict=True):
+            groups = self._groups[start:end]
+            readers = self._readers[groups] - done[groups]
+            done += np.bincount(groups, minlength=len(done))
+            yield self._draft(self._running[start:end], everyone[begin:stop], self._group_ids[start:end], readers)
+
+    def _draft(
+        self,
+        computed: NDArray[np.int64],
+        members: NDArray[np.int64],
+        groups: NDArray[np.int64],
+        readers: NDArray[np.int64],
+    ) -> ShardDraft:
+        """The shard of the requests `computed` (with their groups and readers left) and `members` (with copies)."""
+        assert self._spill is not None, "this segment was only measured"
+        columns = self._columns
+        texts = self._spill.take(members)
+        own = self._leaders[members] == members
+        group = np.full(len(members), NO_GROUP, dtype=np.int64)
+        left = np.zeros(len(members), dtype=np.int32)
+        group[own], left[own] = groups, readers
+        nowhere = group == NO_GROUP
+        model = self._models[int(columns.models[computed[0]])]
+        values = {
+            "row": columns.rows[members],
+            "compute_row": columns.rows[self._leaders[members]],
+            "custom_id": texts.column("custom_id"),
+            "url": texts.column("url"),
+            "body": pc.if_else(pa.array(own), texts.column("body"), ""),
+            "model": pa.repeat(pa.scalar(model, pa.string()), len(members)),
+            "request_hash": pa.FixedSizeBinaryArray.from_buffers(
+                pa.binary(16), len(members), [None, pa.py_buffer(np.ascontiguousarray(columns.hashes[members]))]
+            ),
+            "prefix_group": pa.array(group, mask=nowhere),
+            "prefix_readers": pa.array(left, mask=nowhere),
+            "estimated_prompt_tokens": columns.prompt_tokens[members],
+            "expected_tokens": columns.expected[members],
+        }
+        arrays = [values[field.name] for field in SHARD_FIELDS]
+        arrays += [texts.column(name) for name in self._schema.names[len(SHARD_FIELDS) :]]
+        return ShardDraft(
+            table=pa.table(arrays, schema=self._schema),
+            model=model,
+            computed_rows=len(computed),
+            prompt_tokens=int(columns.prompt_tokens[computed].sum()),
+            expected_tokens=int((columns.expected[computed] * columns.choices[computed]).sum()),
+        )

@@ -1,0 +1,190 @@
+"""From a line to a request that can be planned, or to the reason why it can't.
+
+What is checked here is all that can be checked without a tokenizer; the context length is the worker's to check. Of
+several things wrong with a line the first in the order id, shape, url, body, model, cap is told; a repeated custom_id
+comes before all of them, because the id is what a user would look the row up by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+from pipeline.planner.api import SourceBatch, SourceRow
+from pipeline.planner.prefix import PrefixChain, prefix_chain, prompt_bytes
+from pipeline.planner.seen import SeenIds
+from pipeline.planner.tokens import TokenEstimator
+from schemas.errors import RowError, RowErrorCode
+from schemas.job import Job
+from schemas.requests import ChatBody, CompletionBody, dump_body, parse_body, parse_line
+
+NO_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # mean nothing to a greedy request
+
+
+class Checked(NamedTuple):
+    """A valid request, and what planning needs to know of it.
+
+    Attributes:
+        position: in its batch, blank lines not counted.  body: JSON as the worker gets it.
+        request_hash: 16 bytes, equal for requests that must give equal answers.
+        shareable: whether an equal request may take this one's answer.
+        prompt_tokens: estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
+    """
+
+    position: int
+    row: int
+    custom_id: str
+    url: str
+    body: bytes
+    model: str
+    request_hash: bytes
+    shareable: bool
+    choices: int
+    prompt_tokens: int
+    expected_tokens: int
+    max_tokens: int
+    chain: PrefixChain
+
+
+class Rejected(NamedTuple):
+    """A line that is answered with `error` at once."""
+
+    position: int
+    row: int
+    custom_id: str | None
+    model: str | None
+    error: RowError
+
+
+@dataclass(slots=True)
+class CheckedBatch:
+    """One batch, sorted into valid and rejected lines; both in input order."""
+
+    batch: SourceBatch
+    valid: list[Checked] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+class Validator:
+    """Checks the lines of one job, in order. `seen` remembers the job's custom_ids."""
+
+    def __init__(self, job: Job, seen: SeenIds, estimator: TokenEstimator) -> None:
+        self._settings = job.settings
+        self._models = [model.name for model in job.models]
+        self._seen = seen
+        self._estimator = estimator
+        self._keys = {
+            (model, url): blake2b(f"{url}\x00{model}".encode(), digest_size=16).digest()
+            for model in self._models
+            for url in ("/v1/chat/completions", "/v1/completions")
+        }
+
+    def check(self, batch: SourceBatch) -> CheckedBatch:
+        checked = CheckedBatch(batch)
+        repeated = self._repeated(batch)
+        for position, source in enumerate(batch.rows):
+            value = source.value
+            try:
+                if isinstance(value, RowError):
+                    raise value
+                if source.row in repeated:
+                    raise repeated[source.row]
+                checked.valid.append(self._request(position, source))
+            except RowError as error:
+                message = f"{batch.name}: {error.message}" if batch.name else error.message
+                located = RowError(error.code, message, param=error.param, line=source.line)
+                model = _inner(value, "body", "model")
+                checked.rejected.append(Rejected(position, source.row, _inner(value, "custom_id"), model, located))
+        return checked
+
+    def _repeated(self, batch: SourceBatch) -> dict[int, RowError]:
+        """The rows whose custom_id an earlier row had."""
+        named = [(row, name) for row in batch.rows if (name := _inner(row.value, "custom_id"))]
+        firsts = self._seen.add([name for _, name in named], [row.row for row, _ in named])
+        return {
+            row.row: RowError(
+                RowErrorCode.DUPLICATE_CUSTOM_ID,
+                f"custom_id {name[:80]!r} was used before, {_where(batch, first)}; give each line a name of its own",
+                param="custom_id",
+            )
+            for (row, name), first in zip(named, firsts, strict=True)
+            if first is not None
+        }
+
+    def _request(self, position: int, source: SourceRow) -> Checked:
+        line = parse_line(source.value, self._settings.limits)
+        body = parse_body(line.url, line.body, self._settings.limits)
+        assert isinstance(body, ChatBody | CompletionBody), "parse_line refuses the other urls"
+        if body.model not in self._models:
+            known = ", ".join(self._models)
+            message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them"
+            raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
+        limit = self._output_limit(body)
+        prompt, ends = prompt_bytes(body)
+        key = self._keys[body.model, line.url]
+        stored = dump_body(body.model_copy(update=dict.fromkeys(NO_EFFECT)) if _has(body, NO_EFFECT) else body)
+        return Checked(
+            position=position,
+            row=source.row,
+            custom_id=line.custom_id,
+            url=line.url,
+            body=stored,
+            model=body.model,
+            request_hash=request_hash(line.url, body),
+            shareable=body.deterministic,
+            choices=body.n,
+            prompt_tokens=self._estimator.prompt_tokens(body),
+            expected_tokens=self._expected(body, limit),
+            max_tokens=limit * body.n,
+            chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
+        )
+
+    def _output_limit(self, body: ChatBody | CompletionBody) -> int:
+        """Tokens a choice may have; raises `RowError` above the tier's cap."""
+        cap = self._settings.max_output_tokens
+        limit = body.output_limit
+        if limit is None:
+            return max(min(self._settings.default_max_tokens, cap), body.min_tokens)
+        if limit > cap:
+            name = "max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens"
+            message = f"{name} is {limit}, but this job allows at most {cap}; lower it"
+            raise RowError(RowErrorCode.INVALID_REQUEST, message, param=name)
+        return limit
+
+    def _expected(self, body: ChatBody | CompletionBody, limit: int) -> int:
+        if body.ignore_eos:
+            return limit
+        return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
+
+
+def request_hash(url: str, body: ChatBody | CompletionBody) -> bytes:
+    """16 bytes that are equal for requests which must give equal answers, however they were written."""
+    update: dict[str, object] = {}
+    if _has(body, NO_EFFECT):
+        update = dict.fromkeys(NO_EFFECT)
+    if body.temperature == 0 and _has(body, SAMPLING_ONLY):
+        update |= {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
+    if len(body.logit_bias) > 1:
+        update["logit_bias"] = dict(sorted(body.logit_bias.items()))
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
+    same = body.model_copy(update=update) if update else body
+    return blake2b(dump_body(same), digest_size=16, key=url.encode()).digest()
+
+
+def _where(batch: SourceBatch, row: int) -> str:
+    """How people find a row: by its line when there is one file."""
+    return f"in row {row} of the whole input" if batch.name else f"on line {row + 1}"
+
+
+def _has(body: ChatBody | CompletionBody, names: tuple[str, ...]) -> bool:
+    return not body.model_fields_set.isdisjoint(names)
+
+
+def _inner(value: object, *path: str) -> str | None:
+    """The string at `path` inside parsed JSON, or None when there is none."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value else None
