@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.sampling.draw import Workspace
 from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
 
-NUCLEUS_WIDTH = 64  # logits listed for top_p before the line is sorted
+NUCLEUS_WIDTHS = (64, 1024)  # logits listed for top_p, one list after the other, before the line is sorted
 MAX_LIST = 512  # a larger top_k is faster sorted
 _SPARE = 16  # entries listed beyond top_k, so that ties at its end are seen
 
@@ -51,8 +51,8 @@ class Draws:
         ranked = top_k > MAX_LIST
         self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
         width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
-        self._from_list(np.flatnonzero(listed), width, needs_total=False)
-        self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTH, needs_total=True)
+        self._from_list(np.flatnonzero(listed), (width,), with_total=False)
+        self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTHS, with_total=True)
         self._from_sorted(np.flatnonzero(ranked))
 
     def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,30 +64,36 @@ class Draws:
             return self.logits[first : last + 1], self.peak[first : last + 1], index
         return self.logits[index], self.peak[index], index
 
-    def _from_whole_line(self, part: NDArray[np.int64], any_floor: bool) -> None:
+    def _from_whole_line(self, part: NDArray[np.int64], any_min_p: bool) -> None:
         for i in range(0, len(part), self.space.lines):
             chunk = part[i : i + self.space.lines]
             logits, peak, index = self._take(chunk)
             filters, u = self._settings(chunk)
-            weights = self.space.weigh(logits, peak, filters.scale, floor=filters.min_p if any_floor else None)
+            weights = self.space.weigh(logits, peak, filters.scale, min_weight=filters.min_p if any_min_p else None)
             self.tokens[index] = self.space.pick(weights, u)
 
-    def _from_list(self, part: NDArray[np.int64], width: int, needs_total: bool) -> None:
-        if not len(part):
-            return
-        logits, peak, index = self._take(part)
-        filters, u = self._settings(part)
-        total = None
-        if needs_total:
-            parts = [slice(i, i + self.space.lines) for i in range(0, len(part), self.space.lines)]
-            totals = [self.space.weigh(logits[p], peak[p], filters.scale[p]).sum(-1, keepdim=True) for p in parts]
-            total = torch.cat(totals)
-        drawn, settled = draw_from_largest(logits, peak, filters, total, u, width)
-        self.tokens[index] = drawn
-        unsettled = ~settled & self.alive[index]
-        # The one question of a step that the host must ask the device.
-        rest = unsettled.nonzero()[:, 0].cpu().numpy()
-        self._from_sorted(part[rest])
+    def _from_list(self, part: NDArray[np.int64], widths: tuple[int, ...], with_total: bool) -> None:
+        total = self._total(part) if with_total and len(part) else None
+        for width in widths:
+            if not len(part):
+                return
+            logits, peak, index = self._take(part)
+            filters, u = self._settings(part)
+            self.tokens[index], settled = draw_from_largest(logits, peak, filters, total, u, width)
+            # The one question of a list that the host must ask the device.
+            open_ = (~settled & self.alive[index]).nonzero()[:, 0]
+            total = None if total is None else total[open_]
+            part = part[open_.cpu().numpy()]
+        self._from_sorted(part)
+
+    def _total(self, part: NDArray[np.int64]) -> Tensor:
+        """Weight of whole lines, int64 [len(part), 1]."""
+        totals = []
+        for i in range(0, len(part), self.space.lines):
+            logits, peak, _ = self._take(part[i : i + self.space.lines])
+            filters, _ = self._settings(part[i : i + self.space.lines])
+            totals.append(self.space.weigh(logits, peak, filters.scale).sum(-1, keepdim=True))
+        return torch.cat(totals)
 
     def _from_sorted(self, part: NDArray[np.int64]) -> None:
         for i in range(0, len(part), self.space.lines):

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import Workspace, largest, pick, relative, units
+from engine.sampling.draw import UNITS, Workspace, descending, largest, pick, relative, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +43,26 @@ def prefix_length(ordered: Tensor, peak: Tensor, filters: Filters, total: Tensor
 
     Args:
         ordered: float32 [n, m], the m largest logits, descending.  peak: float32 [n, 1], the largest.
-        total: int64 [n, 1], weight of the whole line; not needed where every line has a top_k of at most m.
+        total: int64 [n, 1], weight of the whole line; not needed where the list is the whole line, or every line has a
+            top_k of at most m.
         vocab: tokens in a line.
     """
     m = ordered.shape[1]
     weights = relative(ordered, peak, filters.scale)
-    fixed = units(weights)
-    sums = fixed.cumsum(-1)
+    sums = units(weights).cumsum(-1)
     by_k = filters.top_k > 0
     length = torch.where(by_k, filters.top_k, vocab)
     mass = sums.gather(1, length.clamp(max=m) - 1)
     if total is not None:
         mass = torch.where(by_k, mass, total)
-    reached = (sums.double() < mass.double() * filters.top_p).sum(-1, keepdim=True) + 1
+    wanted = (mass.double() * filters.top_p).ceil_().to(torch.int64)
+    reached = torch.searchsorted(sums, wanted) + 1
     length = torch.where(filters.top_p < 1, torch.minimum(length, reached), length)
+    # What weighs nothing can't be drawn, so it is not kept either.
+    above = torch.searchsorted(-weights, -filters.min_p.clamp(min=1 / UNITS), right=True)
     # A count of m says only "m or more" unless the list is the whole line.
-    above = (weights >= filters.min_p).sum(-1, keepdim=True)
-    positive = (fixed > 0).sum(-1, keepdim=True)  # what weighs nothing can't be drawn, so it need not be kept
-    for count in (above, positive):
-        length = torch.minimum(length, torch.where(count < m, count, vocab))
+    length = torch.minimum(length, torch.where(above < m, above, vocab))
     return length.clamp_(min=1)
-
-
-def kept_tokens(logits: Tensor, ordered: Tensor, length: Tensor) -> Tensor:
-    """Which tokens are in the prefix, bool [n, m].
-
-    Args:
-        logits: float32 [n, m], in ascending order of token id.
-        ordered: float32, the same logits in descending order (at least the first `length`).
-        length: int64 [n, 1].
-    """
-    last = ordered.gather(1, length - 1)
-    above = logits > last
-    ties = logits == last
-    return above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
 
 
 def draw_from_largest(
@@ -89,33 +74,32 @@ def draw_from_largest(
         logits: float32 [n, vocab].  peak: float32 [n, 1].  total: as for `prefix_length`.  u: float64 [n].
     """
     vocab = logits.shape[1]
-    ordered, ids = largest(logits, width)
+    values, ids = largest(logits, width)
+    ordered = descending(values)
     width = ordered.shape[1]
     length = prefix_length(ordered, peak, filters, total, vocab)
+    inside = length.clamp(max=width)
+    last = ordered.gather(1, inside - 1)
     # Where the prefix ends in a tie that reaches the list's end, tokens with lower ids may stand outside the list.
-    last = ordered.gather(1, length.clamp(max=width) - 1)
-    settled = (
-        (length <= width) & (last > ordered[:, -1:]) if width < vocab else torch.ones_like(length, dtype=torch.bool)
-    )
-    ids, order = ids.sort(-1)
-    values = ordered.gather(1, order)
-    kept = kept_tokens(values, ordered, length.clamp(max=width))
-    weights = units(relative(values, peak, filters.scale)).masked_fill_(~kept, 0)
+    settled = (length <= width) & ((last > ordered[:, -1:]) | (width == vocab))
+    above = values > last
+    ties = values == last
+    kept = above | (ties & (ties.cumsum(-1) <= inside - above.sum(-1, keepdim=True)))
+    weights = units(relative(values, peak, filters.scale)).mul_(kept)
     return ids.gather(1, pick(weights, u)[:, None])[:, 0], settled[:, 0]
 
 
 def draw_from_sorted(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: Workspace) -> Tensor:
     """Draw with the whole line sorted, tokens int64 [n]; arguments as above, n at most `space.lines`."""
-    ordered = sorted_descending(logits)
-    total = units(relative(ordered, peak, filters.scale)).sum(-1, keepdim=True)
-    length = prefix_length(ordered, peak, filters, total, logits.shape[1])
-    kept = kept_tokens(logits, ordered, length)
-    return space.pick(space.weigh(logits, peak, filters.scale, kept=kept), u)
-
-
-def sorted_descending(logits: Tensor) -> Tensor:
-    """Each line's values in descending order."""
-    if logits.device.type == "cpu":
-        # numpy sorts float32 with SIMD and without indices, over ten times faster than torch on a CPU.
-        return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
-    return logits.sort(-1, descending=True).values
+    ordered = descending(logits)
+    length = prefix_length(ordered, peak, filters, None, logits.shape[1])
+    last = ordered.gather(1, length - 1)
+    weights = space.weigh(logits, peak, filters.scale, min_logit=last)
+    # All tokens equal to the last one are in; those with the highest ids may have to go.
+    following = ordered.gather(1, length.clamp(max=logits.shape[1] - 1))
+    excess = (following == last) & (length < logits.shape[1])
+    for line in excess[:, 0].nonzero()[:, 0].tolist():
+        ties = (logits[line] == last[line]).nonzero()[:, 0]
+        room = int(length[line] - (logits[line] > last[line]).sum())
+        weights[line, ties[room:]] = 0
+    return space.pick(weights, u)

@@ -54,8 +54,7 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0 or len(logits) == 0:
         return logits[:, :count], torch.zeros(len(logits), count, dtype=torch.int64, device=logits.device)
     values, ids = largest(logits, count + _SPARE)
-    ids, order = ids.sort(-1)
-    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     if values.shape[1] < vocab:
         open_tie = values[:, count - 1] == values[:, -1]
