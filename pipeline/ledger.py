@@ -28,7 +28,7 @@ SHARDS = "plans/"
 RESULTS = "results/"
 WORK = "work/"
 OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING)
-OWN_FOLDERS = (SEGMENTS, SHARDS, RESULTS, WORK)
+OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
 
 LATEST_VERSION = 1
 """Of the papers' formats, as far as this reader knows."""
@@ -89,7 +89,7 @@ class JobLedger:
         """The order; raises `JobNotFound`."""
         found = self._read(JOB, Job)
         if found is None:
-            raise JobNotFound(f"no job stands here: {self.prefix}{JOB} is missing")
+            raise JobNotFound(f"{self.place()}: there is no job here ({JOB} is missing)")
         return found
 
     def find_job(self) -> Job | None:
@@ -126,12 +126,17 @@ class JobLedger:
 
     # -- the plan
 
+    def segment(self, index: int) -> PlanSegment | None:
+        """The segment, if it stands."""
+        segment = self._read(segment_key(index), PlanSegment)
+        if segment is not None and segment.index != index:
+            raise LedgerError(f"{self.place(segment_key(index))}: says that it is segment {segment.index}")
+        return segment
+
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
         """The segments that stand, from index `start`, up to the first that is missing."""
         index = start
-        while (segment := self._read(segment_key(index), PlanSegment)) is not None:
-            if segment.index != index:
-                raise LedgerError(f"{self.prefix}{segment_key(index)}: says that it is segment {segment.index}")
+        while (segment := self.segment(index)) is not None:
             yield segment
             if segment.last:
                 return
@@ -146,7 +151,7 @@ class JobLedger:
         data = self.store.read(self.prefix + shard.key)
         if hashlib.sha256(data).hexdigest() != shard.sha256:
             raise LedgerError(
-                f"{self.prefix}{shard.key}: its bytes are not those that were planned; the disk may be bad"
+                f"{self.place(shard.key)}: its bytes are not those that were planned; the disk may be bad"
             )
         return data
 
@@ -234,6 +239,10 @@ class JobLedger:
             complete = segment.last
         return numbers if complete else None
 
+    def place(self, key: str = "") -> str:
+        """How messages name the job's place, or an object of it."""
+        return self.store.locate(self.prefix + key)
+
     def create(self, key: str, data: bytes | Path) -> bool:
         """Create an object of the job."""
         return self.store.create(self.prefix + key, data)
@@ -244,7 +253,7 @@ class JobLedger:
     def _must(self, key: str, kind: type[SomePaper]) -> SomePaper:
         found = self._read(key, kind)
         if found is None:
-            raise LedgerError(f"{self.prefix}{key}: vanished while it was read; is something else deleting here?")
+            raise LedgerError(f"{self.place(key)}: vanished while it was read; is something else deleting here?")
         return found
 
     def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
@@ -252,7 +261,7 @@ class JobLedger:
             data = self.store.read(self.prefix + key)
         except ObjectNotFound:
             return None
-        return read_paper(self.prefix + key, data, kind)
+        return read_paper(self.place(key), data, kind)
 
 
 def read_paper(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:

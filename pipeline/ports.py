@@ -41,12 +41,21 @@ class ObjectStore(Protocol):
         """Objects whose keys start with `prefix`, in key order."""
         ...
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Prefixes ("a/b/") directly below `prefix` (which ends in "/"), in order, without visiting what they hold. One
+        may be empty."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove the object if it is there."""
         ...
 
     def replace(self, key: str, data: bytes) -> None:
         """Create or overwrite: only for caches such as progress.json, whose loss changes nothing."""
+        ...
+
+    def locate(self, key: str) -> str:
+        """How messages name the object (or, for "" and prefixes, the place): a path or a URL."""
         ...
 
 

@@ -113,8 +113,8 @@ def part_schema(shard: pa.Schema) -> pa.Schema:
 
 def read_part(ledger: JobLedger, number: int) -> PartEntry:
     """A committed part's entry, from its footer only; raises `LedgerError` when it isn't one of ours."""
-    where = ledger.prefix + part_key(number)
-    with ledger.store.open(where) as stream:
+    where = ledger.place(part_key(number))
+    with ledger.store.open(ledger.prefix + part_key(number)) as stream:
         try:
             footer = pq.read_metadata(stream)
         except (pa.ArrowInvalid, OSError) as error:

@@ -275,7 +275,9 @@ class Manifest(Paper):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:
-        wall_seconds: from acceptance to the last part.  engine_seconds: from the first step to the last.
+        repeated_at_most: `usage.repeated`, and a bound for attempts that died without saying what they had computed.
+        wall_seconds: from acceptance to the last part, without the time when no run was at it.
+        engine_seconds: from the first step to the last.
         tokens_per_second: output tokens over engine seconds.  total_tokens_per_second: with prompt tokens.
         cost: wall time times `price_per_hour`, when a price is set.
         errors: for a failed job, why.
@@ -286,6 +288,7 @@ class Manifest(Paper):
     status: Literal[JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED]
     counts: Counts
     usage: Usage = Usage()
+    repeated_at_most: Count = 0
     created_at: AwareDatetime
     finished_at: AwareDatetime
     wall_seconds: Annotated[float, Field(ge=0)]

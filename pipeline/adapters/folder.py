@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
@@ -112,6 +112,11 @@ class FolderStore:
         folder, _, beginning = prefix.rpartition("/")
         return self._walk(f"{folder}/" if folder else "", beginning)
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Prefixes directly below `prefix`, in order."""
+        check_prefix(prefix)
+        return (prefix + name for name in self._names(prefix, "") if name.endswith("/"))
+
     def delete(self, key: str) -> None:
         """Remove the object if it is there."""
         path = self._path(key)
@@ -135,6 +140,10 @@ class FolderStore:
             self._fail(f"can't write {key}", path, error)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def locate(self, key: str) -> str:
+        """The object's path."""
+        return str(self.root / key)
 
     def close(self) -> None:
         """Remove this store's temporaries and free its lock."""
@@ -180,23 +189,26 @@ class FolderStore:
 
     def _walk(self, folder: str, beginning: str) -> Iterator[ObjectInfo]:
         """Objects below `folder` ("" or ends in "/") whose name in it starts with `beginning`."""
+        for name in self._names(folder, beginning):
+            if name.endswith("/"):
+                yield from self._walk(folder + name, "")
+            elif (found := self.info(folder + name)) is not None:
+                yield found
+
+    def _names(self, folder: str, beginning: str) -> Sequence[str]:
+        """Names in `folder` that can be parts of keys, in key order; those of folders end in "/"."""
         path = self.root / folder
         try:
             with os.scandir(path) as entries:
-                names = sorted(
+                return sorted(
                     entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
                     for entry in entries
                     if entry.name.startswith(beginning) and is_object_name(entry.name)
                 )
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return []
         except OSError as error:
             self._fail("can't list", path, error)
-        for name in names:
-            if name.endswith("/"):
-                yield from self._walk(folder + name, "")
-            elif (found := self.info(folder + name)) is not None:
-                yield found
 
     def _probe(self, private: PrivateFolder) -> None:
         """Try what create-if-absent rests on, so that a folder which can't keep the promise is refused at the start."""

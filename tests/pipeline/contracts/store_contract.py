@@ -110,6 +110,13 @@ class StoreContract:
             expected = [ObjectInfo(key, len(key.encode())) for key in sorted(keys) if key.startswith(prefix)]
             assert list(store.list(prefix)) == expected, prefix
 
+    def test_folders_are_named_without_a_visit(self, store: ObjectStore) -> None:
+        for key in ("jobs/b/job.json", "jobs/a/job.json", "jobs/a/x/y", "jobs/file", "other/c/d"):
+            store.create(key, b"")
+        assert list(store.folders("jobs/")) == ["jobs/a/", "jobs/b/"]
+        assert list(store.folders("")) == ["jobs/", "other/"]
+        assert list(store.folders("nothing/")) == []
+
     def test_a_deleted_object_can_be_created_again(self, store: ObjectStore) -> None:
         store.create("key", b"1")
         store.delete("key")

@@ -1,0 +1,116 @@
+"""Looking at jobs that stand in a store: an output folder is one job, a root holds many under `jobs/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from pipeline.ledger import JOB, REJECTS, JobLedger, JobNotFound
+from pipeline.manifest import add_counts, committed_usage
+from pipeline.ports import ObjectStore, PipelineError
+from pipeline.results import read_part
+from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment, Usage
+
+JOBS = "jobs/"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """One line of a listing.
+
+    Attributes:
+        place: where the job lies.  id: its name in its root, even when `job` can't be read.
+        problem: why the job can't be read; the rest is then empty.
+        counts, usage: of what is committed; true at `as_of`.
+        shards_done, shards_total: parts that hold computed rows.
+    """
+
+    id: str
+    place: str
+    problem: str | None = None
+    job: Job | None = None
+    status: JobStatus | None = None
+    counts: Counts | None = None
+    usage: Usage | None = None
+    shards_done: int = 0
+    shards_total: int = 0
+    manifest: Manifest | None = None
+    as_of: datetime | None = None
+
+
+def find_ledgers(store: ObjectStore) -> Iterator[JobLedger]:
+    """The job that the store's folder is, or those below `jobs/`, the newest first (ids sort so)."""
+    if store.info(JOB) is not None:
+        yield JobLedger(store)
+        return
+    for prefix in store.folders(JOBS):
+        yield JobLedger(store, prefix)
+
+
+def find_ledger(store: ObjectStore, job: str | None = None) -> JobLedger:
+    """The ledger of job `job`, or of the only job there. Raises `JobNotFound`."""
+    found = None
+    for ledger in find_ledgers(store):
+        name = ledger.prefix.removeprefix(JOBS).rstrip("/")
+        if job is None:
+            if found is not None:
+                raise JobNotFound(f"{store.locate('')}: holds several jobs; name one (`jobs list` shows them)")
+            found = ledger
+        elif name == job or (not name and ledger.job().id == job):
+            return ledger
+    if found is None:
+        what = "no job" if job is None else f"no job {job}"
+        raise JobNotFound(f"{store.locate('')}: holds {what}; name an output folder, or a root with jobs/")
+    return found
+
+
+def list_jobs(store: ObjectStore) -> Iterator[JobSummary]:
+    """A summary of each job, the newest first. A job that can't be read is listed with its problem."""
+    for ledger in find_ledgers(store):
+        try:
+            yield summarize_job(ledger, exact=False)
+        except PipelineError as error:
+            name = ledger.prefix.removeprefix(JOBS).rstrip("/")
+            yield JobSummary(id=name, place=ledger.place(), problem=str(error))
+
+
+def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
+    """How a job stands: its outcome, or what its parts say.
+
+    Args:
+        exact: read the footers of all parts; else a cached progress is good enough.
+
+    Raises:
+        JobNotFound: no job stands there.  LedgerError: it can't be read.
+    """
+    job, manifest = ledger.job(), ledger.manifest()
+    if manifest is not None:
+        done = sum(file.rows > 0 for file in manifest.files[1:])
+        return JobSummary(
+            job.id, ledger.place(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
+            shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
+        )  # fmt: skip
+    status, cached = ledger.status(), ledger.progress()
+    if cached is not None and cached.job == job.id and not exact:
+        return JobSummary(
+            job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage,
+            shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of,
+        )  # fmt: skip
+    segments = list(ledger.segments())
+    parts = [read_part(ledger, number) for number, _ in ledger.parts()]
+    return JobSummary(
+        job.id,
+        ledger.place(),
+        job=job,
+        status=status,
+        counts=add_counts(parts, total=_total(segments)),
+        usage=committed_usage(parts),
+        shards_done=sum(part.number != REJECTS for part in parts),
+        shards_total=sum(len(segment.shards) for segment in segments),
+    )
+
+
+def _total(segments: list[PlanSegment]) -> int | None:
+    """Rows of the job, once the plan is whole."""
+    return sum(segment.total for segment in segments) if segments and segments[-1].last else None

@@ -1,0 +1,174 @@
+"""The outcome of a job, added up from its parts' footers and checked before it is written.
+
+Counting never reads rows. What doesn't add up (a part with other rows than its shard, a row too many or too few) is an
+error that stops the job loudly: better no outcome than a wrong one.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import pyarrow as pa
+
+from pipeline.ledger import REJECTS, JobLedger, part_key
+from pipeline.ports import PipelineError
+from pipeline.records import EngineFacts
+from pipeline.results import PartEntry
+from schemas.job import Counts, FileEntry, Job, JobStatus, Manifest, PlanSegment, Usage
+from schemas.results import RowStatus
+
+Interval = tuple[datetime, datetime]
+
+
+class BrokenInvariant(PipelineError):
+    """Raised when a job's parts contradict its plan: rows in are not rows out. Never expected; always a defect or a
+    damaged store."""
+
+
+def add_counts(parts: Iterable[PartEntry], *, total: int | None = None) -> Counts:
+    """Rows by status over parts; with `total`, those without a result yet are pending."""
+    sums = dict.fromkeys((status.value for status in RowStatus), 0)
+    for part in parts:
+        for name in sums:
+            sums[name] += getattr(part.summary.counts, name)
+    done = sum(sums.values())
+    return Counts(total=done if total is None else total, pending=0 if total is None else total - done, **sums)
+
+
+def committed_usage(parts: Iterable[PartEntry]) -> Usage:
+    """Tokens of what is committed."""
+    sums = dict.fromkeys(Usage.model_fields, 0)
+    for part in parts:
+        for name in sums:
+            sums[name] += getattr(part.summary.usage, name)
+    return Usage(**sums)
+
+
+def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], parts: Mapping[int, PartEntry]) -> None:
+    """The invariants: each planned row has exactly one result, and the counts add up. Raises `BrokenInvariant`."""
+    wanted = {REJECTS: sum(segment.rejected for segment in segments)}
+    wanted.update((shard.number, shard.rows) for segment in segments for shard in segment.shards)
+    if wanted.keys() != parts.keys():
+        odd = sorted(wanted.keys() ^ parts.keys())[:5]
+        raise BrokenInvariant(f"{ledger.place()}: parts and plan differ, first in {odd}; the job is not ended")
+    for number, rows in wanted.items():
+        part = parts[number]
+        where = ledger.place(part_key(number))
+        if part.rows != rows:
+            raise BrokenInvariant(f"{where}: holds {part.rows} results for {rows} rows; the job is not ended")
+        if part.summary.job != job.id:
+            raise BrokenInvariant(f"{where}: belongs to job {part.summary.job}, not to {job.id}; the job is not ended")
+    rows_in = sum(segment.total for segment in segments)
+    rows_out = sum(part.rows for part in parts.values())
+    counts = add_counts(parts.values())
+    if not rows_in == rows_out == counts.total:
+        raise BrokenInvariant(
+            f"{ledger.place()}: {rows_in} rows in, {rows_out} rows out, {counts.total} counted; the job is not ended"
+        )
+
+
+def build_manifest(
+    ledger: JobLedger,
+    job: Job,
+    segments: Sequence[PlanSegment],
+    parts: Mapping[int, PartEntry],
+    now: datetime,
+    price_per_hour: float | None,
+) -> Manifest:
+    """The outcome of a job whose parts all stand; raises `BrokenInvariant`. Reads every part once, for its hash."""
+    check_parts(ledger, job, segments, parts)
+    ordered = [parts[number] for number in sorted(parts)]
+    usage = committed_usage(ordered)
+    repeated, at_most = _repeated(ledger, ordered)
+    usage += repeated
+    finished_at = max(part.summary.committed_at for part in ordered)
+    wall = _seconds(_run_intervals(ledger, job, ordered, finished_at))
+    engine_seconds = _seconds(_engine_intervals(ordered))
+    return Manifest(
+        job=job.id,
+        status=JobStatus.COMPLETED,
+        counts=add_counts(ordered),
+        usage=usage,
+        repeated_at_most=usage.repeated + at_most,
+        created_at=job.created_at,
+        finished_at=finished_at,
+        wall_seconds=wall,
+        engine_seconds=engine_seconds,
+        tokens_per_second=usage.completion / engine_seconds if engine_seconds else None,
+        total_tokens_per_second=(usage.prompt + usage.completion) / engine_seconds if engine_seconds else None,
+        price_per_hour=price_per_hour,
+        cost=None if price_per_hour is None else price_per_hour * wall / 3600,
+        files=tuple(
+            FileEntry(path=part_key(part.number), rows=part.rows, size=part.size, sha256=ledger.hash_part(part.number))
+            for part in ordered
+        ),
+        models=job.models,
+        engine=_last_engine(ordered),
+        versions=_versions(ordered),
+    )
+
+
+def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int]:
+    """What was computed for nothing: as recorded, and a bound (tokens) for attempts that died without a word.
+
+    An attempt that died computed at most its whole shard, which the committed part has measured.
+    """
+    recorded, bound = Usage(), 0
+    for part in parts:
+        if part.number == REJECTS:
+            continue
+        losses = ledger.repeated(part.number)
+        for loss in losses:
+            recorded += loss.usage
+        told = {loss.attempt_id for loss in losses} | {part.summary.attempt_id}
+        silent = sum(attempt.attempt_id not in told for attempt in ledger.attempts(part.number))
+        usage = part.summary.usage
+        bound += silent * (usage.prompt + usage.completion)
+    return recorded, bound
+
+
+def _run_intervals(ledger: JobLedger, job: Job, parts: Sequence[PartEntry], end: datetime) -> list[Interval]:
+    """When a run was at the job, as far as it left traces: from its start to the last part before the next start."""
+    starts = sorted({job.created_at, *(run.started_at for run in ledger.runs())})
+    commits = [part.summary.committed_at for part in parts]
+    intervals = []
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        traces = [at for at in commits if at >= start and (following is None or at < following)]
+        intervals.append((start, max(traces, default=start if following else max(start, end))))
+    return intervals
+
+
+def _engine_intervals(parts: Iterable[PartEntry]) -> list[Interval]:
+    found = ((part.summary.engine_started_at, part.summary.engine_finished_at) for part in parts)
+    return [(start, end) for start, end in found if start is not None and end is not None]
+
+
+def _seconds(intervals: Iterable[Interval]) -> float:
+    """Length of the union: shards overlap in the running batch."""
+    total, until = timedelta(), None
+    for start, end in sorted(intervals):
+        begin = start if until is None else max(start, until)
+        if end > begin:
+            total += end - begin
+        until = end if until is None else max(until, end)
+    return total.total_seconds()
+
+
+def _last_engine(parts: Sequence[PartEntry]) -> EngineFacts:
+    """The settings of the engine that committed last."""
+    computed = [part.summary for part in parts if part.summary.engine]
+    return dict(max(computed, key=lambda summary: summary.committed_at).engine) if computed else {}
+
+
+def _versions(parts: Sequence[PartEntry]) -> dict[str, str]:
+    versions = {"python": platform.python_version(), "pyarrow": pa.__version__}
+    try:
+        versions["tokenmill"] = version("tokenmill")
+    except PackageNotFoundError:  # run from a source tree that isn't installed
+        versions["tokenmill"] = "unknown"
+    for part in parts:
+        versions.update(part.summary.versions)
+    return versions
