@@ -255,6 +255,20 @@ class Scheduler:
             self._append(plan.rows[chosen], token_ids[chosen], chosen, ended)
         return [ended[i] for i in sorted(ended)]
 
+    def fail(self, plan: StepPlan, reason: str, now: float) -> None:
+        """Take back a step that could not be computed: its sequences end in `ERROR` (see `take_finished`).
+
+        Steps planned after it built on it, so they are taken back as well; and since nobody knows what was written,
+        nothing stays in the prefix cache.
+        """
+        self._now = now
+        assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
+        for lost, epochs in self._in_flight:
+            for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
+                self._finished.append(self._finish(self._batch.owner(row), FinishReason.ERROR, error=reason))
+        self._in_flight.clear()
+        self._cache.forget()
+
     def _end_scored(self, plan: StepPlan, good: NDArray[np.bool_], ended: dict[int, FinishedSequence]) -> None:
         """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
         ends = plan.starts + plan.counts

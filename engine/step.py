@@ -86,6 +86,7 @@ class StepPlanner:
         self._begin()
         while self._left > 0 and (head := self._waiting.peek()) is not None:
             self._plan_running(head.request.priority)
+            head = self._waiting.peek() or head  # one that has just given way may stand before it now
             if self._left <= 0 or not self._admit(head, now):
                 break
         self._plan_running(None)

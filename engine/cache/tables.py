@@ -233,6 +233,12 @@ class CacheTables:
                     pool.withdraw(block)
             node = parent
 
+    def forget(self) -> None:
+        """Make every cached block unfindable."""
+        for pool in self.pools:
+            for block, _ in list(pool.named()):
+                pool.withdraw(block)
+
     def take_dirty(self) -> tuple[BlockRef, ...]:
         """Blocks handed out since the last call that must be zeroed before they are used."""
         return tuple(BlockRef(group, block) for group, pool in enumerate(self.pools) for block in pool.take_dirty())
