@@ -16,10 +16,21 @@ from pipeline.planner.api import (
     StoredShard,
     TokenCounter,
 )
+from pipeline.planner.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
+from pipeline.planner.estimate import InputEstimate, measure
 from pipeline.planner.plan import plan
 from pipeline.planner.source import choose_files, open_source
 
 __all__ = [
+    "measure",
+    "bound",
+    "at_rate",
+    "WorkEstimate",
+    "ModelShape",
+    "InputEstimate",
+    "Hardware",
+    "DoesNotFit",
+    "HARDWARE",
     "InputError",
     "InvalidInput",
     "PlanSink",

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_GROUP = -1
+INNER_READERS = 8  # that a prefix inside a shared one needs to be kept for itself
 MOST_TOKENS = 2**31 - 1
 
 Ints = NDArray[np.int64]
@@ -66,59 +67,113 @@ class Chains:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How requests run.
+    """How requests run. All arrays have one entry a request, in running order.
 
-    Attributes (R requests):
-        order: int64 [R], indices in running order.
-        joined: bool [R], in running order: must stay in one shard with the request before it.
-        groups: int64 [R], by index: the longest shared prefix (its hash), or `NO_GROUP`.
-        shared_bytes: prompt bytes that an earlier request has computed.
+    Attributes:
+        order: int64, indices.
+        joined: bool, must stay in one shard with the request before it.
+        groups: int64, the shared prefix worth keeping for this request (its hash), or `NO_GROUP`.
+        group_begins, group_ends: int64, the places between which all requests that begin with that prefix run, those
+            of groups inside it too: readers of a prefix are always side by side.
+        shared_bytes: prompt bytes of all requests that an earlier one has computed.
     """
 
     order: Ints
     joined: NDArray[np.bool_]
     groups: Ints
+    group_begins: Ints
+    group_ends: Ints
     shared_bytes: int
 
 
-def arrange(models: NDArray[np.int32], expected: NDArray[np.int32], chains: Chains, min_group_rows: int) -> Arrangement:
+def arrange(
+    models: NDArray[np.int32],
+    expected: NDArray[np.int32],
+    chains: Chains,
+    *,
+    min_group_rows: int,
+    min_prefix_bytes: int,
+) -> Arrangement:
     """Order requests by model, prefix and expected answer.
 
     Args:
         models: [R], model codes: the first sort key.  expected: [R], tokens of the answer.
         min_group_rows: prefixes shared by fewer requests are not split between shards.
+        min_prefix_bytes: what a group inside another must add to its prefix to be one of its own.
     """
-    count = len(expected)
-    indices = np.arange(count, dtype=np.int64)
+    indices = np.arange(len(expected), dtype=np.int64)
     alone = _sort_key(expected, indices)  # of a request that shares nothing (any more)
     keys: list[Ints] = []
-    groups = np.full(count, NO_GROUP, dtype=np.int64)
-    small = np.full(count, NO_GROUP, dtype=np.int64)  # the largest unsplittable prefix a request has
+    memberships = _Memberships(len(expected), min_group_rows, min_prefix_bytes)
     starts = np.cumsum(chains.depths) - chains.depths
     shared_bytes = 0
-    active, depth = indices, 0  # those whose prefix at the depth before was shared
-    while len(active := active[chains.depths[active] > depth]):
+    active = indices  # those whose prefix at the depth before was shared
+    while len(active := active[chains.depths[active] > len(keys)]):
+        depth = len(keys)
         entries = starts[active] + depth
-        node, first, size, longest = _nodes(chains.hashes[entries], active, expected[active])
+        node, first, readers, longest = _nodes(chains.hashes[entries], active, expected[active])
         edge = chains.sizes[entries] - (chains.sizes[entries - 1] if depth else 0)
-        shared = size[node] > 1
+        shared = readers[node] > 1
         shared_bytes += int(edge[shared & (active != first[node])].sum())
-        active, node = active[shared], node[shared]
+        active, node, entries = active[shared], node[shared], entries[shared]
         if not len(active):
             break
         key = alone.copy()
         key[active] = _sort_key(longest, first)[node]
         keys.append(key)
-        groups[active] = chains.hashes[starts[active] + depth]
-        now_small = (size[node] < min_group_rows) & (small[active] == NO_GROUP)
-        small[active[now_small]] = groups[active[now_small]]
-        depth += 1
+        memberships.descend(depth, active, chains.hashes[entries], chains.sizes[entries], readers[node])
     sort_keys: list[NDArray[np.integer]] = [alone, *reversed(keys), models]
     order = np.lexsort(sort_keys)
-    joined = np.zeros(count, dtype=bool)
-    ordered = small[order]
-    joined[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_GROUP)
-    return Arrangement(order, joined, groups, shared_bytes)
+    small = memberships.small[order]
+    joined = np.zeros(len(order), dtype=bool)
+    joined[1:] = (small[1:] == small[:-1]) & (small[1:] != NO_GROUP)
+    depths = memberships.depths[order]
+    begins, ends = np.zeros((2, len(order)), dtype=np.int64)
+    for depth, key in enumerate(keys):
+        chosen = depths == depth
+        run_begins, run_ends = _runs(key[order])
+        begins[chosen], ends[chosen] = run_begins[chosen], run_ends[chosen]
+    return Arrangement(order, joined, memberships.groups[order], begins, ends, shared_bytes)
+
+
+class _Memberships:
+    """Which of the prefixes it shares a request is counted under; filled from short prefixes to long ones.
+
+    A prefix inside another is a group of its own when it adds enough and has enough readers; with the same readers it
+    simply takes the shorter one's place.
+
+    Attributes ([R], by index):
+        groups, depths: the group's hash and depth, or `NO_GROUP`.
+        small: the shortest shared prefix with too few readers to be split, or `NO_GROUP`.
+    """
+
+    def __init__(self, count: int, min_group_rows: int, min_prefix_bytes: int) -> None:
+        self.groups = np.full(count, NO_GROUP, dtype=np.int64)
+        self.depths = np.full(count, NO_GROUP, dtype=np.int64)
+        self.small = np.full(count, NO_GROUP, dtype=np.int64)
+        self._readers = np.zeros(count, dtype=np.int64)
+        self._bytes = np.zeros(count, dtype=np.int64)
+        self._min_group_rows = min_group_rows
+        self._min_prefix_bytes = min_prefix_bytes
+
+    def descend(self, depth: int, active: Ints, hashes: Ints, sizes: NDArray[np.int32], readers: Ints) -> None:
+        """Take in the shared prefixes of one depth: for requests `active`, what they share and with how many."""
+        small = (readers < self._min_group_rows) & (self.small[active] == NO_GROUP)
+        self.small[active[small]] = hashes[small]
+        worth = (readers >= INNER_READERS) & (sizes - self._bytes[active] >= self._min_prefix_bytes)
+        better = (self.groups[active] == NO_GROUP) | (readers == self._readers[active]) | worth
+        chosen = active[better]
+        self.groups[chosen] = hashes[better]
+        self.depths[chosen] = depth
+        self._readers[chosen] = readers[better]
+        self._bytes[chosen] = sizes[better]
+
+
+def _runs(values: Ints) -> tuple[Ints, Ints]:
+    """For each place, where the run of equal values that it lies in begins and ends."""
+    ends = np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
+    sizes = np.diff(ends, prepend=0)
+    return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
 
 
 def _nodes(hashes: Ints, indices: Ints, expected: NDArray[np.int32]) -> tuple[Ints, Ints, Ints, NDArray[np.int32]]:

@@ -141,7 +141,11 @@ class SegmentBuilder:
         leaders = find_leaders(hashes, np.array(self._shareable, dtype=bool), settings.max_copies)
         computed = np.flatnonzero(leaders == np.arange(len(leaders)))
         arrangement = arrange(
-            columns.models[computed], columns.expected[computed], chains.take(computed), settings.min_group_rows
+            columns.models[computed],
+            columns.expected[computed],
+            chains.take(computed),
+            min_group_rows=settings.min_group_rows,
+            min_prefix_bytes=settings.min_prefix_bytes,
         )
         reader = self._spill.open() if self._spill is not None else None
         return SegmentPlan(columns, leaders, computed, arrangement, settings, self._model_names, reader, carried)
@@ -181,17 +185,14 @@ class SegmentPlan:
         self._models = models
         self._schema = shard_schema(carried)
         self._running = computed[arrangement.order]
-        _, self._groups, self._readers = np.unique(
-            arrangement.groups[arrangement.order], return_inverse=True, return_counts=True
-        )
-        self._group_ids = arrangement.groups[arrangement.order]
+        self._arrangement = arrangement
         copies = np.bincount(leaders, minlength=len(leaders))[self._running] - 1 if len(leaders) else leaders
         tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
         limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies)
         models_running = columns.models[self._running]
         self.ranges = cut(tokens[self._running], copies, models_running, arrangement.joined, limits)
         self.shared_bytes = arrangement.shared_bytes
-        self.prefix_groups = len(np.unique(self._group_ids[self._group_ids != NO_GROUP]))
+        self.prefix_groups = len(np.unique(arrangement.groups[arrangement.groups != NO_GROUP]))
 
     @property
     def unique(self) -> int:
@@ -220,12 +221,11 @@ class SegmentPlan:
         places = place[self._leaders]
         everyone = np.lexsort((self._columns.rows, places))  # a leader is the first of its copies
         bounds = np.searchsorted(places[everyone], [start for start, _ in self.ranges] + [len(self._running)])
-        done = np.zeros(len(self._readers), dtype=np.int64)
         for (start, end), begin, stop in zip(self.ranges, bounds[:-1], bounds[1:], strict=True):
-            groups = self._groups[start:end]
-            readers = self._readers[groups] - done[groups]
-            done += np.bincount(groups, minlength=len(done))
-            yield self._draft(self._running[start:end], everyone[begin:stop], self._group_ids[start:end], readers)
+            groups = self._arrangement.groups[start:end]
+            begins, ends = self._arrangement.group_begins[start:end], self._arrangement.group_ends[start:end]
+            readers = ends - np.maximum(begins, start)
+            yield self._draft(self._running[start:end], everyone[begin:stop], groups, readers)
 
     def _draft(
         self,

@@ -25,29 +25,34 @@ class TokenEstimator:
         self._tokens = 0
         self._bytes = 0
 
-    def prompt_tokens(self, body: ChatBody | CompletionBody) -> int:
-        """Tokens of the body's prompt, at least 1."""
+    def prompt_tokens(self, body: ChatBody | CompletionBody, size: int) -> int:
+        """Tokens of the body's prompt, at least 1. `size` in bytes, of its text."""
         if isinstance(body, CompletionBody):
             if isinstance(body.prompt, tuple):
                 return len(body.prompt)
-            return max(1, self._text_tokens(body.prompt))
+            return max(1, self._counted(body.prompt) or self.bytes_to_tokens(size))
+        counted = None
+        if self._counting:
+            counted = self._counted("\n".join(message.text for message in body.messages))
         template = MESSAGE_TOKENS * (len(body.messages) + 1)
-        return template + self._text_tokens("\n".join(message.text for message in body.messages))
+        return template + (self.bytes_to_tokens(size) if counted is None else counted)
 
     def bytes_to_tokens(self, size: int) -> int:
         """An estimate for `size` bytes of text, in tokens."""
         ratio = self._tokens / self._bytes if self._bytes else DEFAULT_TOKENS_PER_BYTE
         return round(size * ratio)
 
-    def _text_tokens(self, text: str) -> int:
-        if self._counter is None:
-            return self.bytes_to_tokens(len(text.encode()))
-        if self._exact or self._sampled < SAMPLED_PROMPTS:
-            sample = text if self._exact else text[:SAMPLED_CHARS]
-            tokens = self._counter(sample)
-            self._sampled += 1
-            self._tokens += tokens
-            self._bytes += len(sample.encode())
-            if len(sample) == len(text):
-                return tokens
-        return self.bytes_to_tokens(len(text.encode()))
+    @property
+    def _counting(self) -> bool:
+        return self._counter is not None and (self._exact or self._sampled < SAMPLED_PROMPTS)
+
+    def _counted(self, text: str) -> int | None:
+        """The text's tokens if all of it was counted; a sample also improves the ratio."""
+        if self._counter is None or not self._counting:
+            return None
+        sample = text if self._exact else text[:SAMPLED_CHARS]
+        tokens = self._counter(sample)
+        self._sampled += 1
+        self._tokens += tokens
+        self._bytes += len(sample.encode())
+        return tokens if len(sample) == len(text) else None

@@ -124,7 +124,7 @@ class Validator:
         limit = self._output_limit(body)
         prompt, ends = prompt_bytes(body)
         key = self._keys[body.model, line.url]
-        stored = dump_body(body.model_copy(update=dict.fromkeys(NO_EFFECT)) if _has(body, NO_EFFECT) else body)
+        stored, same = stored_and_hash(line.url, body)
         return Checked(
             position=position,
             row=source.row,
@@ -132,10 +132,10 @@ class Validator:
             url=line.url,
             body=stored,
             model=body.model,
-            request_hash=request_hash(line.url, body),
+            request_hash=same,
             shareable=body.deterministic,
             choices=body.n,
-            prompt_tokens=self._estimator.prompt_tokens(body),
+            prompt_tokens=self._estimator.prompt_tokens(body, len(prompt)),
             expected_tokens=self._expected(body, limit),
             max_tokens=limit * body.n,
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
@@ -159,28 +159,26 @@ class Validator:
         return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
 
 
-def request_hash(url: str, body: ChatBody | CompletionBody) -> bytes:
-    """16 bytes that are equal for requests which must give equal answers, however they were written."""
+def stored_and_hash(url: str, body: ChatBody | CompletionBody) -> tuple[bytes, bytes]:
+    """The body as the worker gets it, and 16 bytes that are equal for requests which must give equal answers, however
+    they were written."""
+    if not body.model_fields_set.isdisjoint(NO_EFFECT):
+        body = body.model_copy(update=dict.fromkeys(NO_EFFECT))
+    stored = dump_body(body)
     update: dict[str, object] = {}
-    if _has(body, NO_EFFECT):
-        update = dict.fromkeys(NO_EFFECT)
-    if body.temperature == 0 and _has(body, SAMPLING_ONLY):
-        update |= {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
+    if body.temperature == 0 and not body.model_fields_set.isdisjoint(SAMPLING_ONLY):
+        update = {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
     if len(body.logit_bias) > 1:
         update["logit_bias"] = dict(sorted(body.logit_bias.items()))
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
-    same = body.model_copy(update=update) if update else body
-    return blake2b(dump_body(same), digest_size=16, key=url.encode()).digest()
+    same = dump_body(body.model_copy(update=update)) if update else stored
+    return stored, blake2b(same, digest_size=16, key=url.encode()).digest()
 
 
 def _where(batch: SourceBatch, row: int) -> str:
     """How people find a row: by its line when there is one file."""
     return f"in row {row} of the whole input" if batch.name else f"on line {row + 1}"
-
-
-def _has(body: ChatBody | CompletionBody, names: tuple[str, ...]) -> bool:
-    return not body.model_fields_set.isdisjoint(names)
 
 
 def _inner(value: object, *path: str) -> str | None:

@@ -1,0 +1,157 @@
+"""What hardware allows: lower bounds for time and cost, from a model's shape and a machine's data sheet.
+
+Prefill is bound by arithmetic, decode by the bandwidth that reads weights and KV cache once a step (Williams et al.
+2009, Roofline; Pope et al. 2022, Efficiently Scaling Transformer Inference, section 2). Pure functions in SI units:
+bytes, seconds, operations. The bounds are for one device; real runs take longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One accelerator.
+
+    Attributes:
+        memory: bytes.  bandwidth: bytes per second.  flops: dense 16-bit operations per second.
+        price_per_hour: a default in dollars, about what clouds ask on demand; never a quote.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    price_per_hour: float
+
+
+HARDWARE: Final[Mapping[str, Hardware]] = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("h200", 141e9, 4.8e12, 989e12, 3.80),
+        Hardware("h100", 80e9, 3.35e12, 989e12, 3.00),
+        Hardware("a100", 80e9, 2.04e12, 312e12, 1.80),
+        Hardware("l40s", 48e9, 0.864e12, 362e12, 1.00),
+        Hardware("l4", 24e9, 0.3e12, 121e12, 0.70),
+        Hardware("t4", 16e9, 0.32e12, 65e12, 0.35),
+    )
+}
+"""Data-sheet figures (SXM forms where there are several; without sparsity)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the formulas need of a model. `bytes_per_parameter`: 2 for 16-bit, 1 for 8-bit, 0.5 for 4-bit."""
+
+    parameters: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_parameter: float = 2.0
+    bytes_per_kv_element: float = 2.0
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.parameters * self.bytes_per_parameter
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of all layers; kv_heads, not heads, with grouped-query attention."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_element
+
+
+class DoesNotFit(ValueError):
+    """Raised when a model's weights leave no room for a single sequence."""
+
+
+def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, utilisation: float = 0.9) -> int:
+    """Sequences of `tokens` that fit beside the weights; raises `DoesNotFit` when none does."""
+    room = hardware.memory * utilisation - model.weight_bytes
+    fits = int(room // (model.kv_bytes_per_token * max(1.0, tokens)))
+    if fits < 1:
+        raise DoesNotFit(
+            f"the model's weights ({model.weight_bytes / 1e9:.1f} GB) leave no room for a sequence of {tokens:.0f} "
+            f"tokens in {utilisation:.0%} of {hardware.name}'s {hardware.memory / 1e9:.0f} GB; "
+            "quantize it or take larger hardware"
+        )
+    return fits
+
+
+def decode_step_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
+    """Lower bound of one step for `sequences` that have `tokens` each: reading once, or computing, if that is more."""
+    reading = (model.weight_bytes + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
+    return max(reading, 2 * model.parameters * sequences / hardware.flops)
+
+
+def prefill_seconds(model: ModelShape, hardware: Hardware, prompt_tokens: float) -> float:
+    """Lower bound for computing prompts."""
+    return 2 * model.parameters * prompt_tokens / hardware.flops
+
+
+def tokens_worth_batching(model: ModelShape, hardware: Hardware) -> float:
+    """Tokens in a step at which arithmetic takes as long as reading the weights."""
+    return hardware.flops / hardware.bandwidth * model.bytes_per_parameter / 2
+
+
+def speculation_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens a step yields (Leviathan et al. 2022, Fast Inference via Speculative Decoding, equation 1)."""
+    if acceptance >= 1:
+        return drafts + 1.0
+    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEstimate:
+    """Time and cost of some work. `tokens_per_second` counts output tokens; `cost` None: no price is known."""
+
+    seconds: float
+    tokens_per_second: float
+    cost: float | None
+    sequences: int | None = None
+
+
+def bound(
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    requests: int,
+    prompt_tokens: float,
+    output_tokens: float,
+    price_per_hour: float | None = None,
+) -> WorkEstimate:
+    """At least so long and so dear on one device.
+
+    Args:
+        prompt_tokens: to be computed; shared prefixes count once.  price_per_hour: instead of the hardware's default.
+    Raises:
+        DoesNotFit: no sequence of the mean length fits.
+    """
+    if requests == 0:
+        return WorkEstimate(0.0, 0.0, 0.0, 0)
+    mean_prompt, mean_output = prompt_tokens / requests, output_tokens / requests
+    fits = concurrent_sequences(model, hardware, mean_prompt + mean_output)
+    sequences = min(requests, fits)
+    step = decode_step_seconds(model, hardware, sequences, mean_prompt + mean_output / 2)
+    seconds = prefill_seconds(model, hardware, prompt_tokens) + output_tokens / sequences * step
+    price = hardware.price_per_hour if price_per_hour is None else price_per_hour
+    return WorkEstimate(seconds, output_tokens / seconds if seconds else 0.0, seconds / 3600 * price, sequences)
+
+
+def at_rate(output_tokens: float, tokens_per_second: float, price_per_hour: float | None) -> WorkEstimate:
+    """Time and cost at a measured rate of output tokens."""
+    if not tokens_per_second > 0:
+        raise ValueError(f"tokens_per_second is {tokens_per_second}, but must be above 0")
+    seconds = output_tokens / tokens_per_second
+    cost = None if price_per_hour is None else seconds / 3600 * price_per_hour
+    return WorkEstimate(seconds, tokens_per_second, cost)
+
+
+def workers_wanted(backlog_tokens: float, tokens_per_second: float, seconds_left: float) -> int:
+    """Workers that finish the backlog in time, each at `tokens_per_second`."""
+    if backlog_tokens <= 0:
+        return 0
+    return math.ceil(backlog_tokens / (tokens_per_second * max(1.0, seconds_left)))
