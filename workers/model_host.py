@@ -158,12 +158,14 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
     weight files, the config and the tokenizer's files, in the order of their names. A chat template that replaces the
     model's own enters too. Reads every byte: about a second a gigabyte.
 
-    Raises `WorkerError` when a file can't be read.
+    Raises `WorkerError` when there is no model or a file can't be read.
     """
     try:
         if path.is_file() and chat_template is None:
             return "sha256:" + _file_digest(path)
         files = [path] if path.is_file() else _model_files(path)
+        if not files:
+            raise WorkerError(f"{path} holds no model; give a folder with config.json and weights, or a GGUF file")
         total = hashlib.sha256()
         for file in files:
             total.update(f"{file.name}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())

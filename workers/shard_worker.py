@@ -195,14 +195,14 @@ class ShardWorker:
             self._running[request.request_id] = (shard, row)
 
     def _step(self) -> None:
-        worked = self._engine.stats().steps
+        before = self._engine.stats().steps if self._suspects.alarmed else 0
         try:
             completions = self._engine.step()
         except EngineError as error:
             logger.error("step failed", reason=str(error), running=self._engine.num_running)
             self._suspects.step_failed(str(error))
             return
-        if self._engine.stats().steps > worked:
+        if self._suspects.alarmed and self._engine.stats().steps > before:
             self._suspects.step_worked()
         for completion in completions:
             self._end(completion)

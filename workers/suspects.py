@@ -31,6 +31,11 @@ class Suspects:
         """Whether there are rows to try; meanwhile nothing else should enter the engine."""
         return bool(self._groups or self._fresh)
 
+    @property
+    def alarmed(self) -> bool:
+        """Whether it matters that the next step works."""
+        return self._lone_failures > 0
+
     def step_failed(self, reason: str) -> None:
         """A step raised; completions whose error is `reason` are suspects."""
         self._reasons.add(reason)

@@ -8,7 +8,6 @@ straight to the Rust tokenizer behind it, a whole shard in one call. That object
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import struct
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import structlog
 import tokenizers
 from jinja2 import TemplateError
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from schemas.errors import RowError, RowErrorCode
 from schemas.requests import ChatMessage
 from workers.errors import TokenizerError
 
-logger = logging.getLogger(__name__)
+logger = structlog.get_logger(__name__)
 
 TokenIds = NDArray[np.int32]
 
@@ -189,7 +189,7 @@ def _from_gguf(path: Path) -> Any:
             ]
         )
     elif plain and kind is not None and kind not in GPT2_PRE_TOKENIZERS:
-        logger.warning("%s: splits text as %r, which is not known here; GPT-2's rule is used", path, kind)
+        logger.warning("unknown pre-tokenizer: GPT-2's rule is used", path=str(path), kind=kind)
     return hf
 
 

@@ -1,0 +1,238 @@
+"""Small real things for the tests of workers/: tokenizers trained on the spot, models of random weights, and a
+source and sink that live in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.worker_api import ShardReport, ShardWork
+from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin
+from schemas.requests import dump_body, parse_body
+from schemas.results import ResultRow
+from schemas.tables import SHARD_FIELDS
+from workers.tokenizer import Tokenizer
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+SPECIALS = ["<pad>", "<s>", "<end>", "<turn>"]
+TEMPLATE = (
+    "<s>{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('tool messages are not supported') }}{% endif %}"
+    "<turn>{{ m['role'] }}\n{{ m['content'] }}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. 0123456789",
+    "user assistant system tool\nSTOP stop ### END\n\nQ: what? A: that!",
+    "naïve café 日本語 🎉🎊 Ünïcödé — “quotes”",
+] * 4
+
+
+def byte_level_tokenizer(template: str | None = TEMPLATE, add_bos: bool = False) -> Any:
+    """A byte-level BPE tokenizer as GPT-2, Llama 3 and Qwen have."""
+    rust = RustTokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    rust.train_from_iterator(CORPUS, trainer)
+    if add_bos:
+        rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return _wrap(rust, template)
+
+
+def sentencepiece_tokenizer() -> Any:
+    """A tokenizer built as Llama 2's and Gemma's: blanks are part of tokens, rare characters are bytes."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    rust = RustTokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<pad>"))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIALS + byte_tokens, show_progress=False)
+    rust.train_from_iterator(CORPUS[:2], trainer)
+    state = json.loads(rust.to_str())
+    state["added_tokens"] = state["added_tokens"][: len(SPECIALS)]  # the byte tokens are ordinary ones
+    return _wrap(RustTokenizer.from_str(json.dumps(state)), TEMPLATE)
+
+
+def _wrap(rust: RustTokenizer, template: str | None) -> Any:
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token="<s>", eos_token="<end>", pad_token="<pad>", extra_special_tokens=["<turn>"]
+    )
+    hf.chat_template = template
+    return hf
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> Tokenizer:
+    return Tokenizer(sentencepiece_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> Path:
+    """A Llama of random weights with a tokenizer and chat template of its own, saved as real checkpoints are."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    tiny_models.make_tiny_model("llama", folder, vocab_size=400)
+    byte_level_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class InlineHelper(Executor):
+    """Runs each task at once, on the caller's thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
+            future.set_exception(error)
+        return future
+
+
+class FakeClock:
+    """Time that passes only in sleeps and by `tick`."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(NOON.timestamp() + self.seconds - 1000.0, UTC)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class ListSource:
+    """Shards from a list."""
+
+    def __init__(self, shards: Iterable[ShardWork]) -> None:
+        self.left = list(shards)
+        self.taken: list[int] = []
+
+    def take(self, timeout: float) -> ShardWork | None:
+        if not self.left:
+            return None
+        work = self.left.pop(0)
+        self.taken.append(work.shard)
+        return work
+
+    def finished(self) -> bool:
+        return not self.left
+
+
+class MemorySink:
+    """Keeps what is committed, and refuses what a real sink would refuse."""
+
+    def __init__(self, lost: Sequence[int] = ()) -> None:
+        self.parts: dict[int, list[ResultRow]] = {}
+        self.reports: dict[int, ShardReport] = {}
+        self.released: list[int] = []
+        self.held: list[list[int]] = []
+        self._lost = lost
+
+    def commit(self, work: ShardWork, rows: Sequence[ResultRow], report: ShardReport) -> bool:
+        assert sorted(row.row for row in rows) == sorted(work.table["row"].to_pylist())
+        self.reports[work.shard] = report
+        if work.shard in self._lost:
+            return False
+        assert work.shard not in self.parts
+        self.parts[work.shard] = sorted(rows, key=lambda row: row.row)
+        return True
+
+    def release(self, work: ShardWork) -> None:
+        self.released.append(work.shard)
+
+    def holding(self, shards: Sequence[ShardWork]) -> None:
+        self.held.append([work.shard for work in shards])
+
+    @property
+    def rows(self) -> dict[int, ResultRow]:
+        return {row.row: row for part in self.parts.values() for row in part}
+
+
+def chat(text: str = "Hello", **extra: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **extra}
+
+
+def completion(prompt: Any = "The quick", **extra: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, **extra}
+
+
+def make_job(**settings: Any) -> Job:
+    return Job(
+        id="job-1",
+        input=InputRef(uri="in.jsonl", format="jsonl", files=(InputFile(uri="in.jsonl", size=1),)),
+        models=(ModelPin(name="tiny", source="tiny", dtype="float32"),),
+        settings=JobSettings(**settings),
+        created_at=NOON,
+    )
+
+
+def make_work(bodies: Sequence[Any], *, shard: int = 1, first_row: int = 0, job: Job | None = None) -> ShardWork:
+    """A shard of these bodies, as the planner writes it; an int instead of a body is a copy of the row it names."""
+    rows = []
+    for row, body in enumerate(bodies, start=first_row):
+        copy = isinstance(body, int)
+        url = "/v1/chat/completions" if copy or "messages" in body else "/v1/completions"
+        text = "" if copy else dump_body(parse_body(url, body)).decode()
+        rows.append(
+            {
+                "row": row,
+                "compute_row": body if copy else row,
+                "custom_id": f"id-{row}",
+                "url": url,
+                "body": text,
+                "model": "tiny" if copy else body["model"],
+                "request_hash": hashlib.blake2b(text.encode(), digest_size=16).digest(),
+                "prefix_group": None,
+                "prefix_readers": None,
+                "estimated_prompt_tokens": 10,
+                "expected_tokens": 10,
+            }
+        )
+    table = pa.Table.from_pylist(rows, schema=pa.schema(SHARD_FIELDS))
+    return ShardWork(job or make_job(), shard, 1, f"attempt-{shard}", table, NOON)
+
+
+@pytest.fixture(scope="session")
+def kit() -> SimpleNamespace:
+    """The makers above, for test modules (which can't import a conftest)."""
+    return SimpleNamespace(
+        NOON=NOON,
+        TEMPLATE=TEMPLATE,
+        byte_level_tokenizer=byte_level_tokenizer,
+        sentencepiece_tokenizer=sentencepiece_tokenizer,
+        InlineHelper=InlineHelper,
+        FakeClock=FakeClock,
+        ListSource=ListSource,
+        MemorySink=MemorySink,
+        chat=chat,
+        parse=lambda body: parse_body("/v1/chat/completions" if "messages" in body else "/v1/completions", body),
+        completion=completion,
+        make_job=make_job,
+        make_work=make_work,
+    )
