@@ -7,7 +7,6 @@ bytes, seconds, operations. The bounds are for one device; real runs take longer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +31,7 @@ class Hardware:
 HARDWARE: Final[Mapping[str, Hardware]] = {
     hardware.name: hardware
     for hardware in (
+        Hardware("b200", 180e9, 8.0e12, 2250e12, 6.00),
         Hardware("h200", 141e9, 4.8e12, 989e12, 3.80),
         Hardware("h100", 80e9, 3.35e12, 989e12, 3.00),
         Hardware("a100", 80e9, 2.04e12, 312e12, 1.80),
@@ -81,27 +81,14 @@ def concurrent_sequences(model: ModelShape, hardware: Hardware, tokens: float, u
     return fits
 
 
-def decode_step_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
-    """Lower bound of one step for `sequences` that have `tokens` each: reading once, or computing, if that is more."""
-    reading = (model.weight_bytes + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
-    return max(reading, 2 * model.parameters * sequences / hardware.flops)
+def read_seconds(model: ModelShape, hardware: Hardware, sequences: float, tokens: float) -> float:
+    """What one decode step reads, weights once and the KV cache of `sequences` with `tokens` each, in seconds."""
+    return (model.weight_bytes + sequences * tokens * model.kv_bytes_per_token) / hardware.bandwidth
 
 
-def prefill_seconds(model: ModelShape, hardware: Hardware, prompt_tokens: float) -> float:
-    """Lower bound for computing prompts."""
-    return 2 * model.parameters * prompt_tokens / hardware.flops
-
-
-def tokens_worth_batching(model: ModelShape, hardware: Hardware) -> float:
-    """Tokens in a step at which arithmetic takes as long as reading the weights."""
-    return hardware.flops / hardware.bandwidth * model.bytes_per_parameter / 2
-
-
-def speculation_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens a step yields (Leviathan et al. 2022, Fast Inference via Speculative Decoding, equation 1)."""
-    if acceptance >= 1:
-        return drafts + 1.0
-    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+def compute_seconds(model: ModelShape, hardware: Hardware, tokens: float) -> float:
+    """Lower bound for computing `tokens`, of prompts or answers: two operations a parameter."""
+    return 2 * model.parameters * tokens / hardware.flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +107,16 @@ def bound(
     *,
     requests: int,
     prompt_tokens: float,
+    computed_prompt_tokens: float,
     output_tokens: float,
     price_per_hour: float | None = None,
 ) -> WorkEstimate:
-    """At least so long and so dear on one device.
+    """At least so long and so dear on one device: an engine that mixes prefill into decode steps computes while it
+    reads, so the longer of the two counts.
 
     Args:
-        prompt_tokens: to be computed; shared prefixes count once.  price_per_hour: instead of the hardware's default.
+        prompt_tokens: of all requests.  computed_prompt_tokens: of them, without what shared prefixes save.
+        price_per_hour: instead of the hardware's default.
     Raises:
         DoesNotFit: no sequence of the mean length fits.
     """
@@ -135,8 +125,9 @@ def bound(
     mean_prompt, mean_output = prompt_tokens / requests, output_tokens / requests
     fits = concurrent_sequences(model, hardware, mean_prompt + mean_output)
     sequences = min(requests, fits)
-    step = decode_step_seconds(model, hardware, sequences, mean_prompt + mean_output / 2)
-    seconds = prefill_seconds(model, hardware, prompt_tokens) + output_tokens / sequences * step
+    step = read_seconds(model, hardware, sequences, mean_prompt + mean_output / 2)
+    computing = compute_seconds(model, hardware, computed_prompt_tokens + output_tokens)
+    seconds = max(computing, output_tokens / sequences * step)
     price = hardware.price_per_hour if price_per_hour is None else price_per_hour
     return WorkEstimate(seconds, output_tokens / seconds if seconds else 0.0, seconds / 3600 * price, sequences)
 
@@ -148,10 +139,3 @@ def at_rate(output_tokens: float, tokens_per_second: float, price_per_hour: floa
     seconds = output_tokens / tokens_per_second
     cost = None if price_per_hour is None else seconds / 3600 * price_per_hour
     return WorkEstimate(seconds, tokens_per_second, cost)
-
-
-def workers_wanted(backlog_tokens: float, tokens_per_second: float, seconds_left: float) -> int:
-    """Workers that finish the backlog in time, each at `tokens_per_second`."""
-    if backlog_tokens <= 0:
-        return 0
-    return math.ceil(backlog_tokens / (tokens_per_second * max(1.0, seconds_left)))
