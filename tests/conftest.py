@@ -31,7 +31,7 @@ def tiny_models() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function family -> folder of a tiny random model; each family is made once per run. Do not change the folder."""
+    """A function family -> folder of a tiny random model; made once per run. Do not change it."""
     made: dict[str, Path] = {}
 
     def tiny_model(family: str) -> Path:

@@ -21,6 +21,9 @@ _SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
+DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Endings of tensors that old checkpoints store though they follow from the config."""
+
 
 class WeightSource(Protocol):
     """Named tensors, under the names transformers gives them, in row-major [out, in] order."""
@@ -86,7 +89,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptWeights(f"{index} is not a safetensors index: {error}") from error
     for name, file in files.items():
-        if Path(file).name != file or "\\" in file:
+        if file == ".." or Path(file).name != file or "\\" in file:
             raise CorruptWeights(f"{index} points outside its folder: tensor {name} in {file!r}")
         if not (folder / file).is_file():
             raise CorruptWeights(f"{folder / file} is missing, but {_INDEX} places tensor {name} there")

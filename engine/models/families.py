@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.models.config import end_tokens
 from engine.models.decoder import Activation, DecoderSpec
 from engine.models.rope import RopeSpec, context_length, rope_spec
 
@@ -154,13 +155,6 @@ def _decoder(config: Any, *, activation: str | None = None, **differences: Any) 
         eos_token_ids=end_tokens(config.eos_token_id),
         **(fields | differences),
     )
-
-
-def end_tokens(value: Any) -> tuple[int, ...]:
-    """A config's `eos_token_id` (a number, several, or none) as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.config import built_config
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf_file import GGUFFile
@@ -156,7 +156,7 @@ class GGUFCheckpoint:
         model_type = self._family_values(left, values)
         if left:
             raise UnsupportedModel(f"{self._file.path}: metadata {prefix}{min(left)} is not understood")
-        return AutoConfig.for_model(model_type, architectures=[_CLASSES[model_type]], **values)
+        return built_config(self._file.path, model_type, architectures=[_CLASSES[model_type]], **values)
 
     def _family_values(self, left: dict[str, Any], values: dict[str, Any]) -> str:
         """Take what only this architecture has from `left` into `values`; returns the transformers model type."""
@@ -183,8 +183,11 @@ def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:
     kind = left.pop("rope.scaling.type", "none")
     if kind == "none":
         return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(f"rope scaling {kind!r} of a GGUF file is not supported")
     scaling = {"rope_type": kind, "factor": left.pop("rope.scaling.factor", 1.0)}
-    if (original := left.pop("rope.scaling.original_context_length", None)) is not None and kind == "yarn":
+    original = left.pop("rope.scaling.original_context_length", None)
+    if kind == "yarn" and original is not None:
         scaling["original_max_position_embeddings"] = original
     return scaling
 

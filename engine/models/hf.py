@@ -8,6 +8,7 @@ arguments that far. What can't be right over a flat batch is refused, and the re
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
-from engine.models.checkpoint import SafetensorsCheckpoint
+from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint
 from engine.models.hf_check import check_against_eager
 
 _ATTENTION = "tokenmill"
@@ -89,7 +90,7 @@ def describe_transformers_model(
     """
     _refuse(config)
     checkpoint = SafetensorsCheckpoint(folder)
-    parameters = sum(torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names)
+    parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names if not name.endswith(DERIVED))
     heads = config.num_attention_heads
     return ModelSpec(
         architecture=(config.architectures or [config.model_type])[0],
@@ -175,7 +176,8 @@ def _attention(
         raise UnsupportedModel(f"{name} has keys {list(key.shape)} and values {list(value.shape)} of unlike shape")
     window = arguments.get("sliding_window")
     if window != slot.windows[module.layer_idx]:
-        raise UnsupportedModel(f"{name} {module.layer_idx} slides by {window}, which its config does not say")
+        said = slot.windows[module.layer_idx]
+        raise UnsupportedModel(f"{name} {module.layer_idx} has a window of {window}, but its config says {said}")
     if scale is None:
         scale = query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -196,8 +198,6 @@ def _refuse(config: Any) -> None:
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
         raise UnsupportedModel(f"{name} is not supported: transformers has no causal model for it") from error
-    if not model_class._supports_attention_backend:
-        refuse("its attention can't be replaced")
     if model_class._is_stateful:
         refuse("it keeps a state beside keys and values")
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}):
@@ -207,6 +207,8 @@ def _refuse(config: Any) -> None:
             refuse(f"{key}={getattr(config, key)!r}")
     if getattr(config, "is_causal", True) is False:
         refuse("it is not causal")
+    if not model_class._supports_attention_backend:
+        refuse("its attention can't be replaced")
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -6,19 +6,18 @@ are computed by it, others by transformers' own code with our attention.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
+from engine.errors import ModelNotFound, OutOfMemory
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.checkpoint import SafetensorsCheckpoint, WeightSource
+from engine.models.config import folder_config, folder_end_tokens
 from engine.models.decoder import DecoderSpec
-from engine.models.families import end_tokens, fused_family
+from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
 from engine.models.hf import describe_transformers_model, load_transformers_model
 from engine.models.loader import build_decoder
@@ -58,7 +57,7 @@ def load_model(
     try:
         config, decoder, source = _open(path)
         if decoder is None:
-            return load_transformers_model(path, config, dtype, device, _folder_end_tokens(path, config), max_positions)
+            return load_transformers_model(path, config, dtype, device, folder_end_tokens(path, config), max_positions)
         return build_decoder(
             decoder, source or SafetensorsCheckpoint(path), dtype=dtype, device=device, positions=max_positions
         )
@@ -81,18 +80,21 @@ def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> 
     if decoder is not None:
         spec = decoder.model_spec(dtype)
     else:
-        spec = describe_transformers_model(path, config, dtype, _folder_end_tokens(path, config))
+        spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config))
     return ModelDescription(spec, spec.num_parameters * dtype.itemsize, decoder is not None)
 
 
 def _existing(path: str | Path) -> Path:
+    """The folder or file that holds the model; a folder of one GGUF file and no config means that file."""
     path = Path(path)
     if not path.exists():
         raise ModelNotFound(f"no model at {path}: give a Hugging Face folder or a .gguf file")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{path} has no config.json: give a Hugging Face folder or a .gguf file")
-    elif path.suffix != ".gguf":
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = list(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ModelNotFound(f"{path} has no config.json and {len(files)} GGUF files: name the model's file")
+        return files[0]
+    if path.is_file() and path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is no model folder and no .gguf file")
     return path
 
@@ -102,38 +104,8 @@ def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
         return checkpoint.config, checkpoint.decoder_spec(), checkpoint
-    config = _config(path)
+    config = folder_config(path)
     family = fused_family(config)
     if family is None:
         return config, None, None
-    return config, replace(family(config), eos_token_ids=_folder_end_tokens(path, config)), None
-
-
-def _config(folder: Path) -> Any:
-    try:
-        raw = json.loads((folder / "config.json").read_bytes())
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedModel(f"{folder / 'config.json'} can't be used: {reason}") from error
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"{folder} is quantized ({method}); give the unquantized weights or a GGUF file")
-    architectures = config.architectures or []
-    if architectures and not any(
-        a.endswith(("CausalLM", "LMHeadModel", "ConditionalGeneration")) for a in architectures
-    ):
-        raise UnsupportedModel(f"{architectures[0]} is not a causal language model")
-    return config
-
-
-def _folder_end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
-    """End tokens of config.json and generation_config.json together, sorted."""
-    ids = set(end_tokens(getattr(config.get_text_config(), "eos_token_id", None)))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        try:
-            ids |= set(end_tokens(json.loads(generation.read_bytes()).get("eos_token_id")))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"{generation} can't be read: {error}") from error
-    return tuple(sorted(ids))
+    return config, replace(family(config), eos_token_ids=folder_end_tokens(path, config)), None

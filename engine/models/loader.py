@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import CorruptWeights
-from engine.models.checkpoint import WeightSource
+from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
-
-_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Endings of tensors that old checkpoints store though they follow from the config."""
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -70,7 +67,7 @@ class _Reader:
         return weight.add_(1) if offset else weight
 
     def finish(self, ignored: tuple[str, ...]) -> None:
-        rest = sorted(n for n in self._left if not n.endswith(_DERIVED) and not n.startswith(ignored or ("\0",)))
+        rest = sorted(n for n in self._left if not n.endswith(DERIVED) and not n.startswith(ignored or ("\0",)))
         if rest:
             more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
             raise CorruptWeights(f"the checkpoint holds tensor {rest[0]}{more}, which this architecture has no use for")

@@ -1,0 +1,161 @@
+"""The fused decoder computes what transformers computes, whatever the batch and the chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from engine.errors import UnsupportedModel
+from engine.models.families import fused_family
+from engine.models.load import describe_model, load_model
+
+CPU = torch.device("cpu")
+FUSED = (
+    "llama", "llama-tied", "llama-bias", "llama3-rope", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3",
+    "qwen3-sliding", "gemma3", "gemma3-softcap",
+)  # fmt: skip
+
+
+def test_every_fused_family_is_covered(tiny_models):
+    assert tiny_models.FUSED == FUSED
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model, prompts, run, steps_over, oracle):
+    # Given three prompts, two of them longer than the model's window
+    model = load_model(tiny_model(family), dtype=torch.float32, device=CPU)
+    wanted = oracle(tiny_model(family), prompts)
+    for chunk in (1, 7, 64):
+        # When they advance together, in chunks of their own
+        got = run(model, prompts, steps_over([len(p) for p in prompts], chunk))
+        # Then each has the logits that it has alone
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_bfloat16_stays_close_to_transformers(family, tiny_model, prompts, run, steps_over, oracle):
+    model = load_model(tiny_model(family), dtype=torch.bfloat16, device=CPU)
+    truth = oracle(tiny_model(family), prompts)
+    theirs = oracle(tiny_model(family), prompts, torch.bfloat16)
+    for ours, peer, exact in zip(run(model, prompts, steps_over([45, 6, 23], 7)), theirs, truth, strict=True):
+        # Rounding differs from kernel to kernel, but ours must not be worse than theirs.
+        assert (ours - exact).norm() < 1.5 * (peer - exact).norm()
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3"])
+def test_windows_come_from_the_config_and_matter(family, tiny_model, tiny_models, prompts, run, steps_over):
+    model = load_model(tiny_model(family), dtype=torch.float32, device=CPU)
+    window = tiny_models.WINDOW
+    expected = {
+        "mistral": (window, window, window),
+        "qwen2": (None, window, window),
+        "gemma3": (window, None, window, None),
+    }
+    assert model.spec.windows == expected[family]
+    steps = steps_over([len(p) for p in prompts], 64)
+    sliding = run(model, prompts, steps)
+    model._spec = replace(model.spec, windows=(None,) * model.spec.num_layers)
+    full = run(model, prompts, steps)
+    torch.testing.assert_close(sliding[0][:window], full[0][:window])
+    assert not torch.allclose(sliding[0][window:], full[0][window:], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_the_spec_says_what_the_model_is(family, tiny_model):
+    config = AutoConfig.from_pretrained(tiny_model(family))
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
+    description = describe_model(tiny_model(family), dtype=torch.float32)
+    spec = description.spec
+    assert description.fused
+    assert spec == load_model(tiny_model(family), dtype=torch.float32, device=CPU).spec
+    assert spec.num_parameters == sum(p.numel() for p in reference.parameters())
+    assert description.parameter_bytes == 4 * spec.num_parameters
+    assert (spec.num_layers, spec.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
+    assert (spec.num_kv_heads, spec.vocab_size) == (config.num_key_value_heads, config.vocab_size)
+    assert spec.eos_token_ids == (2,)
+    assert spec.architecture == type(reference).__name__
+
+
+def test_tied_embeddings_share_storage(tiny_model):
+    model = load_model(tiny_model("llama-tied"), dtype=torch.float32, device=CPU)
+    assert model._head.weight.data_ptr() == model._embedding.data_ptr()
+
+
+def test_a_tied_checkpoint_that_stores_another_head_uses_that_head(tiny_models, tmp_path, prompts, run, oracle):
+    # Given a checkpoint whose config says tied, but whose stored head differs (transformers then unties them)
+    folder = tiny_models.make_tiny_model("llama", tmp_path / "m")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    model = load_model(folder, dtype=torch.float32, device=CPU)
+    [ours] = run(model, prompts[1:2], [[(0, 0, 6)]])
+    torch.testing.assert_close(ours, oracle(folder, prompts[1:2])[0], atol=5e-5, rtol=1e-5)
+
+
+def test_the_text_half_of_an_image_model_is_loaded(tmp_path, tiny_models, prompts, run, oracle):
+    # Given a Gemma 3 checkpoint with an image encoder
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    text = tiny_models.make_config("gemma3")
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    full = Gemma3ForConditionalGeneration(config).eval()
+    for parameter in full.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    full.save_pretrained(tmp_path)
+    # When it is loaded and given text
+    model = load_model(tmp_path, dtype=torch.float32, device=CPU)
+    [ours] = run(model, prompts[:1], [[(0, 0, 45)]])
+    # Then it answers as the whole model does
+    with torch.inference_mode():
+        theirs = full(input_ids=prompts[0][None]).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "attn_logit_softcapping": ("gemma3", {"attn_logit_softcapping": 50.0}),
+    "use_bidirectional_attention": ("gemma3", {"use_bidirectional_attention": True}),
+    "final_logit_softcapping": ("llama", {"final_logit_softcapping": 30.0}),
+    "clip_qkv": ("llama", {"clip_qkv": 8.0}),
+    "no_rope_layers": ("llama", {"no_rope_layers": [1, 0, 1]}),
+    "num_local_experts": ("mistral", {"num_local_experts": 8}),
+    "attention_sinks": ("llama", {"attention_sinks": 4}),
+    "activation 'relu'": ("llama", {"hidden_act": "relu"}),
+    "partial_rotary_factor": ("llama", {"partial_rotary_factor": 0.5}),
+    "longrope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mrope_section": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2]}}),
+    "linear_attention": ("qwen3", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}),
+    "ministral": ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
+    "4 attention heads": ("llama", {"num_key_value_heads": 3}),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_would_change_the_result_is_refused_by_name(named, tiny_models):
+    family, changes = REFUSED[named]
+    config = tiny_models.make_config(family, **changes)
+    family_function = fused_family(config)
+    assert family_function is not None
+    with pytest.raises(UnsupportedModel, match=named):
+        family_function(config)

@@ -1,0 +1,307 @@
+"""GGUF files are read as llama.cpp wrote them: names, layouts and metadata mean what they meant there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
+from engine.models.gguf_file import GGUFFile, SkippedArray
+from engine.models.load import describe_model, load_model
+
+CPU = torch.device("cpu")
+F32, F16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0"))
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+LLAMA_NAMES = NAMES | {"post_attention_layernorm": "ffn_norm"}
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def stored_name(name: str, gemma: bool) -> str:
+    module, kind = name.rsplit(".", 1)
+    names = GEMMA_NAMES if gemma else LLAMA_NAMES
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
+        return f"blk.{match[1]}.{names[match[2]]}.{kind}"
+    return f"{names[module]}.{kind}"
+
+
+def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of Llama's q and k rows: the two halves of a head take turns."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def write_gguf(folder: Path, path: Path, *, kind=F32, metadata=None, tensors=None) -> Path:
+    """Convert a Hugging Face folder as llama.cpp's converter does."""
+    config = AutoConfig.from_pretrained(folder)
+    architecture = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    gemma = architecture == "gemma3"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base((rope["full_attention"] if gemma else rope)["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"token {i}" for i in range(config.vocab_size)])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(7)
+    if architecture in ("qwen3", "gemma3"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    for key, add in (metadata or {}).items():
+        getattr(writer, add[0])(f"{architecture}.{key}", add[1])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        weight = tensor.float().numpy()
+        if architecture == "llama" and ".q_proj." in name:
+            weight = interleave(weight, config.num_attention_heads)
+        elif architecture == "llama" and ".k_proj." in name:
+            weight = interleave(weight, config.num_key_value_heads)
+        elif gemma and name.endswith("norm.weight"):
+            weight = weight + 1
+        quantized = kind if weight.ndim == 2 else F32
+        writer.add_tensor(stored_name(name, gemma), gguf.quants.quantize(weight, quantized), raw_dtype=quantized)
+    for name, weight in (tensors or {}).items():
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def load(path, dtype=torch.float32):
+    return load_model(path, dtype=dtype, device=CPU)
+
+
+GEMMA_AS_GGUF = {
+    "num_hidden_layers": 7,
+    "layer_types": None,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+"""What a GGUF file can say of Gemma 3: every sixth layer is global, the scale follows from head_dim."""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama-tied", {}),
+        ("llama-bias", {"head_dim": 12}),
+        ("mistral", {"head_dim": 12}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {}),
+        ("gemma3", GEMMA_AS_GGUF),
+    ],
+)
+def test_a_gguf_file_is_the_model_it_was_made_from(family, changes, tiny_models, tmp_path, prompts, run, steps_over):
+    # Given a checkpoint, and the GGUF file that llama.cpp's converter would make of it
+    folder = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    original, model = load(folder), load(path)
+    # Then both are the same model
+    assert model.spec.windows == original.spec.windows
+    assert model.spec.num_parameters == original.spec.num_parameters
+    assert model.spec.eos_token_ids == (2, 7)
+    assert describe_model(path, dtype=torch.float32).spec == model.spec
+    steps = steps_over([45, 6, 23], 7)
+    for ours, theirs in zip(run(model, prompts, steps), run(original, prompts, steps), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_a_folder_of_one_gguf_file_means_that_file(tiny_model, tmp_path):
+    write_gguf(tiny_model("llama"), tmp_path / "model.gguf")
+    assert describe_model(tmp_path).spec == describe_model(tmp_path / "model.gguf").spec
+    write_gguf(tiny_model("llama"), tmp_path / "other.gguf")
+    with pytest.raises(ModelNotFound, match="2 GGUF files"):
+        describe_model(tmp_path)
+
+
+def test_gemma_scaling_stretches_the_global_layers_only(tiny_models, tmp_path, prompts, run):
+    rope = {**GEMMA_AS_GGUF["rope_parameters"]}
+    rope["full_attention"] = {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 8.0}
+    folder = tiny_models.make_tiny_model("gemma3", tmp_path / "model", **{**GEMMA_AS_GGUF, "rope_parameters": rope})
+    scaling = {"rope.scaling.type": ("add_string", "linear"), "rope.scaling.factor": ("add_float32", 8.0)}
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=scaling)
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_yarn_scaling_is_read(tiny_models, tmp_path, prompts, run):
+    folder = tiny_models.make_tiny_model("llama-yarn", tmp_path / "model")
+    metadata = {
+        "rope.scaling.type": ("add_string", "yarn"),
+        "rope.scaling.factor": ("add_float32", 4.0),
+        "rope.scaling.original_context_length": ("add_uint32", 64),
+    }
+    path = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_frequency_factors_are_llama3_scaling(tiny_models, tmp_path, prompts, run):
+    # Given a Llama 3.1 checkpoint, whose scaling llama.cpp stores as a divisor for each frequency
+    folder = tiny_models.make_tiny_model("llama3-rope", tmp_path / "model")
+    scaled = load(folder)._decoder.ropes[0].inverse_frequencies
+    plain = 10_000.0 ** -(torch.arange(0, 12, 2) / 12)
+    factors = (plain / scaled).numpy()
+    assert factors.max() > 2
+    path = write_gguf(folder, tmp_path / "model.gguf", tensors={"rope_freqs.weight": factors})
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [F16, Q8_0, *(gguf.GGMLQuantizationType[k] for k in ("Q4_0", "Q4_1", "BF16"))])
+def test_quantized_tensors_are_dequantized(kind, tiny_models, tmp_path, prompts, run):
+    # Given a GGUF file of quantized weights, and a checkpoint of what they stand for
+    folder = tiny_models.make_tiny_model("qwen3", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if weight.dim() == 2:
+            stored = gguf.quants.quantize(weight.numpy(), kind)
+            tensors[name] = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    [ours], [theirs] = (run(load(p), prompts[:1], [[(0, 0, 45)]]) for p in (path, folder))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_the_header_is_read_as_the_gguf_package_reads_it(tiny_model, tmp_path):
+    path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf")
+    ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    assert ours.metadata["tokenizer.ggml.tokens"] == SkippedArray(257)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF.") and not isinstance(ours.metadata[key], SkippedArray):
+            assert ours.metadata[key] == field.contents(), key
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        assert ours.tensors[tensor.name].start == tensor.data_offset
+        assert ours.tensors[tensor.name].shape == tuple(int(n) for n in reversed(tensor.shape))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 20, 300, 0.3, 0.6, 0.999])
+def test_a_truncated_file_is_refused(keep, tiny_model, tmp_path):
+    path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf")
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    with pytest.raises(CorruptWeights, match=r"model\.gguf") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CorruptWeights):
+        describe_model(path)
+
+
+def test_counts_that_the_file_can_not_hold_are_refused(tiny_model, tmp_path):
+    path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    data[8:16] = (1 << 62).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(CorruptWeights, match="claims"):
+        load(path)
+
+
+def test_another_format_under_the_name_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(64))
+    with pytest.raises(CorruptWeights, match="not a GGUF file"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("named", "metadata"),
+    [
+        ("attn_logit_softcapping", {"attn_logit_softcapping": ("add_float32", 50.0)}),
+        ("mixture of 8 experts", {"expert_count": ("add_uint32", 8)}),
+        ("rope.dimension_count", {"rope.dimension_count": ("add_uint32", 6)}),
+        ("longrope", {"rope.scaling.type": ("add_string", "longrope")}),
+        ("yarn_log_multiplier", {"rope.scaling.yarn_log_multiplier": ("add_float32", 0.1)}),
+    ],
+)
+def test_metadata_that_is_not_computed_is_refused_by_name(named, metadata, tiny_model, tmp_path):
+    path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(UnsupportedModel, match=named):
+        load(path)
+
+
+def test_split_files_and_other_architectures_are_refused_by_name(tmp_path):
+    for architecture, count, named in (("llama", 3, "one of 3 parts"), ("falcon", 1, "'falcon'")):
+        writer = gguf.GGUFWriter(tmp_path / "part.gguf", architecture)
+        writer.add_uint16("split.count", count)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(UnsupportedModel, match=named):
+            load(tmp_path / "part.gguf")
+
+
+def test_missing_and_unexpected_tensors_are_named(tiny_models, tmp_path):
+    folder = tiny_models.make_tiny_model("llama", tmp_path / "model")
+    path = write_gguf(folder, tmp_path / "more.gguf", tensors={"blk.0.surprise.weight": np.ones(4, np.float32)})
+    with pytest.raises(CorruptWeights, match=r"blk\.0\.surprise\.weight"):
+        load(path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CorruptWeights, match=r"layers\.2\.mlp\.down_proj\.weight is missing"):
+        load(write_gguf(folder, tmp_path / "less.gguf"))
+
+
+REAL_MODELS = {"SmolLM2-135M-Instruct.Q4_1.gguf": 48, "gemma-3-270m-q4_k_m.gguf": 600}
+"""File -> length of the prompt; Gemma's window is 512."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_a_real_file_answers_as_transformers_does(name, run):
+    # Given the files in the folder that TOKENMILL_TEST_MODELS names
+    path = Path(os.environ.get("TOKENMILL_TEST_MODELS", ".")) / name
+    if not path.is_file():
+        pytest.skip(f"TOKENMILL_TEST_MODELS names no folder with {name}")
+    length = REAL_MODELS[name]
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=name, dtype=torch.float32).eval()
+    ids = torch.randint(100, 40_000, (length,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        theirs = reference(input_ids=ids[None]).logits[0]
+    del reference
+    [ours] = run(load(path), [ids], [[(0, 0, length // 2)], [(0, length // 2, length)]])
+    assert (ours - theirs).norm() / theirs.norm() < 1e-5
+    assert (ours - theirs).abs().max() < 1e-3
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
