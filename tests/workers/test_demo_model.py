@@ -11,7 +11,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from schemas.requests import ChatMessage
 from schemas.settings import load_settings
-from tokenmill.models import DEMO_NAME, find
+from tokenmill.models import find
 from workers.model_host import LoadedModel
 from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo() -> Path:
-    source = find(DEMO_NAME, load_settings().model_cache)
+    source = find("demo", load_settings().model_cache)
     if source is None:
         pytest.skip("the demo model is not in the cache: tokenmill models pull demo")
     return source.path
