@@ -1,9 +1,55 @@
 """tokenmill's engine: one model in one process, token ids in, token ids out.
 
-    from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
+from engine import Engine, EngineConfig, Request, SamplingParams, as_token_ids
 
-    engine = Engine.load("path/to/model")
-    request = Request("a", as_token_ids([1, 2, 3]), SamplingParams(max_tokens=8, temperature=0))
-    for completion in engine.run([request]):
-        print(completion.choices[0].token_ids)
+engine = Engine.load("path/to/model")
+request = Request("a", as_token_ids([1, 2, 3]), SamplingParams(max_tokens=8, temperature=0))
+for completion in engine.run([request]):
+    print(completion.choices[0].token_ids)
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.request import (
+    Choice,
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenMask,
+    TokenWatcher,
+    as_token_ids,
+)
+
+if TYPE_CHECKING:
+    from engine.engine import Engine, EngineStats
+
+__all__ = [
+    "CacheConfig",
+    "Choice",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
+    "Request",
+    "SamplingParams",
+    "ScheduleConfig",
+    "TokenLogprobs",
+    "TokenMask",
+    "TokenWatcher",
+    "as_token_ids",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`Engine` on first use: the scheduler and its simulation need no torch."""
+    if name in ("Engine", "EngineStats"):
+        from engine import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

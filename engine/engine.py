@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.attention import KVLayout, make_backend
@@ -14,13 +15,14 @@ from engine.collect import Collector
 from engine.config import EngineConfig
 from engine.errors import EngineError, UnsupportedModel
 from engine.memory import plan_cache
-from engine.models import load_model
+from engine.models.load import load_model
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup
 from engine.request import Completion, Request
 from engine.runner import ModelRunner, StepRunner
 from engine.scheduler import Scheduler
+from engine.sequence import FinishedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,16 @@ class EngineStats:
     """Counters since the engine was made. Tokens unless said otherwise.
 
     Attributes:
-        computed: positions computed, recomputation after preemption included.
-        cached: prompt positions taken from the prefix cache instead.
-        generated: sampled tokens.  steps: steps run.  step_seconds: time inside them.
+        computed: positions computed.  recomputed: of them, those computed before, ahead of a preemption.
+        cached: known positions taken from the prefix cache instead.
+        generated: sampled tokens of the completions given out.
+        steps: steps run.  step_seconds: time inside them.
         preemptions: sequences put back.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
     """
 
     computed: int
+    recomputed: int
     cached: int
     generated: int
     steps: int
@@ -97,9 +101,9 @@ class Engine:
         )
         self._runner = make_runner(self.scheduler)
         self._collector = Collector()
-        self._steps = 0
+        self._failed: list[FinishedSequence] = []
         self._step_seconds = 0.0
-        self._computed = 0
+        self._generated = 0
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -114,7 +118,7 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        model = load_model(path, dtype=dtype, device=device)
+        model = load_model(path, dtype=dtype, device=device, max_positions=config.max_model_len)
         spec = model.spec
         limit = spec.max_position
         if config.max_model_len is not None:
@@ -162,7 +166,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another `step` is due."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._failed)
 
     @property
     def num_waiting(self) -> int:
@@ -182,20 +186,27 @@ class Engine:
         begun = time.perf_counter()
         plan = self.scheduler.schedule(self.clock())
         if plan is None:
-            return self._collector.finish(self.scheduler.take_finished(), self.clock())
+            return self._end([])
         self._collector.begin(plan)
         try:
             output = self._runner.execute(plan)
         except Exception as error:
             reason = f"the step failed: {type(error).__name__}: {error}"
-            self.scheduler.fail(plan, reason, self.clock())
+            everyone = np.ones(len(plan.rows), dtype=np.bool_)
+            self._failed += self.scheduler.update(plan, plan.rows, everyone, self.clock(), error=reason)
             raise EngineError(reason) from error
         self._collector.take(output)
         finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock())
-        self._steps += 1
-        self._computed += plan.num_tokens
         self._step_seconds += time.perf_counter() - begun
-        return self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
+        return self._end(finished)
+
+    def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
+        """Completions that these, with what ended outside steps, bring about."""
+        finished = [*self._failed, *self.scheduler.take_finished(), *finished]
+        self._failed = []
+        completions = self._collector.finish(finished, self.clock())
+        self._generated += sum(completion.generated_tokens for completion in completions)
+        return completions
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""
@@ -206,4 +217,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        raise NotImplementedError
+        stats = self.scheduler.stats
+        return EngineStats(
+            computed=stats.computed_tokens,
+            recomputed=stats.recomputed_tokens,
+            cached=stats.prefix_hit_tokens,
+            generated=self._generated,
+            steps=stats.steps,
+            step_seconds=self._step_seconds,
+            preemptions=stats.preemptions,
+            running=stats.running,
+            waiting=stats.waiting,
+            free_blocks=sum(stats.free_blocks),
+            total_blocks=sum(stats.total_blocks),
+        )

@@ -27,13 +27,13 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = _meminfo("MemAvailable")
-    if free is None:
+    available = _meminfo("MemAvailable")
+    if available is None:
         raise EngineError("can't tell how much memory is free on this system; set the cache's memory_bytes")
     limit, used = _control_group("memory.max"), _control_group("memory.current")
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
+    if limit is None or used is None:
+        return available
+    return min(available, max(0, limit - used))
 
 
 def _meminfo(key: str) -> int | None:
@@ -85,9 +85,7 @@ def plan_cache(
             held = tokens if window is None else min(tokens, window + chunk + cache.block_size)
             return -(-held // cache.block_size)
 
-        needs.append(
-            _GroupNeed(layers, window, token_bytes * cache.block_size, blocks(typical), blocks(max_model_len))
-        )
+        needs.append(_GroupNeed(layers, window, token_bytes * cache.block_size, blocks(typical), blocks(max_model_len)))
     if cache.num_blocks is not None:
         widest = max(need.typical for need in needs)
         counts = [max(need.longest, -(-cache.num_blocks * need.typical // widest)) for need in needs]

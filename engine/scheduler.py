@@ -116,7 +116,7 @@ class Scheduler:
         self._stops = StopTable(config.max_num_seqs, eos_token_ids)
         self._batch = RunningBatch(self.rows, self._cache, self._stops)
         self._lengths = LengthEstimator()
-        self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget))
+        self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = LazyHeap[Sequence](lambda sequence: sequence.state is SequenceState.WAITING)
         self._planner = StepPlanner(
             self._batch,
@@ -226,7 +226,13 @@ class Scheduler:
         return plan
 
     def update(
-        self, plan: StepPlan, token_ids: NDArray[np.int32], failed: NDArray[np.bool_], now: float
+        self,
+        plan: StepPlan,
+        token_ids: NDArray[np.int32],
+        failed: NDArray[np.bool_],
+        now: float,
+        *,
+        error: str | None = None,
     ) -> list[FinishedSequence]:
         """Take a step's results.
 
@@ -234,6 +240,7 @@ class Scheduler:
             plan: the oldest plan not yet updated.
             token_ids: int32 [B], the sampled tokens where `plan.samples`.
             failed: bool [B], rows with non-finite values; their sequences end in `ERROR`.
+            error: what failed, when it was the step and not the values.
 
         Returns:
             The sequences that ended with this step, in the plan's order.
@@ -247,8 +254,8 @@ class Scheduler:
         ended: dict[int, FinishedSequence] = {}
         for i in np.flatnonzero(bad).tolist():
             position = int(plan.starts[i] + plan.counts[i]) - 1
-            error = f"non-finite values at or before position {position}"
-            ended[i] = self._finish(self._batch.owner(int(plan.rows[i])), FinishReason.ERROR, error=error)
+            reason = error or f"non-finite values at or before position {position}"
+            ended[i] = self._finish(self._batch.owner(int(plan.rows[i])), FinishReason.ERROR, error=reason)
         self._end_scored(plan, good, ended)
         chosen = np.flatnonzero(good & plan.samples)
         if chosen.size:
@@ -329,7 +336,7 @@ class Scheduler:
             sequence.state = SequenceState.FINISHED
             self._waiting.discard()
         self._planner.counters.ended += 1
-        request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :]
+        request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :].copy()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(request, len(answer))
         if all(sibling.state is SequenceState.FINISHED for sibling in sequence.siblings):

@@ -1,6 +1,6 @@
 """vLLM for CPU on the same workload file and token ids; run it in an environment of its own (benchmarks/README.md).
 
-    python benchmarks/peers/vllm_offline.py benchmarks/workloads/mixed.jsonl --model FOLDER [--runs 1]
+python benchmarks/peers/vllm_offline.py benchmarks/workloads/mixed.jsonl --model FOLDER [--runs 1]
 """
 
 from __future__ import annotations

@@ -106,7 +106,9 @@ class PagedSdpaAttention:
                 )
             )
         widest = max((g.blocks.numel() for s in steps for g in s.decodes), default=0)
-        widest = max(widest, max((c.blocks.numel() for s in steps for c in s.chunks if c.blocks is not None), default=0))
+        widest = max(
+            widest, max((c.blocks.numel() for s in steps for c in s.chunks if c.blocks is not None), default=0)
+        )
         self._reserve(widest)
         return tuple(steps)
 

@@ -1,0 +1,122 @@
+"""Greedy tokens at float32 equal transformers', however the work is cut: batches, chunks, blocks, prefix cache,
+preemption. Tiny random models of each family; the real models are in tests/models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import Engine
+from tests.engine.oracle import (
+    Answer,
+    Setting,
+    all_settings,
+    check_equal,
+    covering_settings,
+    engine_answers,
+    greedy_answer,
+    make_prompts,
+)
+
+MAX_TOKENS = 6
+SHARED = 40
+LONGEST = 90
+EOS = (2,)
+FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma3")
+FALLBACKS = ("gpt2", "phi")
+NUM_PROMPTS = {1: 8, 7: 20, 64: 70}
+
+TinyModel = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(seed=7, count=70, vocab_size=257, shared=SHARED, longest=LONGEST)
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_model: TinyModel, prompts: list[list[int]]) -> Callable[[str], list[Answer]]:
+    """transformers' answers of a family to all prompts, made once."""
+    made: dict[str, list[Answer]] = {}
+
+    def answers(family: str) -> list[Answer]:
+        if family not in made:
+            model = AutoModelForCausalLM.from_pretrained(tiny_model(family), dtype=torch.float32).eval()
+            made[family] = [greedy_answer(model, prompt, MAX_TOKENS, EOS) for prompt in prompts]
+        return made[family]
+
+    return answers
+
+
+def run(path: Path, setting: Setting, prompts: list[list[int]], want: list[Answer]) -> tuple[Engine, int]:
+    """Run the setting on as many prompts as its batch deserves; every block is free at the end."""
+    engine = Engine.load(path, setting.config(max_model_len=256))
+    count = NUM_PROMPTS[setting.batch_size]
+    got = engine_answers(engine, prompts[:count], MAX_TOKENS)
+    ties = check_equal(want[:count], got)
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert stats.free_blocks == stats.total_blocks
+    return engine, ties
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cut_of_the_work_gives_the_same_tokens(
+    family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
+) -> None:
+    want = answers(family)
+    settings = all_settings()
+    assert len(settings) == 54
+    ties, hits = 0, 0
+    for setting in settings:
+        engine, stopped = run(tiny_model(family), setting, prompts, want)
+        ties += stopped
+        hits += engine.stats().cached
+        assert engine.stats().cached == 0 or setting.prefix_caching
+    assert hits > 0
+    assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
+
+
+@pytest.mark.parametrize("family", FALLBACKS)
+def test_models_run_by_transformers_code_are_as_exact(
+    family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
+) -> None:
+    for setting in covering_settings():
+        run(tiny_model(family), setting, prompts, answers(family))
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *FALLBACKS))
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_sequences_go_on_as_if_nothing_happened(
+    family: str,
+    prefix_caching: bool,
+    tiny_model: TinyModel,
+    prompts: list[list[int]],
+    answers: Callable[[str], list[Answer]],
+) -> None:
+    # Given a pool that holds little more than the longest sequence, and wrong guesses of every length
+    blocks = -(-(LONGEST + MAX_TOKENS) // 4) + 6
+    engine = Engine.load(
+        tiny_model(family),
+        Setting(64, 256, 4, prefix_caching, num_blocks=blocks).config(max_model_len=LONGEST + MAX_TOKENS),
+    )
+    got = engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)
+    check_equal(answers(family), got)
+    engine.scheduler.check_integrity()
+    if family != "mistral":  # its pool of windows is smaller than what running out would take
+        assert engine.stats().preemptions > 0
+
+
+def test_the_covering_array_covers_all_pairs() -> None:
+    settings = covering_settings()
+    assert len(settings) < 14
+    for one in ("batch_size", "chunk_size", "block_size", "prefix_caching"):
+        for other in ("batch_size", "chunk_size", "block_size", "prefix_caching"):
+            if one < other:
+                seen = {(getattr(s, one), getattr(s, other)) for s in settings}
+                every = {(getattr(s, one), getattr(s, other)) for s in all_settings()}
+                assert seen == every
