@@ -6,6 +6,7 @@ remove the corner of any owner whose lock is free: that owner is dead, so nothin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -21,7 +22,6 @@ class PrivateFolder:
 
     def __init__(self, root: Path) -> None:
         self._shared = root / FOLDER
-        self._shared.mkdir(exist_ok=True)
         self._lock_path, self._descriptor = self._take_lock()
         self.path = self._lock_path.with_suffix("")
         self.path.mkdir()
@@ -36,7 +36,10 @@ class PrivateFolder:
         for lock_path in sorted(self._shared.glob("*.lock")):
             if lock_path == self._lock_path:
                 continue
-            descriptor = try_lock(lock_path)
+            try:
+                descriptor = try_lock(lock_path)
+            except FileNotFoundError:  # the last of the others closed just now and took the folder along
+                continue
             if descriptor is None:
                 continue
             try:
@@ -55,13 +58,18 @@ class PrivateFolder:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
-        if not any(self._shared.iterdir()):
+        with contextlib.suppress(OSError):  # others are there, or have just removed it
             self._shared.rmdir()
 
     def _take_lock(self) -> tuple[Path, int]:
         while True:
             path = self._shared / f"{os.getpid()}-{secrets.token_hex(8)}.lock"
-            descriptor = try_lock(path)
+            with contextlib.suppress(FileExistsError):
+                self._shared.mkdir()
+            try:
+                descriptor = try_lock(path)
+            except FileNotFoundError:  # an owner that closed took the empty folder along
+                continue
             if descriptor is None:
                 continue
             # A sweeper may have met the file between its creation and our lock and have removed it.

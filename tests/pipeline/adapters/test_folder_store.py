@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,10 @@ import pytest
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
 from pipeline.ports import OutputLocked, StoreError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contracts"))
-from store_contract import MakeStore, StoreContract, create_for_ever
+from tests.pipeline.contracts.store_contract import MakeStore, SharedStoreContract, create_for_ever
 
 
-class TestFolderStoreContract(StoreContract):
+class TestFolderStoreContract(SharedStoreContract):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         return functools.partial(FolderStore, tmp_path / "store")
@@ -61,6 +60,18 @@ def test_given_a_killed_writer_when_the_store_is_opened_again_then_its_temporari
     with FolderStore(root):
         assert not any(path.exists() for path in dead)
         assert (living.scratch / "mine").read_bytes() == b"still building"
+
+
+def test_stores_on_one_folder_come_and_go_without_harm(tmp_path: Path) -> None:
+    def come_and_go(me: int) -> None:
+        for turn in range(15):
+            with FolderStore(tmp_path / "store") as store:
+                assert store.create(f"{me}/{turn}", b"1") is True
+
+    with ThreadPoolExecutor(4) as pool:
+        for outcome in [pool.submit(come_and_go, me) for me in range(4)]:
+            outcome.result()
+    assert [path.name for path in (tmp_path / "store").iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:

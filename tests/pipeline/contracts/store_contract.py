@@ -1,6 +1,6 @@
 """What every object store must do. An adapter's test module subclasses `StoreContract` and gives a `make_store`
-fixture: a function without arguments that opens one more store on the same, at first empty, place. For the tests with
-processes it must be picklable."""
+fixture: a function without arguments that opens one more store on the same, at first empty, place. A store that several
+processes can share subclasses `SharedStoreContract`."""
 
 from __future__ import annotations
 
@@ -158,6 +158,10 @@ class StoreContract:
             winners = [me for me, won in outcomes.items() if won]
             assert len(winners) == 1
             assert stores[0].read(f"race/{race}") == bytes([winners[0]]) * (winners[0] * 1000 + 1)
+
+
+class SharedStoreContract(StoreContract):
+    """What a store must also do that several processes share."""
 
     def test_of_two_processes_that_race_for_a_key_one_wins(self, make_store: MakeStore) -> None:
         context = multiprocessing.get_context("fork")

@@ -1,0 +1,126 @@
+"""Jobs cut by hand, and results for their shards: for tests of what comes after planning."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.ledger import JobLedger, shard_key
+from pipeline.planning import LedgerPlanSink
+from pipeline.ports import World
+from pipeline.submit import Order, submit
+from pipeline.worker_api import ShardReport, ShardWork
+from schemas.errors import RowError, RowErrorCode
+from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, ShardRef, Usage
+from schemas.results import ResultRow, RowStatus, results_table
+from schemas.tables import result_schema, shard_schema
+
+MODEL = "tiny"
+
+
+def order(**changes: Any) -> Order:
+    """An order for some input; `changes` replace its parts."""
+    files = (InputFile(uri="/data/in.jsonl", size=10, sha256="0" * 64),)
+    values: dict[str, Any] = {
+        "input": InputRef(uri="/data/in.jsonl", format=InputFormat.JSONL, files=files),
+        "models": (ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32"),),
+    }
+    return Order(**(values | changes))
+
+
+def shard_table(rows: Sequence[int], carried: pa.Table | None = None) -> pa.Table:
+    """A shard of these rows, in this order; `carried` holds their extra columns."""
+    count = len(rows)
+    columns = {
+        "row": rows,
+        "compute_row": rows,
+        "custom_id": [f"id-{row}" for row in rows],
+        "url": ["/v1/completions"] * count,
+        "body": ['{"prompt": "x"}'] * count,
+        "model": [MODEL] * count,
+        "request_hash": [row.to_bytes(16, "big") for row in rows],
+        "prefix_group": [None] * count,
+        "prefix_readers": [None] * count,
+        "estimated_prompt_tokens": [5] * count,
+        "expected_tokens": [7] * count,
+    }
+    table = pa.table(columns, schema=shard_schema())
+    for name in carried.column_names if carried is not None else []:
+        table = table.append_column(name, carried[name])
+    return table
+
+
+def plan_by_hand(
+    ledger: JobLedger, world: World, shards: Sequence[Sequence[int]], rejected: Sequence[int] = (), **changes: Any
+) -> Job:
+    """Submit an order and plan it as told, in one segment."""
+    job = submit(order(**changes), ledger, world).job
+    sink = LedgerPlanSink(ledger, job, world, None)
+    refs = []
+    for number, rows in enumerate(shards, start=1):
+        buffer = io.BytesIO()
+        pq.write_table(shard_table(rows), buffer)
+        data = buffer.getvalue()
+        key = shard_key(sink.attempt, number)
+        assert ledger.create(key, data)
+        refs.append(
+            ShardRef(
+                number=number, key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), rows=len(rows),
+                computed_rows=len(rows), model=MODEL, prompt_tokens=5 * len(rows), expected_tokens=7 * len(rows),
+            )
+        )  # fmt: skip
+    total = sum(map(len, shards)) + len(rejected)
+    segment = PlanSegment(
+        index=0, attempt=sink.attempt, first_row=0, end_row=total, rejected=len(rejected),
+        unique=total - len(rejected), shards=tuple(refs), last=True,
+    )  # fmt: skip
+    assert sink.commit_segment(segment) == segment
+    error = RowError(RowErrorCode.INVALID_JSON, "not JSON")
+    sink.write_rejected(results_table(ResultRow.refused(row, None, error) for row in rejected).cast(result_schema()))
+    assert sink.commit_rejects()
+    sink.close()
+    return job
+
+
+def answers(work: ShardWork, *, mark: str = "") -> list[ResultRow]:
+    """A result for each row of the shard, every fifth row failed, in another order than the shard's."""
+    rows = []
+    for row, custom_id in zip(work.table["row"].to_pylist(), work.table["custom_id"].to_pylist(), strict=True):
+        if row % 5 == 4:
+            error = RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long")
+            rows.append(ResultRow.refused(row, custom_id, error, model=MODEL, attempt=work.attempt))
+            continue
+        rows.append(
+            ResultRow(
+                custom_id=custom_id, row=row, status=RowStatus.SUCCEEDED, status_code=200, text=f"answer {row}{mark}",
+                finish_reason="stop", response=f'{{"id": "r{row}"}}', model=MODEL, prompt_tokens=5, cached_tokens=1,
+                completion_tokens=7, created_at=work.job.created_at, started_at=work.started_at, attempt=work.attempt,
+            )
+        )  # fmt: skip
+    return rows[::-1]
+
+
+def report(work: ShardWork, seconds: float = 1.0) -> ShardReport:
+    """What computing the shard cost: 5 prompt tokens (1 of them cached) and 7 answered for each row."""
+    rows = work.table.num_rows
+    return ShardReport(
+        usage=Usage(prompt=5 * rows, cached=rows, completion=7 * rows),
+        engine_started_at=work.started_at,
+        engine_finished_at=work.started_at + timedelta(seconds=seconds),
+        engine={"block_size": 16},
+        versions={"torch": "2.13.0"},
+    )
+
+
+def all_rows(ledger: JobLedger) -> list[dict[str, Any]]:
+    """Every result that stands."""
+    found: list[dict[str, Any]] = []
+    for _, info in ledger.parts():
+        found += pq.read_table(pa.BufferReader(ledger.store.read(ledger.prefix + info.key))).to_pylist()
+    return found
