@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
+from math import ceil
 from typing import Any, Generic, TypeVar
 
 from engine.request import Request
@@ -71,36 +72,68 @@ class LazyHeap(Generic[T]):
             self._dead = 0
 
 
-class LengthEstimator:
-    """Expected answer length: the request's own hint, else the mean of finished answers, of its prefix group where
-    there are some, and never above max_tokens."""
+class _Mean:
+    """A running mean of a ratio that forgets: beyond `MEMORY` the past counts half."""
 
-    __slots__ = ("_all", "_groups")
+    __slots__ = ("of", "per")
+
+    MEMORY = 1 << 20
+
+    def __init__(self, of: float, per: float) -> None:
+        self.of = of
+        self.per = per
+
+    def add(self, of: float, per: float) -> None:
+        self.of += of
+        self.per += per
+        if self.of > self.MEMORY:
+            self.of /= 2
+            self.per /= 2
+
+    @property
+    def value(self) -> float:
+        return self.of / self.per
+
+
+class LengthEstimator:
+    """Expected answer length, never above max_tokens.
+
+    A request's own hint is scaled by how hinted answers have turned out so far. Without one it is the mean of
+    finished answers, of its prefix group where there are some (drawn towards everybody's while they are few).
+    """
+
+    __slots__ = ("_all", "_groups", "_hinted")
 
     def __init__(self) -> None:
-        self._all = (PRIOR_WEIGHT, PRIOR_WEIGHT * PRIOR_TOKENS)
-        self._groups: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._all = _Mean(PRIOR_WEIGHT * PRIOR_TOKENS, PRIOR_WEIGHT)
+        self._hinted = _Mean(PRIOR_TOKENS, PRIOR_TOKENS)
+        self._groups: OrderedDict[int, _Mean] = OrderedDict()
 
     def observe(self, request: Request, tokens: int) -> None:
         """Learn from an answer of `tokens` tokens that came to its natural end."""
-        count, total = self._all
-        self._all = (count + 1, total + tokens)
-        group = request.prefix_group
-        if group is not None:
-            count, total = self._groups.pop(group, (0, 0))
-            self._groups[group] = (count + 1, total + tokens)
+        if request.params.max_tokens == 0:
+            return
+        self._all.add(tokens, 1)
+        if request.expected_tokens is not None:
+            self._hinted.add(tokens, self._hint(request))
+        if request.prefix_group is not None:
+            mean = self._groups.pop(request.prefix_group, None) or _Mean(0, 0)
+            mean.add(tokens, 1)
+            self._groups[request.prefix_group] = mean
             if len(self._groups) > MAX_GROUPS:
                 self._groups.popitem(last=False)
 
     def expect(self, request: Request) -> int:
         """Tokens that the answer is expected to have."""
-        most = request.params.max_tokens
         if request.expected_tokens is not None:
-            return min(max(request.expected_tokens, 0), most)
-        count, total = self._all
-        group = request.prefix_group
-        if group is not None and group in self._groups:
-            seen, tokens = self._groups[group]
-            # the group's own mean, drawn towards everybody's while it has few answers
-            count, total = seen + PRIOR_WEIGHT, tokens + PRIOR_WEIGHT * total // count
-        return min(-(-total // count), most)
+            expected = self._hint(request) * self._hinted.value
+        else:
+            expected = self._all.value
+            group = None if request.prefix_group is None else self._groups.get(request.prefix_group)
+            if group is not None:
+                expected = (group.of + PRIOR_WEIGHT * expected) / (group.per + PRIOR_WEIGHT)
+        return min(ceil(expected), request.params.max_tokens)
+
+    @staticmethod
+    def _hint(request: Request) -> int:
+        return min(max(request.expected_tokens or 0, 1), request.params.max_tokens)

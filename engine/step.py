@@ -117,7 +117,6 @@ class StepPlanner:
             for i in visit.tolist():
                 if first + i >= self._end:
                     break
-                self._next = first + i + 1
                 left = self._left - int(before[i]) - spent
                 if left > 0:
                     counts[i] = count = self._catch_up(int(rows[i]), left)
@@ -204,7 +203,7 @@ class StepPlanner:
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
         expected = self._expected(sequence)
         positions = max(min(expected, sequence.max_known) - 1, len(sequence.token_ids))
-        wanted = self._wanted(positions, hits)
+        wanted = self._wanted(sequence, positions, hits)
         if elders and not self._expected_to_fit(wanted, below):
             return False
         start = len(hits) * cache.block_size
@@ -222,7 +221,8 @@ class StepPlanner:
         self._enter(sequence, row, start, count, now)
         if self._committed is not None:
             held = [int(cache.length[row]) - int(first[row]) for first in cache.first]
-            future = zip(self._demand.of_sequence(positions), held, strict=True)
+            pending = len(sequence.token_ids) - start - count
+            future = zip(self._demand.of_sequence(positions, pending), held, strict=True)
             self._committed = [c + max(0, f - h) for c, (f, h) in zip(self._committed, future, strict=True)]
         return True
 
@@ -258,14 +258,12 @@ class StepPlanner:
             expected = known + max((known - sequence.prompt_len) // 4, self._cache.block_size)
         return min(expected, sequence.max_known)
 
-    def _wanted(self, positions: int, hits: list[PrefixNode]) -> list[int]:
+    def _wanted(self, sequence: Sequence, positions: int, hits: list[PrefixNode]) -> list[int]:
         """Free blocks, per group, that a sequence with these hits takes until it has `positions`."""
-        free = self._cache.free_hits(hits)
-        held = self._cache.held_hits(len(hits))
-        return [
-            max(most - shared, 0) + taken
-            for most, shared, taken in zip(self._demand.of_sequence(positions), held, free, strict=True)
-        ]
+        pending = len(sequence.token_ids) - len(hits) * self._cache.block_size
+        most = self._demand.of_sequence(positions, pending)
+        held, taken = self._cache.held_hits(len(hits)), self._cache.free_hits(hits)
+        return [max(m - h, 0) + t for m, h, t in zip(most, held, taken, strict=True)]
 
     def _expected_to_fit(self, wanted: list[int], below: NDArray[np.int32]) -> bool:
         """Whether what is free, with what lower classes would give back, covers what the running rows of this class

@@ -19,23 +19,25 @@ class BlockDemand:
     Args:
         tables: whose groups and rows are counted.
         max_chunk: most tokens of a row in one step.
+        max_model_len: most tokens of a sequence.
 
     Attributes:
         max_chunk: the same, lowered where a window group's pool could not hold the window and such a chunk.
         max_positions: most positions that one sequence alone can have in the pools.
     """
 
-    def __init__(self, tables: CacheTables, max_chunk: int) -> None:
+    def __init__(self, tables: CacheTables, max_chunk: int, max_model_len: int) -> None:
         self._tables = tables
         size = tables.block_size
         self.max_chunk = max_chunk
-        unbounded = int(np.iinfo(np.int32).max)
-        self.max_positions = unbounded
+        self.max_positions = max_model_len
         for group in tables.groups:
             usable = group.num_blocks - 1
+            if usable * size >= max_model_len:
+                continue
             # `_span` inverted: the longest run of positions that never touches more than `usable` blocks
-            room = -1 if group.window is None else (usable - 1) * size + 1 - (group.window - 1)
-            if room >= 1:
+            room = 0 if group.window is None else (usable - 1) * size + 1 - (group.window - 1)
+            if room > 0:
                 self.max_chunk = min(self.max_chunk, room)
             else:
                 self.max_positions = min(self.max_positions, usable * size)
@@ -44,11 +46,13 @@ class BlockDemand:
         """Most blocks that a run of so many positions touches, wherever it starts."""
         return (positions + self._tables.block_size - 2) // self._tables.block_size + 1
 
-    def of_sequence(self, positions: int) -> list[int]:
-        """Most blocks held at once, per group, by a sequence that grows to `positions` from nothing."""
+    def of_sequence(self, positions: int, pending: int) -> list[int]:
+        """Most blocks held at once, per group, by a sequence that grows to `positions` and has `pending` known tokens
+        still to compute."""
         whole = self._tables.blocks_for(positions)
+        chunk = min(max(pending, 1), self.max_chunk)
         return [
-            whole if group.window is None else min(whole, self._span(group.window - 1 + self.max_chunk))
+            whole if group.window is None else min(whole, self._span(group.window - 1 + chunk))
             for group in self._tables.groups
         ]
 
