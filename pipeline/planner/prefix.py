@@ -1,8 +1,8 @@
 """What a request's prompt begins with, as a chain of hashes: equal hash, equal prefix.
 
-The chain is cut where messages end (the first few) and after 1, 2, 4, 8, … times `min_chars`, so it is short for any
-prompt, and two prompts that share a prefix share the chain up to the last cut inside it. Hashes differ between models
-and urls; they only steer the order of work, so 63 bits are plenty.
+The chain is cut where messages end (the first few) and, from there on, after 1, 2, 4, 8, … times `min_bytes`, so it is
+short for any prompt, and two prompts that share a prefix share the chain up to the last cut inside it. Hashes differ
+between models and urls; they only steer the order of work, so 63 bits are plenty.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ def prefix_chain(prompt: bytes, ends: tuple[int, ...], key: bytes, min_bytes: in
     `min_bytes`."""
     if len(prompt) < min_bytes:
         return PrefixChain((), ())
-    cuts = {end for end in ends if end >= min_bytes}
-    size = min_bytes
-    while size <= len(prompt):
-        cuts.add(size)
-        size *= 2
-    sizes = tuple(sorted(cuts))
+    sizes: list[int] = []
+    begin = 0
+    for end in (*ends, len(prompt)):
+        step = min_bytes
+        while begin + step < end:
+            sizes.append(begin + step)
+            step *= 2
+        if end >= min_bytes and end > begin:
+            sizes.append(end)
+        begin = end
     state = blake2b(digest_size=8, key=key)
     hashes: list[int] = []
     start = 0
@@ -54,4 +58,4 @@ def prefix_chain(prompt: bytes, ends: tuple[int, ...], key: bytes, min_bytes: in
         state.update(prompt[start:size])
         hashes.append(int.from_bytes(state.digest(), "little") & MASK)
         start = size
-    return PrefixChain(tuple(hashes), sizes)
+    return PrefixChain(tuple(hashes), tuple(sizes))

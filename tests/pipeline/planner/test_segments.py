@@ -1,0 +1,82 @@
+"""Large inputs are planned in segments, each of which stands for itself once committed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def data(tools: Any, count: int) -> bytes:
+    """`count` lines; every 7th is bad, every 5th blank, and ids repeat after 20 lines."""
+    made = []
+    for number in range(count):
+        if number % 5 == 4:
+            made.append(b"")
+        elif number % 7 == 6:
+            made.append(b"bad")
+        else:
+            made.append(tools.line(f"id {number % 20}", f"question {number}"))
+    return b"\n".join(made) + b"\n"
+
+
+def test_segments_cover_the_input_and_number_their_shards_through(tools: Any) -> None:
+    planned = tools.plan(data(tools, 50), tools.job(plan={"segment_rows": 8, "max_shard_rows": 3}))
+    segments = planned.sink.committed
+    assert [(segment.index, segment.first_row, segment.end_row, segment.last) for segment in segments] == [
+        (index, 8 * index, min(8 * index + 8, 50), index == 6) for index in range(7)
+    ]
+    assert sum(segment.total for segment in segments) == planned.summary.total == 40
+    numbers = [shard.number for segment in segments for shard in segment.shards]
+    assert numbers == list(range(1, len(numbers) + 1))
+    # An id that an earlier segment had is still known.
+    assert planned.error_of[21] == (
+        "duplicate_custom_id",
+        "line 22: custom_id 'id 1' was used before, on line 2; give each line a name of its own",
+    )
+
+
+@pytest.mark.parametrize("count", [16, 17])
+def test_the_last_segment_knows_that_it_is_last(tools: Any, count: int) -> None:
+    lines = b"\n".join(tools.line(str(n)) for n in range(count))
+    planned = tools.plan(lines, tools.job(plan={"segment_rows": 8}))
+    assert [segment.last for segment in planned.sink.committed] == [False] * (-(-count // 8) - 1) + [True]
+
+
+def test_planning_goes_on_where_an_interrupted_planner_stopped(tools: Any) -> None:
+    """Given the first 3 segments stand, when the job is planned again, then only the others are cut, with the same
+    result, and part 0 is made whole."""
+    job = tools.job(plan={"segment_rows": 8, "max_shard_rows": 3})
+    whole = tools.plan(data(tools, 50), job)
+    standing = {segment.index: segment for segment in whole.sink.committed[:3]}
+    again = tools.plan(data(tools, 50), job, sink=tools.sink(standing=standing))
+    assert again.summary == whole.summary
+    assert [segment.index for segment in again.sink.committed] == [3, 4, 5, 6]
+    written = {shard.number for segment in whole.sink.committed[3:] for shard in segment.shards}
+    assert again.shards == {number: rows for number, rows in whole.shards.items() if number in written}
+    assert again.error_of == whole.error_of
+
+
+def test_a_lost_race_leaves_the_winners_segment(tools: Any) -> None:
+    """Given another planner commits the segment first, then its shards are the ones that count."""
+    lines = b"\n".join(tools.line(str(n)) for n in range(3))
+    winner = tools.plan(lines).sink.committed[0].model_copy(update={"attempt": "somebody"})
+    sink = tools.sink()
+    sink.existing_segment = lambda index: None
+    sink.standing[0] = winner
+    assert tools.plan(lines, sink=sink).summary.segments == (winner,)
+
+
+def test_limit_counts_lines_with_content(tools: Any) -> None:
+    planned = tools.plan(data(tools, 50), tools.job(limit=6))
+    assert planned.summary.total == 6
+    assert sorted([*planned.error_of, *(row["row"] for row in planned.rows)]) == [0, 1, 2, 3, 5, 6]
+    assert tools.plan(data(tools, 50), tools.job(limit=1000)).summary.total == 40
+
+
+def test_several_files_are_one_input_and_errors_name_theirs(tools: Any) -> None:
+    source = tools.source(tools.line("a", "one"), b"bad\n" + tools.line("a", "two") + b"\n" + tools.line("b", "three"))
+    planned = tools.plan(source)
+    assert sorted(row["row"] for row in planned.rows) == [0, 3]
+    assert planned.error_of[1][1].startswith("line 1: file-1.jsonl: the line is not JSON")
+    assert "used before, in row 0 of the whole input" in planned.error_of[2][1]
