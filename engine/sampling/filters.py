@@ -38,31 +38,25 @@ class Filters:
         return Filters(self.scale[part], self.top_k[part], self.top_p[part], self.min_p[part])
 
 
-def prefix_length(ordered: Tensor, peak: Tensor, filters: Filters, total: Tensor | None, vocab: int) -> Tensor:
-    """How many of the likeliest tokens stay, int64 [n, 1]; above m: more than `ordered` can tell.
+def prefix_length(ordered: Tensor, peak: Tensor, filters: Filters, total: Tensor | None) -> Tensor:
+    """How many of the likeliest tokens stay, int64 [n, 1]; m: that many or more, unless the list is the whole line.
 
     Args:
         ordered: float32 [n, m], the m largest logits, descending.  peak: float32 [n, 1], the largest.
-        total: int64 [n, 1], weight of the whole line; not needed where the list is the whole line, or every line has a
-            top_k of at most m.
-        vocab: tokens in a line.
+        total: int64 [n, 1], weight of the whole line, for lines without top_k; None where the list is the whole line,
+            or every line has a top_k of at most m.
     """
     m = ordered.shape[1]
     weights = relative(ordered, peak, filters.scale)
     sums = units(weights).cumsum(-1)
-    by_k = filters.top_k > 0
-    length = torch.where(by_k, filters.top_k, vocab)
-    mass = sums.gather(1, length.clamp(max=m) - 1)
-    if total is not None:
-        mass = torch.where(by_k, mass, total)
+    length = torch.where(filters.top_k > 0, filters.top_k, m)
+    mass = sums.gather(1, length - 1) if total is None else total
     wanted = (mass.double() * filters.top_p).ceil_().to(torch.int64)
     reached = torch.searchsorted(sums, wanted) + 1
     length = torch.where(filters.top_p < 1, torch.minimum(length, reached), length)
     # What weighs nothing can't be drawn, so it is not kept either.
     above = torch.searchsorted(-weights, -filters.min_p.clamp(min=1 / UNITS), right=True)
-    # A count of m says only "m or more" unless the list is the whole line.
-    length = torch.minimum(length, torch.where(above < m, above, vocab))
-    return length.clamp_(min=1)
+    return torch.minimum(length, above).clamp_(min=1)
 
 
 def draw_from_largest(
@@ -77,14 +71,13 @@ def draw_from_largest(
     values, ids = largest(logits, width)
     ordered = descending(values)
     width = ordered.shape[1]
-    length = prefix_length(ordered, peak, filters, total, vocab)
-    inside = length.clamp(max=width)
-    last = ordered.gather(1, inside - 1)
-    # Where the prefix ends in a tie that reaches the list's end, tokens with lower ids may stand outside the list.
-    settled = (length <= width) & ((last > ordered[:, -1:]) | (width == vocab))
+    length = prefix_length(ordered, peak, filters, total)
+    last = ordered.gather(1, length - 1)
+    # Where the prefix reaches the list's end, or ends in a tie that does, more of it may stand outside the list.
+    settled = (last > ordered[:, -1:]) | (width == vocab)
     above = values > last
     ties = values == last
-    kept = above | (ties & (ties.cumsum(-1) <= inside - above.sum(-1, keepdim=True)))
+    kept = above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
     weights = units(relative(values, peak, filters.scale)).mul_(kept)
     return ids.gather(1, pick(weights, u)[:, None])[:, 0], settled[:, 0]
 
@@ -92,7 +85,7 @@ def draw_from_largest(
 def draw_from_sorted(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: Workspace) -> Tensor:
     """Draw with the whole line sorted, tokens int64 [n]; arguments as above, n at most `space.lines`."""
     ordered = descending(logits)
-    length = prefix_length(ordered, peak, filters, None, logits.shape[1])
+    length = prefix_length(ordered, peak, filters, None)
     last = ordered.gather(1, length - 1)
     weights = space.weigh(logits, peak, filters.scale, min_logit=last)
     # All tokens equal to the last one are in; those with the highest ids may have to go.

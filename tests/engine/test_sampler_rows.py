@@ -16,6 +16,7 @@ from engine.errors import RequestRefused
 from engine.plan import NO_TOKEN
 from engine.request import Request, SamplingParams
 from engine.sampler import SampleOutput, Sampler, check_params, prompt_logprobs
+from engine.sampling.rows import NO_SLOT, RowParams
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -264,6 +265,19 @@ def test_a_released_row_leaves_nothing_to_its_next_sequence() -> None:
     again = sample(used, logits)
     np.testing.assert_array_equal(again.token_ids, fresh.token_ids)
     assert again.logprobs == {}
+
+
+def test_penalty_slots_are_reused() -> None:
+    """Given many sequences that come and go, the penalty table holds as many slots as ran at once."""
+    params = RowParams(4, 100, (EOS,))
+    request = Request("a", PROMPT, SamplingParams(presence_penalty=1.0))
+    slots = set()
+    for turn in range(100):
+        params.assign(turn % 4, request, 0, PROMPT, 4)
+        slots.add(int(params.penalty_slot[turn % 4]))
+    assert len(slots) == 4
+    params.assign(0, Request("b", PROMPT), 0, PROMPT, 4)
+    assert params.penalty_slot[0] == NO_SLOT
 
 
 def test_choices_seeds_and_positions_draw_differently() -> None:
