@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import Counts, Usage
 
 JobEvent = JobChanged | ProgressMade | ShardCommitted
 
@@ -21,21 +20,3 @@ class NoEvents:
 
     def emit(self, event: JobEvent) -> None:
         """Nothing."""
-
-
-class ProgressMeter:
-    """Keeps what a progress display draws: `counts` by status, `usage` by kind of token, shards committed by now."""
-
-    def __init__(self) -> None:
-        self.counts = Counts()
-        self.usage = Usage()
-        self.shards = 0
-
-    def emit(self, event: JobEvent) -> None:
-        """Take the newest figures from the event."""
-        if isinstance(event, ShardCommitted):
-            self.shards += 1
-            return
-        self.counts = event.counts
-        if isinstance(event, ProgressMade):
-            self.usage = event.usage

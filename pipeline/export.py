@@ -1,7 +1,7 @@
 """Results as OpenAI batch output lines.
 
-In the order of the parts it is one pass. In input order the parts, each sorted by row, are merged; never more than
-`FAN_IN` at a time are open, and larger jobs are merged in rounds through private files: memory doesn't grow with them.
+In the order of the parts it is one pass. In input order the parts, each sorted by row, are merged; only some are open
+at a time, and larger jobs are merged in rounds through private files: memory doesn't grow with them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,20 @@ class Exported:
     others: int
 
 
-def export(ledger: JobLedger, to: Path, *, errors_to: Path | None = None, in_input_order: bool = False) -> Exported:
+def export(
+    ledger: JobLedger,
+    to: Path,
+    *,
+    errors_to: Path | None = None,
+    in_input_order: bool = False,
+    fan_in: int = FAN_IN,
+) -> Exported:
     """Write what is committed as JSONL; each file appears whole, replacing an older one.
 
     Args:
         errors_to: where rows that didn't succeed go instead.
+        in_input_order: sort by row; takes as much scratch space beside `to` as the output when there are many parts.
+        fan_in: most sorted runs that are merged, and so open, at a time.
 
     Raises:
         JobNotFound: no job stands there.  StoreError: a file can't be written.
@@ -64,7 +73,9 @@ def export(ledger: JobLedger, to: Path, *, errors_to: Path | None = None, in_inp
             good = stack.enter_context(_NewFile(to))
             bad = good if errors_to is None else stack.enter_context(_NewFile(errors_to))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent)))
-            for line in _ordered(ledger, job, numbers, folder) if in_input_order else _chained(ledger, job, numbers):
+            for line in (
+                _ordered(ledger, job, numbers, folder, fan_in) if in_input_order else _chained(ledger, job, numbers)
+            ):
                 counts[line.succeeded] += 1
                 (good if line.succeeded else bad).write(line.data + b"\n")
     except OSError as error:
@@ -106,22 +117,22 @@ def _chained(ledger: JobLedger, job: str, numbers: Sequence[int]) -> Iterator[Li
         yield from part_lines(ledger, job, number)
 
 
-def _ordered(ledger: JobLedger, job: str, numbers: Sequence[int], folder: Path) -> Iterator[Line]:
+def _ordered(ledger: JobLedger, job: str, numbers: Sequence[int], folder: Path, fan_in: int) -> Iterator[Line]:
     """Merge in rounds: as long as there are too many sorted runs, groups of them become one run in a private file."""
-    if len(numbers) <= FAN_IN:
+    if len(numbers) <= fan_in:
         yield from heapq.merge(*(part_lines(ledger, job, number) for number in numbers))
         return
     runs = [
         _spill(heapq.merge(*(part_lines(ledger, job, number) for number in group)), folder)
-        for group in _groups(numbers)
+        for group in _groups(numbers, fan_in)
     ]
-    while len(runs) > FAN_IN:
-        runs = [_spill(heapq.merge(*map(_run_lines, group)), folder) for group in _groups(runs)]
+    while len(runs) > fan_in:
+        runs = [_spill(heapq.merge(*map(_run_lines, group)), folder) for group in _groups(runs, fan_in)]
     yield from heapq.merge(*map(_run_lines, runs))
 
 
-def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[start : start + FAN_IN] for start in range(0, len(items), FAN_IN))
+def _groups(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _spill(lines: Iterator[Line], folder: Path) -> Path:

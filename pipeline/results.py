@@ -56,6 +56,7 @@ class PartWriter:
         try:
             self._writer = pq.ParquetWriter(path, schema, compression=COMPRESSION)
         except OSError as error:
+            path.unlink(missing_ok=True)
             raise _write_failed(path, error) from error
 
     def append(self, table: pa.Table) -> None:

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.events import JobEvent
 from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.ports import PipelineError, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from pipeline.worker_api import ShardWork
+from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import JobStatus, Manifest, Tier
 from tests.pipeline.made_jobs import all_rows, answers, order, plan_by_hand, report
 from tests.pipeline.simulation import START, ChaoticQueue, MemoryStore, SimulatedClock, simulated_world
@@ -415,3 +417,24 @@ def test_progress_is_cached_now_and_then_and_always_at_the_end(house: House) -> 
     assert cached is not None
     assert cached.status is JobStatus.COMPLETED
     assert (cached.counts.total, cached.counts.pending, cached.shards_done) == (6, 0, 2)
+
+
+def test_events_tell_the_story_once_and_in_order(house: House) -> None:
+    heard: list[JobEvent] = []
+
+    class Listener:
+        def emit(self, event: JobEvent) -> None:
+            heard.append(event)
+
+    house.dispatcher = Dispatcher(house.world, house.queue, house.heartbeats, Listener())
+    plan_by_hand(house.ledger, house.world, [[0, 1], [2]], rejected=[3])
+    house.dispatcher.add(house.ledger)
+    finish(house, house.client("w"))
+    assert [event.status for event in heard if isinstance(event, JobChanged)] == [
+        JobStatus.IN_PROGRESS, JobStatus.COMPLETED,
+    ]  # fmt: skip
+    shards = [event for event in heard if isinstance(event, ShardCommitted)]
+    assert [(event.shard, event.rows) for event in shards] == [(0, 1), (1, 2), (2, 1)]
+    progress = [event for event in heard if isinstance(event, ProgressMade)]
+    assert [(event.counts.total, event.counts.pending) for event in progress] == [(4, 3), (4, 0)]
+    assert len({event.id for event in heard}) == len(heard)

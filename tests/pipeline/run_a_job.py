@@ -1,0 +1,44 @@
+"""A whole embedded run with a worker that answers at once: what the tests with killed processes run in the child."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.locks import RunLock
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger import JobLedger
+from pipeline.pinning import pin_input
+from pipeline.planning import plan_job
+from pipeline.ports import World
+from pipeline.shard_client import ShardClient
+from pipeline.submit import submit
+from schemas.job import JobSettings, Manifest, PlanSettings
+from tests.pipeline.made_jobs import answers, order, report
+
+
+def run_a_job(out: Path, source: Path, *, seconds_per_shard: float = 0.0, fresh: bool = False) -> Manifest | None:
+    """Submit, plan, work, end: the same call again goes on."""
+    settings = JobSettings(plan=PlanSettings(shard_tokens=160, segment_rows=20))
+    with FolderStore(out) as store, RunLock(out):
+        world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
+        job = submit(order(input=pin_input(source), settings=settings), ledger, world, fresh=fresh).job
+        plan_job(ledger, job, world)
+        queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
+        dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(tick_every=0.002))
+        dispatcher.add(ledger)
+        client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished)
+        thread = threading.Thread(target=dispatcher.run, args=(threading.Event(),))
+        thread.start()
+        while not client.finished() and thread.is_alive():
+            work = client.take(0.002)
+            if work is not None:
+                time.sleep(seconds_per_shard)
+                client.commit(work, answers(work), report(work))
+        thread.join()
+        return dispatcher.outcome(job.id)

@@ -1,0 +1,154 @@
+"""A worker's side of the pipeline: what it may take, what commits, and who wins when two did the same shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.ledger import CLOSING, JobLedger, LedgerError, part_key
+from pipeline.ports import ShardTask, World
+from pipeline.results import RowsMismatch, read_part
+from pipeline.shard_client import ShardClient
+from pipeline.worker_api import ShardReport, ShardWork
+from schemas.job import Closing, Usage
+from tests.pipeline.made_jobs import all_rows, answers, plan_by_hand, report
+from tests.pipeline.simulation import simulated_world
+
+
+@dataclass
+class Bench:
+    """Two workers and a planned job of two shards."""
+
+    world: World
+    ledger: JobLedger
+    queue: MemoryQueue
+    beats: MemoryHeartbeats
+    job: str
+
+    def client(self, name: str) -> ShardClient:
+        return ShardClient(name, self.world, lambda _: self.ledger, self.queue, self.beats, lambda: False)
+
+    def take(self, client: ShardClient, shard: int = 1) -> ShardWork | None:
+        self.queue.put(ShardTask(self.job, shard))
+        return client.take(0)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    world = simulated_world(tmp_path)
+    ledger = JobLedger(world.store)
+    job = plan_by_hand(ledger, world, [[4, 1, 2], [3]], rejected=[0])
+    return Bench(world, ledger, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0), job.id)
+
+
+def test_a_shard_comes_with_all_that_is_needed_and_is_held(bench: Bench) -> None:
+    work = bench.take(bench.client("w"))
+    assert work is not None
+    assert (work.job, work.shard, work.attempt) == (bench.ledger.job(), 1, 1)
+    assert work.table["row"].to_pylist() == [4, 1, 2], "the planner's order"
+    assert bench.beats.held() == {(bench.job, 1)}
+    assert [record.attempt_id for record in bench.ledger.attempts(1)] == [work.attempt_id]
+
+
+def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    mine, yours = bench.take(one), bench.take(two)
+    assert mine is not None
+    assert yours is not None
+    assert (mine.attempt, yours.attempt) == (1, 2)
+    assert two.commit(yours, answers(yours, mark=" of two"), report(yours)) is True
+    stands = bench.world.store.read(part_key(1))
+    assert one.commit(mine, answers(mine, mark=" of one"), report(mine)) is False
+    assert bench.world.store.read(part_key(1)) == stands
+    assert [row["text"] for row in all_rows(bench.ledger)] == [None, "answer 1 of two", "answer 2 of two", None]
+    assert read_part(bench.ledger, 1).summary.worker == "two"
+    (lost,) = bench.ledger.repeated(1)
+    assert (lost.attempt_id, lost.usage) == (mine.attempt_id, Usage(repeated=3 * (5 - 1 + 7)))
+    assert bench.beats.held() == set()
+    assert list(bench.world.scratch.iterdir()) == []
+
+
+def test_results_that_are_not_the_shards_are_refused_and_nothing_is_committed(bench: Bench) -> None:
+    client = bench.client("w")
+    work = bench.take(client)
+    assert work is not None
+    with pytest.raises(RowsMismatch, match="1 rows have none"):
+        client.commit(work, answers(work)[1:], report(work))
+    assert not bench.ledger.has_part(1)
+    assert client.commit(work, answers(work), report(work)) is True
+
+
+def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
+    client = bench.client("w")
+    work = bench.take(client)
+    assert work is not None
+    assert bench.take(client) is None, "held"
+    client.release(work)
+    assert bench.beats.held() == set()
+    again = bench.take(client)
+    assert again is not None
+    assert again.attempt == 2
+
+
+def test_a_heartbeat_that_forgets_a_shard_does_not_make_it_come_twice(bench: Bench) -> None:
+    client = bench.client("w")
+    assert bench.take(client) is not None
+    client.holding([])
+    assert bench.beats.held() == set()
+    assert bench.take(client) is None
+
+
+def test_nothing_is_taken_from_a_job_that_closes(bench: Bench) -> None:
+    bench.ledger.create(CLOSING, Closing(kind="cancel", at=bench.world.clock.now()).to_json())
+    assert bench.take(bench.client("w")) is None
+
+
+def test_a_shard_that_no_plan_has_is_an_error(bench: Bench) -> None:
+    with pytest.raises(LedgerError, match="shard 9 was queued, but no plan segment has it"):
+        bench.take(bench.client("w"), shard=9)
+
+
+def test_a_shard_that_cant_be_read_is_not_held(bench: Bench) -> None:
+    segment = bench.ledger.segment(0)
+    assert segment is not None
+    bench.world.store.delete(segment.shards[0].key)
+    with pytest.raises(Exception, match="no such object"):
+        bench.take(bench.client("w"))
+    assert bench.beats.held() == set()
+
+
+def test_a_report_without_engine_time_is_fine(bench: Bench) -> None:
+    client = bench.client("w")
+    work = bench.take(client, shard=2)
+    assert work is not None
+    assert client.commit(work, answers(work), ShardReport()) is True
+    assert read_part(bench.ledger, 2).summary.engine_started_at is None
+
+
+def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tmp_path: Path) -> None:
+    """The part is built outside the store's folder, on a device that is always full."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with FolderStore(tmp_path / "out") as store:
+        good = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        ledger = JobLedger(store)
+        job = plan_by_hand(ledger, good, [[0]])
+        queue = MemoryQueue()
+        client = ShardClient(
+            "w", good, lambda _: ledger, queue, MemoryHeartbeats(good.clock, 10.0), lambda: False
+        )  # fmt: skip
+        queue.put(ShardTask(job.id, 1))
+        work = client.take(0)
+        assert work is not None
+        (store.scratch / f"part-00001-{work.attempt_id}.parquet").symlink_to(full)
+        with pytest.raises(Exception, match=r"can't write results: .*free some space"):
+            client.commit(work, answers(work), report(work))
+        assert list(store.scratch.iterdir()) == []
+    assert [path.name for path in (tmp_path / "out" / "results").iterdir()] == ["part-00000.parquet"]
