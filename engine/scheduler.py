@@ -21,7 +21,8 @@ One step, highest class first, within a class by arrival:
    classes would have to give back. They are preempted only when their rows or blocks are needed now;
 3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
 
-A sequence that was put back waits until something has ended, so it doesn't take the blocks that the others need next.
+A sequence that was put back is expected to want a block more than it gave up, and those before it have taken of what
+it gave up: so it doesn't fit again until others give blocks back, and nothing thrashes.
 The oldest sequence of the highest class can take every block from all others, and alone fits the pool (`add` refuses
 what doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
 """

@@ -35,7 +35,6 @@ class Sequence:
         watcher: made with the first sampled token, kept through preemption.
         cached_tokens: prompt tokens hit before any preemption.
         high_water: most positions that were ever computed.
-        parked_at: endings counted when it was last preempted; None when it never was.
         prompt_computed: its whole prompt went through a finished step.
         arrived_at, started_at: `add` and first admission, in seconds.
     """
@@ -46,7 +45,6 @@ class Sequence:
         "chain",
         "choice",
         "high_water",
-        "parked_at",
         "preemptions",
         "prompt_computed",
         "request",
@@ -72,7 +70,6 @@ class Sequence:
         self.cached_tokens = 0
         self.high_water = 0
         self.preemptions = 0
-        self.parked_at: int | None = None
         self.prompt_computed = False
         self.arrived_at = now
         self.started_at: float | None = None

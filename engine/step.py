@@ -131,15 +131,12 @@ class StepPlanner:
     def _needs_visit(
         self, rows: NDArray[np.int32], starts: NDArray[np.int32], pending: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Rows with more to do than one token in a block they hold: a chunk, a new block, a block that gets full, or
-        one that falls behind a window."""
+        """Rows with more to do than one token in a block they hold: a chunk, a new block, or a block that gets full.
+        (Blocks that have fallen behind a window are given back then as well, always before new ones are taken.)"""
         cache, size = self._cache, self._rows.block_size
         visit = (pending > 1) | (starts >= cache.length[rows] * size)
         if cache.prefix_caching:
             visit |= (starts + 1) // size > cache.published[rows]
-        for first, group in zip(cache.first, cache.groups, strict=True):
-            if group.window is not None:
-                visit |= (starts - (group.window - 1)) // size > first[rows]
         visit &= pending > 0
         return visit
 
@@ -183,7 +180,6 @@ class StepPlanner:
         sequence = self._batch.owner(int(self._order[self._end]))
         self._batch.vacate(sequence, SequenceState.WAITING)
         sequence.preemptions += 1
-        sequence.parked_at = self.counters.ended
         self.counters.preemptions += 1
         self._waiting.push(sequence.request.priority, sequence.serial, sequence)
         return sequence
@@ -197,12 +193,10 @@ class StepPlanner:
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
-        if elders and sequence.parked_at == self.counters.ended:
-            return False  # it was put back for want of blocks, and nothing has ended since
         chain = self._chain(sequence)
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
         expected = self._expected(sequence)
-        positions = max(min(expected, sequence.max_known) - 1, len(sequence.token_ids))
+        positions = max(expected - 1, len(sequence.token_ids))
         wanted = self._wanted(sequence, positions, hits)
         if elders and not self._expected_to_fit(wanted, below):
             return False

@@ -1,8 +1,9 @@
 """The block tables of all rows, over all cache groups: hits, growth, windows, publishing, release.
 
 All groups' tables of a row have the same length; tables only grow at the end. In a sliding-window group the blocks
-wholly behind the window of the next position to be computed are given back and their entries become `NO_BLOCK`
-(they stay findable until evicted). So a prefix hit of k blocks asks two different things:
+wholly behind the window of the next position to be computed are given back, at the latest when the row needs its
+next block. Their entries become `NO_BLOCK`; they stay findable until evicted. So a prefix hit of k blocks asks two
+different things:
 
     full attention    all k blocks
     window w          the ceil((w - 1) / block_size) blocks before position k * block_size, or all k when fewer

@@ -125,6 +125,18 @@ class TestSharing:
         finish(h)
         assert h.finished["second", 0].cached_tokens == 0
 
+    @pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"pooling": "mean", "max_tokens": 0}])
+    def test_nor_do_they_while_they_run(self, more: dict) -> None:
+        # Given a request that needs every position, in chunks behind another one with the same prompt,
+        h = harness(chunk=8)
+        h.scheduler.add(ask("plain", shared(40)), 0.0)
+        h.scheduler.add(ask("whole", shared(40), **more), 0.0)
+        h.scheduler.add(ask("third", shared(40)), 0.0)
+        # then the others leapfrog and it computes its forty tokens itself.
+        finish(h)
+        assert h.computed["whole", 0] >= 40
+        assert h.computed["plain", 0] < 40
+
     def test_owners_with_different_salt_share_nothing(self) -> None:
         h = harness()
         for salt in (b"", b"one", b"two"):

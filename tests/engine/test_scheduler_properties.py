@@ -102,7 +102,7 @@ def histories(draw: st.DrawFn) -> list[Event]:
     return sorted(events, key=lambda event: event.step)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(harness=harnesses(), history=histories())
 def test_every_answer_is_what_the_model_dictates_under_any_history(harness: Harness, history: list[Event]) -> None:
     # Given requests that come and go at any time, a pool of any size, and any limits,
