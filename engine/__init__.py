@@ -10,6 +10,7 @@ for completion in engine.run([request]):
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
@@ -49,7 +50,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`Engine` on first use: the scheduler and its simulation need no torch."""
     if name in ("Engine", "EngineStats"):
-        from engine import engine
-
-        return getattr(engine, name)
+        return getattr(import_module("engine.engine"), name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -13,10 +13,10 @@ import torch
 from engine.attention import KVLayout, make_backend
 from engine.collect import Collector
 from engine.config import EngineConfig
-from engine.errors import EngineError, UnsupportedModel
+from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.memory import plan_cache
-from engine.models.load import load_model
 from engine.models.base import ModelSpec
+from engine.models.load import load_model
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup
 from engine.request import Completion, Request
@@ -155,8 +155,16 @@ class Engine:
 
         Raises:
             ContextLengthExceeded: prompt + max_tokens never fit.
-            RequestRefused: the id is in use, or the prompt is empty or holds ids outside the vocabulary.
+            RequestRefused: the id is in use, the prompt is empty, or it or logit_bias leaves the vocabulary.
         """
+        vocab_size = self.spec.vocab_size
+        ids = request.prompt_token_ids
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.size:
+            raise RequestRefused(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size}")
+        for token in request.params.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise RequestRefused(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
         self.scheduler.add(request, self.clock())
 
     def cancel(self, request_id: str) -> bool:

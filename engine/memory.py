@@ -108,8 +108,8 @@ def _counts(
     least = sum(need.longest * need.block_bytes for need in needs)
     if least > budget:
         raise OutOfMemory(
-            f"one sequence of {max_model_len} tokens needs {least / 2**20:.0f} MiB of KV cache, but {budget / 2**20:.0f} "
-            "MiB may be used; lower max_model_len or give the cache more memory"
+            f"one sequence of {max_model_len} tokens needs {least / 2**20:.0f} MiB of KV cache, but "
+            f"{budget / 2**20:.0f} MiB may be used; lower max_model_len or give the cache more memory"
         )
     sequence_bytes = sum(need.typical * need.block_bytes for need in needs)
     running = schedule.max_num_seqs if cache.sequences is None else min(schedule.max_num_seqs, cache.sequences)

@@ -89,7 +89,7 @@ def test_models_run_by_transformers_code_are_as_exact(
         run(tiny_model(family), setting, prompts, answers(family))
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *FALLBACKS))
+@pytest.mark.parametrize("family", [*FAMILIES, *FALLBACKS])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_sequences_go_on_as_if_nothing_happened(
     family: str,
