@@ -1,0 +1,102 @@
+"""The command line: commands are put together here, and every error becomes one line and an exit code.
+
+0: done (failed rows included). 1: the job could not run. 2: bad usage. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from tokenmill.commands import bench, estimate, jobs, models, run
+from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UserError
+from tokenmill.output import say
+
+app = typer.Typer(
+    name="tokenmill",
+    help="Turns files of LLM requests into tables of answers, and loses nothing on the way.",
+    epilog="Answers go to Parquet, progress to stderr. Each command explains itself: tokenmill COMMAND --help.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tokenmill {version('tokenmill')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Show the help when no command is given."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+app.command("run")(run.run)
+app.command("estimate")(estimate.estimate)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(models.app, name="models")
+app.command("bench")(bench.bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code. Never raises, and prints a traceback only with --debug."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # Not standalone: typer would print a box of many lines, and would end the process by itself.
+        code = app(args=given, prog_name="tokenmill", standalone_mode=False)
+    except typer.TyperException as error:
+        return _usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        say("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away: nothing is left to tell anyone
+        return EXIT_FAILED
+    except Exception as error:  # noqa: BLE001  # the last floor: whatever arrives here is told, never lost
+        return _failed(error, debug="--debug" in given)
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def _usage(error: typer.TyperException) -> int:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "tokenmill"
+    message = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    say(f"error: {message}; see '{path} --help'")
+    return EXIT_USAGE
+
+
+def _failed(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    say(f"error: {explain(error)}")
+    return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
+
+
+def explain(error: Exception) -> str:
+    """An error as one line. Those that were raised on purpose speak for themselves; others say how to learn more."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError) or _ours(error):
+        return text or type(error).__name__
+    return f"unexpected {type(error).__name__}: {text}; run again with --debug to see where"
+
+
+def _ours(error: Exception) -> bool:
+    """Whether the error comes from one of our rooms (each has a tree of its own; the roof knows them by where they
+    were defined, so that this check loads none of them)."""
+    rooms = ("schemas", "engine", "pipeline", "workers")
+    return any(kind.__module__.split(".")[0] in rooms for kind in type(error).__mro__)

@@ -1,0 +1,95 @@
+"""`tokenmill bench`: throughput of this machine, as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill import output
+from tokenmill.options import Debug, DType, Json
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from tokenmill.bench import Measurement
+
+PREFILL_TOKENS = 512
+PREFILL_ROWS = 16
+DECODE_TOKENS = 64
+
+
+def bench(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'.")] = "demo",
+    dtype: Annotated[DType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch sizes for decode. Repeat for several. [default: 1, 16, 64]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each thing is measured, after one warm-up.")] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="Requests for the pipeline without a model.")] = 2000,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Measure this machine: the scheduler and the pipeline with nothing to compute, then prefill and decode.
+
+    The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
+    """
+    from engine.engine import Engine
+    from tokenmill import bench as measure
+    from tokenmill import job_options, measured
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.wiring import EngineOptions
+    from workers.model_host import dtype_name, model_digest, model_path
+
+    log_to_stderr()
+    cache = read_settings().model_cache
+    chosen = job_options.choose_model(model, cache)
+    path = model_path(chosen.source.path)
+    output.say("measuring scheduler and pipeline")
+    results = [measure.scheduler()]
+    rows_per_second = measure.pipeline(chosen, rows)
+    output.say(f"loading {chosen.name}")
+    batches = sorted(set(batch or (1, 16, 64)))
+    options = EngineOptions(dtype=dtype, threads=threads, max_num_seqs=max(*batches, PREFILL_ROWS))
+    engine = Engine.load(path, options.config(PREFILL_TOKENS + DECODE_TOKENS))
+    results.append(measure.prefill(engine, PREFILL_TOKENS, PREFILL_ROWS, repeats))
+    for size in batches:
+        output.say(f"decoding, batch {size}")
+        results.append(measure.decode(engine, size, DECODE_TOKENS, repeats))
+    best = max(results[2:], key=lambda result: result.tokens_per_second)
+    speed = measured.MeasuredSpeed(
+        model=model_digest(path),
+        dtype=dtype_name(engine.spec),
+        threads=threads,
+        machine=measured.this_machine(),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        prefill=results[1].tokens_per_second,
+        decode=best.tokens_per_second,
+        batch=best.rows,
+    )
+    kept = measured.keep(speed, cache)
+    if as_json:
+        output.print_json(
+            {**asdict(speed), "pipeline_rows_per_second": rows_per_second, "results": [asdict(r) for r in results]}
+        )
+        return
+    _show(results, rows_per_second)
+    output.say(f"{chosen.name}, {speed.dtype}, {speed.machine}; kept in {kept}")
+
+
+def _show(results: list[Measurement], rows_per_second: float) -> None:
+    cells = [
+        (
+            result.name,
+            output.count(result.tokens_per_second),
+            f"{output.count(result.slowest)} - {output.count(result.fastest)}",
+            f"{result.step_ms:.2f}",
+        )
+        for result in results
+    ]
+    columns = ("", "tokens/s", "range", "ms a step")
+    console = output.stdout()
+    console.print(output.table(None, columns, cells, right=columns[1:]))
+    console.print(f"pipeline with a model that answers at once: {output.count(rows_per_second)} rows/s")

@@ -1,0 +1,164 @@
+"""`tokenmill jobs`: looking at jobs in local folders, and writing their results in OpenAI's form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill import output
+from tokenmill.errors import EXIT_USAGE, InputError
+from tokenmill.options import Debug, Json, Output
+
+if TYPE_CHECKING:
+    from pipeline.jobs import JobSummary
+
+app = typer.Typer(help="Jobs in local folders: list them, show one, export its results.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Show the help when no command is given."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+@app.command("list")
+def list_jobs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A job's folder, or a folder that holds jobs' folders.")
+    ] = Path(),
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """List the jobs in a folder: it may be one, or hold some."""
+    found = [(place, summary) for place in _places(folder) for summary in _summaries(place)]
+    if as_json:
+        output.print_json([_document(summary) for _, summary in found])
+        return
+    rows = [
+        (
+            place,
+            summary.id,
+            summary.status or summary.problem,
+            *(
+                [None] * 3
+                if (c := summary.counts) is None
+                else [output.count(n) for n in (c.total, c.total - c.pending, c.failed)]
+            ),
+        )
+        for place, summary in found
+    ]
+    columns = ("folder", "job", "status", "rows", "done", "failed")
+    output.stdout().print(output.table(None, columns, rows, right=columns[3:]))
+    if not found:
+        output.say(f"no jobs in {folder}; 'tokenmill run' makes one")
+
+
+@app.command("show")
+def show_job(out: Output, as_json: Json = False, _debug: Debug = False) -> None:
+    """Show how a job stands, or how it ended."""
+    from pipeline.adapters.folder import FolderStore
+    from pipeline.jobs import find_ledger, summarize_job
+    from tokenmill.summary import summary_table
+
+    with FolderStore(_existing(out), read_only=True) as store:
+        summary = summarize_job(find_ledger(store))
+    if as_json:
+        output.print_json(_document(summary))
+        return
+    console = output.stdout()
+    console.print(output.table(None, ("", ""), _facts(summary)))
+    if summary.manifest is not None:
+        console.print(summary_table(summary.manifest))
+        for wrong in summary.manifest.errors:
+            console.print(f"line {wrong.line}: {wrong.code}: {wrong.message}", markup=False)
+
+
+@app.command("export")
+def export_job(
+    out: Output,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="JSONL in the form of OpenAI's batch output.")],
+    errors_to: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where rows that did not succeed go instead.")
+    ] = None,
+    in_input_order: Annotated[
+        bool, typer.Option("--in-input-order", help="In the order of the input, not in that of the parts.")
+    ] = False,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Write what is committed so far as JSONL, one line a request."""
+    from pipeline.adapters.folder import FolderStore
+    from pipeline.export import export
+    from pipeline.jobs import find_ledger
+
+    with FolderStore(_existing(out), read_only=True) as store:
+        done = export(find_ledger(store), to, errors_to=errors_to, in_input_order=in_input_order)
+    if as_json:
+        output.print_json({"to": to, "errors_to": errors_to, "succeeded": done.succeeded, "others": done.others})
+        return
+    output.say(f"{to}: {output.count(done.succeeded)} rows succeeded, {output.count(done.others)} did not")
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give the OUT of a run")
+    return folder
+
+
+def _places(folder: Path) -> list[Path]:
+    """The folder itself if it is a job or a root of jobs, else those directly in it that are."""
+    folder = _existing(folder)
+    if _is_place(folder):
+        return [folder]
+    return [place for place in sorted(folder.iterdir()) if place.is_dir() and _is_place(place)]
+
+
+def _is_place(folder: Path) -> bool:
+    return (folder / "job.json").is_file() or (folder / "jobs").is_dir()
+
+
+def _summaries(place: Path) -> list[JobSummary]:
+    from pipeline.adapters.folder import FolderStore
+    from pipeline.jobs import list_jobs
+
+    with FolderStore(place, read_only=True) as store:
+        return list(list_jobs(store))
+
+
+def _facts(summary: JobSummary) -> list[tuple[str, object]]:
+    facts: list[tuple[str, object]] = [("job", summary.id), ("status", summary.status), ("folder", summary.place)]
+    if summary.job is not None:
+        facts += [
+            ("input", summary.job.input.uri),
+            ("model", ", ".join(f"{pin.name} ({pin.dtype})" for pin in summary.job.models)),
+            ("tier", summary.job.tier),
+            ("created", summary.job.created_at.isoformat(timespec="seconds")),
+        ]
+    if summary.manifest is None and summary.counts is not None:
+        counts = summary.counts
+        facts += [
+            ("rows", f"{output.count(counts.total - counts.pending)} of {output.count(counts.total)} done"),
+            ("failed", output.count(counts.failed)),
+            ("shards", f"{summary.shards_done} of {summary.shards_total} done"),
+        ]
+    return facts
+
+
+def _document(summary: JobSummary) -> dict[str, Any]:
+    """A summary for programs."""
+    return {
+        "id": summary.id,
+        "place": summary.place,
+        "problem": summary.problem,
+        "status": summary.status,
+        "counts": summary.counts and summary.counts.model_dump(mode="json"),
+        "usage": summary.usage and summary.usage.model_dump(mode="json"),
+        "shards": {"done": summary.shards_done, "total": summary.shards_total},
+        "job": summary.job and summary.job.model_dump(mode="json"),
+        "manifest": summary.manifest and summary.manifest.model_dump(mode="json"),
+    }

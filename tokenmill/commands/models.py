@@ -1,0 +1,53 @@
+"""`tokenmill models`: what is in the local cache, and getting more into it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tokenmill import models, output
+from tokenmill.errors import EXIT_USAGE
+from tokenmill.options import Debug, Json
+from tokenmill.settings import read_settings
+
+app = typer.Typer(help="Models in the local cache: list them, pull more.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Show the help when no command is given."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
+@app.command("list")
+def list_models(as_json: Json = False, _debug: Debug = False) -> None:
+    """List the models in the local cache."""
+    cache = read_settings().model_cache
+    found = models.cached(cache)
+    if as_json:
+        output.print_json({"cache": cache, "models": [asdict(source) for source in found]})
+        return
+    rows = [(source.name, source.revision, output.size(source.size), source.path) for source in found]
+    output.stdout().print(output.table(None, ("name", "revision", "size", "path"), rows, right=("size",)))
+    if not found:
+        output.say(f"no models in {cache}; 'tokenmill models pull demo' gets a small one")
+
+
+@app.command("pull")
+def pull_model(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="'demo', a hub name (owner/name), a folder or a GGUF file.")
+    ],
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Fetch a model into the local cache, and print where it is."""
+    source = models.pull(name, read_settings().model_cache, output.say)
+    if as_json:
+        output.print_json(asdict(source))
+    else:
+        print(source.path)

@@ -1,0 +1,84 @@
+"""The pipeline in one process, without any server: a folder, an in-process queue, the system's clock.
+
+The same parts as in any other form; only the adapters behind the ports are local. The worker's loop runs on the calling
+thread and the dispatcher on one of its own, so that a long engine step never delays it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.locks import RunLock
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.shard_client import ShardClient
+from pipeline.worker_api import HEARTBEAT_SECONDS
+from schemas.job import Manifest
+
+WORKER = "local"
+
+SILENCE = 20 * HEARTBEAT_SECONDS
+"""Seconds without a heartbeat after which the one worker counts as gone: its thread can only be slow."""
+
+TICK_SECONDS = 0.05
+"""The dispatcher looks often: in one process a look is cheap, and a small job should not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One job's output folder, held by this process. Made by `open_output`."""
+
+    world: World
+    ledger: JobLedger
+
+
+@contextmanager
+def open_output(folder: Path) -> Iterator[Output]:
+    """Hold an output folder for one run.
+
+    Raises:
+        StoreError: it can't be written, or its file system can't keep what is promised.
+        OutputLocked: another run is at it.
+    """
+    with FolderStore(folder) as store, RunLock(folder):
+        yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store))
+
+
+def dispatch(output: Output, work: Callable[[ShardClient], None], price_per_hour: float | None) -> Manifest | None:
+    """Hand the planned job's open shards to `work`, on this thread, until the job ends or `work` returns.
+
+    Args:
+        work: a worker's loop over the client, which is its source and its sink. Not called when no shard is open, so no
+            model need be loaded for a job that lacks nothing but its manifest.
+
+    Returns the outcome, or None when `work` returned early. Raises what either side raises; a dispatcher that failed
+    has the worker end with the shards it holds.
+    """
+    heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
+    queue = MemoryQueue()
+    settings = DispatchSettings(tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
+    dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
+    job = output.ledger.job().id
+    dispatcher.add(output.ledger)
+    dispatcher.tick()
+    if not dispatcher.finished():
+        stop = threading.Event()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
+            dispatching = pool.submit(dispatcher.run, stop)
+            client = ShardClient(WORKER, output.world, lambda _: output.ledger, queue, heartbeats, dispatching.done)
+            try:
+                work(client)
+            finally:
+                stop.set()
+        dispatching.result()
+    return dispatcher.outcome(job)

@@ -1,0 +1,89 @@
+"""What `run` and `estimate` are told, brought into the form that the rooms below understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenmill import models
+from tokenmill.errors import InputError, ModelError, UserError
+from tokenmill.output import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from schemas.job import InputRef, JobSettings
+    from schemas.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """A model on this machine, and what requests call it."""
+
+    name: str
+    source: models.ModelSource
+
+
+def choose_model(given: str, cache: Path) -> ChosenModel:
+    """`MODEL` or `NAME=MODEL`; pulled if it is not here. Raises `ModelError`."""
+    name, separator, place = given.partition("=")
+    if not separator or Path(given).exists():
+        name = place = given
+    if not name or not place:
+        raise ModelError(f"--model {given}: give MODEL, or NAME=MODEL where requests use another name for it")
+    return ChosenModel(name, models.pull(place, cache, say))
+
+
+def read_input(given: str) -> InputRef:
+    """The input's files with their sizes and hashes; raises `InputError` or the pipeline's own."""
+    from pipeline.pinning import pin_input
+
+    if "://" in given:
+        raise InputError(f"{given}: only local files and folders can be read so far; download it first")
+    return pin_input(Path(given).expanduser())
+
+
+def job_settings(
+    settings: Settings, *, tier: str, seed: int, on_invalid: str, limit: int | None, max_output_tokens: int | None
+) -> JobSettings:
+    """Everything that changes a job's answers or its plan. Raises `UserError`."""
+    from schemas.job import JobSettings, OnInvalid, Tier
+
+    cap = settings.max_output_tokens.of(Tier(tier))
+    if max_output_tokens is not None and max_output_tokens > cap:
+        raise UserError(
+            f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
+            f"lower it, or raise TOKENMILL_MAX_OUTPUT_TOKENS__{tier.upper()}"
+        )
+    return JobSettings(
+        seed=seed,
+        on_invalid=OnInvalid(on_invalid),
+        limit=limit,
+        default_max_tokens=min(settings.default_max_tokens, max_output_tokens or cap),
+        max_output_tokens=max_output_tokens or cap,
+        limits=settings.limits,
+        plan=settings.plan,
+    )
+
+
+def read_template(path: Path | None) -> str | None:
+    """A chat template's text. Raises `UserError`."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {path}: can't be read: {error}") from error
+
+
+def token_counter(path: Path, chat_template: str | None = None) -> Callable[[str], int]:
+    """Counts the tokens of a text with the model's own tokenizer, for the planner's estimates."""
+    from workers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path, chat_template)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode_batch([text], add_special_tokens=False)[0])
+
+    return count

@@ -1,0 +1,69 @@
+"""What `bench` measured on this machine, kept so that `estimate` can say how long a job takes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """Speed of one model on one machine.
+
+    Attributes:
+        model: digest of its weights.  dtype, threads: how it was computed (threads None: torch's choice).
+        machine: what was measured on.  measured_at: ISO 8601, UTC.
+        prefill, decode: tokens per second; decode at a batch of `batch` rows.
+    """
+
+    model: str
+    dtype: str
+    threads: int | None
+    machine: str
+    measured_at: str
+    prefill: float
+    decode: float
+    batch: int
+
+
+def this_machine() -> str:
+    """A name for the hardware: another machine that shares the home folder must not take these figures for its own."""
+    return f"{platform.node()} {platform.machine()} {os.cpu_count()} cores"
+
+
+def keep(speed: MeasuredSpeed, cache: Path) -> Path:
+    """Remember a measurement beside the models; an older one of the same model, dtype, threads and machine goes."""
+    path = cache / FILE
+    others = [kept for kept in _read(path) if _key(kept) != _key(speed)]
+    cache.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=cache, prefix=".measured-")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump([asdict(kept) for kept in [*others, speed]], file, indent=2)
+    Path(name).replace(path)
+    return path
+
+
+def recall(cache: Path, *, model: str, dtype: str, threads: int | None) -> MeasuredSpeed | None:
+    """The latest measurement of these weights on this machine, or None."""
+    wanted = (model, dtype, threads, this_machine())
+    return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
+
+
+def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str]:
+    return speed.model, speed.dtype, speed.threads, speed.machine
+
+
+def _read(path: Path) -> list[MeasuredSpeed]:
+    """What is kept; nothing when the file is missing, or is not ours to read: it can always be measured again."""
+    if not path.is_file():
+        return []
+    try:
+        return [MeasuredSpeed(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError):
+        return []

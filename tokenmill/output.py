@@ -1,0 +1,73 @@
+"""How commands speak: results on stdout (a table, or one JSON document), everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPED_WIDTH = 200
+"""Columns of a table that goes to a file or another program, which has no width to keep to."""
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def stderr() -> Console:
+    """Where everything else goes."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """A line for the person who waits."""
+    stderr().print(Text(message))
+
+
+def print_json(document: Any) -> None:
+    """The one JSON document of a command. Values that JSON lacks (dates, paths) become text."""
+    json.dump(document, sys.stdout, indent=2, ensure_ascii=False, default=str)
+    sys.stdout.write("\n")
+
+
+def table(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+) -> Table:
+    """A plain table; `right` names the columns of numbers. Text is never read as markup."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text("-" if value is None else str(value)) for value in row))
+    return made
+
+
+def count(value: float | None) -> str:
+    """A whole number with thousands separated."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours / 24:.1f} days"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

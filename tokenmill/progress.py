@@ -1,0 +1,127 @@
+"""Progress of a run on stderr: one live line in a terminal, a plain line every few seconds elsewhere.
+
+The display asks for a snapshot when it wants one, from a thread of its own; the run itself never waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tokenmill.output import count, duration
+
+PLAIN_SECONDS = 5.0
+REFRESHES_PER_SECOND = 4.0
+BAR_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """How far a run is.
+
+    Attributes:
+        phase: what is being done, in a word or two.
+        total: rows of the job; 0 while it is not known.  done: rows with a result, those of earlier runs included.
+        failed: of them, how many failed.
+        prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
+        remaining_tokens: output tokens that the rows without a result are expected to need.
+        seconds: since this run began to compute; 0 before.
+    """
+
+    phase: str
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    remaining_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds that are left if the rest goes as what was done; None while that would be a guess."""
+        if self.seconds < 1 or self.output_tokens == 0:
+            return None
+        return self.remaining_tokens * self.seconds / self.output_tokens
+
+
+def describe(snapshot: RunSnapshot) -> str:
+    """A snapshot as one line."""
+    if snapshot.seconds <= 0:
+        return snapshot.phase
+    failed = f" ({count(snapshot.failed)} failed)" if snapshot.failed else ""
+    words = [
+        f"{count(snapshot.done)}/{count(snapshot.total)} rows{failed}",
+        f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
+        f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out",
+    ]
+    if snapshot.prompt_tokens and snapshot.cached_tokens:
+        words.append(f"{100 * snapshot.cached_tokens / snapshot.prompt_tokens:.0f} % of input cached")
+    words.append(duration(snapshot.seconds))
+    if snapshot.eta is not None and snapshot.done < snapshot.total:
+        words.append(f"about {duration(snapshot.eta)} left")
+    return "  ".join(words)
+
+
+class ProgressDisplay:
+    """Shows snapshots while the `with` block runs.
+
+    Args:
+        console: where to write (stderr).  snapshot: asked from another thread; must be quick and safe to call there.
+        interval: seconds between plain lines.
+    """
+
+    def __init__(self, console: Console, snapshot: Callable[[], RunSnapshot], interval: float = PLAIN_SECONDS) -> None:
+        self._console = console
+        self._snapshot = snapshot
+        self._interval = interval
+        self._ended = threading.Event()
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._live.start()
+        else:
+            self._thread = threading.Thread(target=self._print_plainly, name="progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _render(self) -> Table:
+        snapshot = self._snapshot()
+        line = Table.grid(padding=(0, 1))
+        # Without a total there is nothing to measure: the bar then pulses.
+        bar = ProgressBar(total=snapshot.total or None, completed=snapshot.done, width=BAR_WIDTH)
+        line.add_row(bar, Text(describe(snapshot), overflow="ellipsis", no_wrap=True))
+        return line
+
+    def _print_plainly(self) -> None:
+        last = ""
+        while not self._ended.wait(self._interval):
+            text = describe(self._snapshot())
+            if text != last:  # a phase without figures is said once
+                self._console.print(Text(text))
+            last = text

@@ -1,0 +1,20 @@
+"""The installation's settings, with mistakes turned into one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
+
+
+def read_settings() -> Settings:
+    """Settings from TOKENMILL_ variables and tokenmill.toml; raises `UserError`."""
+    from schemas.settings import InvalidSettingsError, load_settings
+
+    try:
+        return load_settings()
+    except InvalidSettingsError as error:
+        raise UserError(str(error)) from error

@@ -1,0 +1,63 @@
+"""The outcome of a job, for people: rows by status, tokens by kind, speed, time, cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from tokenmill.output import count, duration, stderr
+
+if TYPE_CHECKING:
+    from schemas.job import Counts, Manifest
+
+
+def summary_table(manifest: Manifest) -> Table:
+    """Everything a manifest says that one wants to see at the end of a run."""
+    counts, usage = manifest.counts, manifest.usage
+    rows: list[tuple[str, str]] = [("rows", count(counts.total))]
+    by_status = (("failed", counts.failed), ("expired", counts.expired), ("cancelled", counts.cancelled))
+    rows.append(("  succeeded", count(counts.succeeded)))
+    rows += [(f"  {name}", count(number)) for name, number in by_status if number]
+    share = f" ({100 * usage.cached / usage.prompt:.0f} %)" if usage.prompt and usage.cached else ""
+    rows += [
+        ("input tokens", count(usage.prompt)),
+        ("  cached", count(usage.cached) + share),
+        ("output tokens", count(usage.completion)),
+    ]
+    rows += [(f"  {name}", count(number)) for name, number in (("repeated", usage.repeated),) if number]
+    if manifest.tokens_per_second is not None:
+        rows.append(("output tokens/s", count(manifest.tokens_per_second)))
+    if manifest.total_tokens_per_second is not None:
+        rows.append(("all tokens/s", count(manifest.total_tokens_per_second)))
+    rows += [("engine time", duration(manifest.engine_seconds)), ("wall time", duration(manifest.wall_seconds))]
+    if manifest.cost is not None:
+        rows.append(("cost", f"{manifest.cost:.4f} (at {manifest.price_per_hour:g} an hour)"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(justify="right")
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
+def last_line(counts: Counts, output: Path) -> str:
+    """The line that a run ends with: it always says how many rows failed."""
+    not_good = counts.total - counts.succeeded
+    what = [f"{count(counts.succeeded)} of {count(counts.total)} rows succeeded", f"{count(counts.failed)} failed"]
+    if not_good > counts.failed:
+        what.append(f"{count(not_good - counts.failed)} expired or cancelled")
+    return f"{output / 'results'}: {', '.join(what)}"
+
+
+def as_document(manifest: Manifest, output: Path) -> dict[str, Any]:
+    """The manifest for `--json`, and where the job lies."""
+    return {"output": str(output), "results": str(output / "results"), **manifest.model_dump(mode="json")}
+
+
+def show(manifest: Manifest, output: Path) -> None:
+    """Summary and last line, on stderr."""
+    console = stderr()
+    console.print(summary_table(manifest))
+    console.print(last_line(manifest.counts, output), markup=False)

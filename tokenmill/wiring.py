@@ -1,0 +1,176 @@
+"""From what `run` was told to a finished job: the embedded form, everything in this process, on one folder.
+
+Nothing expensive happens before something cheap could refuse it: the input is looked at before a model is pulled, the
+model's header is read before a job is made of it, the plan stands before weights are loaded, and a job that has ended
+loads nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConfig
+from engine.engine import resolve_device, resolve_dtype
+from engine.models.load import describe_model
+from pipeline.jobs import summarize_job
+from pipeline.planning import plan_job
+from pipeline.shard_client import ShardClient
+from pipeline.submit import Order, submit
+from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Tier
+from tokenmill.embedded import Output, dispatch, open_output
+from tokenmill.job_options import ChosenModel, token_counter
+from tokenmill.tracker import RunTracker
+from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
+from workers.shard_worker import ShardWorker
+
+MIN_TOKENS_PER_SEQUENCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine is to run, as the command line has it; `kv_cache_bytes` None: from the machine and the work."""
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    threads: int | None = None
+    max_num_seqs: int = ScheduleConfig().max_num_seqs
+    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
+    kv_cache_bytes: int | None = None
+
+    def config(self, tokens_per_sequence: int | None = None) -> EngineConfig:
+        """The engine's settings, for sequences of about this length (tokens)."""
+        return EngineConfig(
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            cache=CacheConfig(memory_bytes=self.kv_cache_bytes, tokens_per_sequence=tokens_per_sequence),
+            schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Everything a run needs to know.
+
+    Attributes:
+        output: the job's folder.  fresh: forget the job that stands there.
+        chat_template: replaces the model's own.
+        price_per_hour: of this machine; None: no cost is shown.
+    """
+
+    inputs: InputRef
+    model: ChosenModel
+    output: Path
+    tier: Tier
+    settings: JobSettings
+    engine: EngineOptions
+    chat_template: str | None = None
+    fresh: bool = False
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """What came of a run.
+
+    Attributes:
+        manifest: the outcome; None: the run was stopped before the job's end.
+        counts: rows by status; pending ones have no result yet.
+        before: rows that had a result when this run began.
+    """
+
+    manifest: Manifest | None
+    counts: Counts
+    before: int
+
+
+Load = Callable[[RunPlan, ModelPin, list[PlanSegment]], LoadedModel]
+"""Loads the pinned model for the plan's segments."""
+
+
+def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
+    """The model that was pinned, with a KV cache no larger than these requests can use."""
+    return LoadedModel.load(
+        Path(pin.source),
+        name=pin.name,
+        config=plan.engine.config(tokens_per_sequence(segments)),
+        revision=pin.revision,
+        chat_template=plan.chat_template,
+        digest=pin.digest,
+    )
+
+
+def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Load = load_model) -> JobRun:
+    """Bring a job to its end, or as far as it goes until `stop` is set.
+
+    Args:
+        load: only called when there is something to compute.
+
+    Raises what submitting, planning, loading and working raise; what was committed by then stays.
+    """
+    tracker.phase("checking the model")
+    path = model_path(plan.model.source.path)
+    pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
+    order = Order(input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier)
+    with open_output(plan.output) as output:
+        submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
+        manifest = output.ledger.manifest()
+        if manifest is not None:
+            return JobRun(manifest, manifest.counts, manifest.counts.total)
+        counter = None
+        if output.ledger.wanted_parts() is None:  # else the plan stands, and there is nothing left to count
+            tracker.phase("planning")
+            counter = token_counter(path, plan.chat_template)
+        plan_job(output.ledger, submitted.job, output.world, counter)
+        segments = list(output.ledger.segments())
+        before = _counts(output)
+        tracker.planned(before, expected_tokens(output, segments))
+
+        def work(client: ShardClient) -> None:
+            tracker.phase("loading the model")
+            model = load(plan, pin, segments)
+            tracker.computing()
+            ShardWorker(model, client, client, output.world.clock, observer=tracker).run(stop)
+
+        manifest = dispatch(output, work, plan.price_per_hour)
+        counts = _counts(output) if manifest is None else manifest.counts
+        return JobRun(manifest, counts, before.total - before.pending)
+
+
+def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
+    """What a job is pinned to: the weights' digest and the dtype they are computed in. Reads every byte of the weights
+    (which are then in the page cache when they are loaded), after a look at the header said that they can be used."""
+    spec = describe_model(path, dtype=resolve_dtype(options.dtype, resolve_device(options.device))).spec
+    return ModelPin(
+        name=model.name,
+        source=str(path),
+        digest=model_digest(path, chat_template),
+        revision=model.source.revision,
+        dtype=dtype_name(spec),
+    )
+
+
+def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
+    """Output tokens that the shards without a part are expected to need."""
+    standing = {number for number, _ in output.ledger.parts()}
+    return sum(s.expected_tokens for segment in segments for s in segment.shards if s.number not in standing)
+
+
+def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:
+    """The mean length of these requests if each answer is as long as it may be: with a cache for that, running out of
+    blocks, and computing something again for it, stays the exception."""
+    rows = sum(segment.unique for segment in segments)
+    if not rows:
+        return None
+    prompt = sum(shard.prompt_tokens for segment in segments for shard in segment.shards)
+    most = sum(segment.max_tokens for segment in segments)
+    return max(MIN_TOKENS_PER_SEQUENCE, -(-(prompt + most) // rows))
+
+
+def _counts(output: Output) -> Counts:
+    counts = summarize_job(output.ledger).counts
+    assert counts is not None  # a job that can't be read raises instead
+    return counts
