@@ -176,3 +176,14 @@ def test_shards_cover_all_and_respect_their_limits(
                 or stop - begin > rows
                 or waiting[begin:stop].sum() > copies
             )
+
+
+def test_a_small_group_stays_whole_and_a_large_one_is_split(tools: Any) -> None:
+    """Given shards that want 2 of 6 requests of a group, then the group is split only when 6 is not small."""
+    data = lines(tools, *((RULES, str(n), 5) for n in range(6)))
+    tokens = tools.plan(data).summary
+    target = (tokens.prompt_tokens + tokens.expected_tokens) // 3
+    for min_group_rows, sizes in ((7, [6]), (6, [2, 2, 2])):
+        plan = {"shard_tokens": target, "min_group_rows": min_group_rows}
+        planned = tools.plan(data, tools.job(plan=plan))
+        assert [len(rows) for rows in planned.shards.values()] == sizes

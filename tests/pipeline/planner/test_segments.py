@@ -67,11 +67,14 @@ def test_a_lost_race_leaves_the_winners_segment(tools: Any) -> None:
     assert tools.plan(lines, sink=sink).summary.segments == (winner,)
 
 
-def test_limit_counts_lines_with_content(tools: Any) -> None:
-    planned = tools.plan(data(tools, 50), tools.job(limit=6))
+@pytest.mark.parametrize("segment_rows", [3, 1000])
+def test_limit_counts_lines_with_content(tools: Any, segment_rows: int) -> None:
+    plan = {"segment_rows": segment_rows}
+    planned = tools.plan(data(tools, 50), tools.job(limit=6, plan=plan))
     assert planned.summary.total == 6
     assert sorted([*planned.error_of, *(row["row"] for row in planned.rows)]) == [0, 1, 2, 3, 5, 6]
-    assert tools.plan(data(tools, 50), tools.job(limit=1000)).summary.total == 40
+    assert planned.sink.committed[-1].last
+    assert tools.plan(data(tools, 50), tools.job(limit=1000, plan=plan)).summary.total == 40
 
 
 def test_several_files_are_one_input_and_errors_name_theirs(tools: Any) -> None:
