@@ -122,23 +122,23 @@ class SegmentBuilder:
             self._chain_sizes.extend(row.chain.sizes)
 
     def finish(self, settings: PlanSettings, carried: pa.Schema | None) -> SegmentPlan:
-        """Find copies, order, cut. The builder is spent."""
-        hashes = np.frombuffer(bytes(self._hashes), dtype=np.uint64).reshape(-1, 2)
+        """Find copies, order, cut. The builder is spent: its numbers are shared, not copied."""
+        hashes = np.frombuffer(self._hashes, dtype=np.uint64).reshape(-1, 2)
         chains = Chains(
-            np.array(self._chain_hashes, dtype=np.int64),
-            np.array(self._chain_sizes, dtype=np.int32),
-            np.array(self._depths, dtype=np.int64),
+            np.asarray(self._chain_hashes, dtype=np.int64),
+            np.asarray(self._chain_sizes, dtype=np.int32),
+            np.asarray(self._depths, dtype=np.int64),
         )
         columns = Columns(
-            rows=np.array(self._rows, dtype=np.int64),
+            rows=np.asarray(self._rows, dtype=np.int64),
             hashes=hashes,
-            models=np.array(self._models, dtype=np.int32),
-            choices=np.array(self._choices, dtype=np.int64),
-            prompt_tokens=np.array(self._prompt_tokens, dtype=np.int32),
-            expected=np.array(self._expected, dtype=np.int32),
-            max_tokens=np.array(self._max_tokens, dtype=np.int64),
+            models=np.asarray(self._models, dtype=np.int32),
+            choices=np.asarray(self._choices, dtype=np.int64),
+            prompt_tokens=np.asarray(self._prompt_tokens, dtype=np.int32),
+            expected=np.asarray(self._expected, dtype=np.int32),
+            max_tokens=np.asarray(self._max_tokens, dtype=np.int64),
         )
-        leaders = find_leaders(hashes, np.array(self._shareable, dtype=bool), settings.max_copies)
+        leaders = find_leaders(hashes, np.asarray(self._shareable, dtype=bool), settings.max_copies)
         computed = np.flatnonzero(leaders == np.arange(len(leaders)))
         arrangement = arrange(
             columns.models[computed],
