@@ -26,7 +26,11 @@ from tests.pipeline.made_jobs import all_rows, answers, order, plan_by_hand, rep
 from tests.pipeline.simulation import START, ChaoticQueue, MemoryStore, SimulatedClock, simulated_world
 
 LIFETIME = 10.0
-EVENTS = ["tick", "tick", "take", "take", "commit", "beat", "lose", "repeat", "mix", "wait", "die", "stall"]
+WEIGHTS = {
+    "tick": 3, "take": 4, "commit": 4, "wait": 2, "stall": 1, "wake": 3,
+    "beat": 1, "lose": 1, "repeat": 1, "mix": 1, "die": 1,
+}  # fmt: skip
+EVENTS = [event for event, weight in WEIGHTS.items() for _ in range(weight)]
 
 
 @dataclass
@@ -78,16 +82,13 @@ class Worker:
 def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
     """One random event; the tokens that a lost race repeated."""
     worker = chaos.choice(workers)
-    event = chaos.choice(
-        ["tick", "tick", "take", "take", "commit", "beat", "lose", "repeat", "mix", "wait", "die", "stall"]
-    )
+    event = chaos.choice(EVENTS)
     if event == "tick":
         house.dispatcher.tick()
     elif event == "take" and not worker.stalled and len(worker.works) < 3:
         if (work := worker.client.take(0)) is not None:
             worker.works.append(work)
-    elif event == "commit" and worker.works:
-        # A stalled worker that comes back commits too, long after it was given up.
+    elif event == "commit" and worker.works and not worker.stalled:
         work = worker.works.pop(chaos.randrange(len(worker.works)))
         if not worker.client.commit(work, answers(work, mark=work.attempt_id), report(work)):
             return 11 * work.table.num_rows
@@ -101,11 +102,17 @@ def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[
         house.queue.shuffle(chaos.randrange(100))
     elif event == "wait":
         house.world.clock.sleep(chaos.choice([0.1, 3.0, 40.0]))
+        house.dispatcher.tick()
     elif event == "die" and chaos.random() < 0.3:
         deaths.append(Worker(worker.client, list(worker.works)))
         worker.client, worker.works = house.client(f"reborn-{len(deaths)}"), []
     elif event == "stall":
-        worker.stalled = not worker.stalled
+        # Long enough to be given up: its shards go to another, and later it comes back and commits them too.
+        worker.stalled = True
+        house.world.clock.sleep(LIFETIME + 1)
+        house.dispatcher.tick()
+    elif event == "wake":
+        worker.stalled = False
     return 0
 
 
@@ -124,7 +131,7 @@ def give_back(workers: list[Worker]) -> int:
     seed=st.integers(0, 2**32),
     shard_sizes=st.lists(st.integers(1, 6), max_size=12),
     rejected=st.integers(0, 4),
-    events=st.integers(0, 100),
+    events=st.integers(20, 120),
 )
 def test_whatever_happens_each_row_has_exactly_one_result(
     tmp_path_factory: pytest.TempPathFactory, seed: int, shard_sizes: list[int], rejected: int, events: int
