@@ -185,6 +185,18 @@ def test_echo_goes_before_the_answer(build: Any, kit: Any) -> None:
     assert row.text == "Hi world"
 
 
+def test_special_tokens_take_no_place_in_the_text(build: Any, kit: Any) -> None:
+    (row,) = build(
+        kit.completion([3, 40, 41], echo=True, logprobs=0), [" world"], prompt="<turn>Hi", prompt_logprobs=True
+    )
+    choice = json.loads(row.response)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][0] == "<turn>"
+    assert logprobs["text_offset"][:2] == [0, 0]
+    for token, offset in zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True):
+        assert choice["text"][offset:].startswith(token)
+
+
 def test_a_stop_string_cuts_text_and_logprobs_alike(build: Any, kit: Any) -> None:
     (row,) = build(kit.chat(stop="STOP", logprobs=True), ["The quick STOP brown"])
     choice = json.loads(row.response)["choices"][0]

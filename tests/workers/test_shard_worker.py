@@ -251,7 +251,7 @@ def test_waiting_for_others_does_not_count_as_time_taken(host: Any, work_off: An
     clock = kit.FakeClock()
     model, _ = host(clock=clock, on_step=lambda: clock.sleep(1.0), max_num_seqs=8)
     shard = kit.make_work([kit.chat(max_tokens=3) for _ in range(100)])
-    progress, _ = work_off(model, [shard], settings=WorkerSettings(request_timeout=9.0), clock=clock)
+    progress, _ = work_off(model, [shard], settings=WorkerSettings(request_timeout=7.0), clock=clock)
     assert progress.counts.succeeded == 100
 
 
