@@ -41,7 +41,7 @@ CORPUS = [
 ] * 4
 
 
-def byte_level_tokenizer(template: str | None = TEMPLATE, add_bos: bool = False) -> Any:
+def byte_level_tokenizer(template: str | None = TEMPLATE, add_bos: bool = False, corpus: Sequence[str] = CORPUS) -> Any:
     """A byte-level BPE tokenizer as GPT-2, Llama 3 and Qwen have."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,7 +50,7 @@ def byte_level_tokenizer(template: str | None = TEMPLATE, add_bos: bool = False)
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
-    rust.train_from_iterator(CORPUS, trainer)
+    rust.train_from_iterator(corpus, trainer)
     if add_bos:
         rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return _wrap(rust, template)
