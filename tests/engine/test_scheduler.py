@@ -102,6 +102,19 @@ class TestSharing:
         assert (plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist()) == ([12], [4], [True])
         finish(h)
 
+    def test_the_tail_of_a_finished_sequence_is_evicted_before_its_prefix(self) -> None:
+        # Given a pool of eight blocks, six of them cached by a sequence that has ended,
+        h = harness(blocks=(8,))
+        h.scheduler.add(ask("first", shared(25), 1), 0.0)
+        h.run()
+        # when another one takes five, then the first three of the old ones are left,
+        h.scheduler.add(ask("other", [3] * 20, 1), 0.0)
+        h.run()
+        h.scheduler.add(ask("again", shared(25), 1), 0.0)
+        finish(h)
+        # and the same prompt hits them.
+        assert h.finished["again", 0].cached_tokens == 12
+
     def test_rows_that_prefill_the_same_prompt_in_chunks_take_each_other_s_blocks(self) -> None:
         # Given four equal prompts of 48 tokens, and chunks of 8,
         h = harness(budget=32, chunk=8)

@@ -25,6 +25,11 @@ class EveryNth:
         return token_id % self.n == 0
 
 
+def colliding(parent: bytes, token_bytes: bytes) -> bytes:
+    """A digest with three values."""
+    return bytes([sum(parent + token_bytes) % 3])
+
+
 @dataclass(frozen=True)
 class Event:
     step: int
@@ -87,6 +92,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
         prefix_caching=draw(st.booleans()),
         rope_original_max=draw(st.sampled_from([None, None, 12])),
         depth=draw(st.sampled_from([1, 1, 2, 3])),
+        options=draw(st.sampled_from([{}, {}, {"digest": colliding}])),
     )
 
 
