@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import Prompt, read_workload
+from workload import Prompt, read_workload, write_prompts
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.models.load import describe_model
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--null", action="store_true", help="no model: scheduler and bookkeeping alone")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--keep-prompts", type=Path, default=None, help="write the token ids here, for other engines")
     args = parser.parse_args()
 
     tokenizer = Tokenizer.load(Path(args.model))
@@ -97,6 +98,8 @@ def main() -> None:
         return [int(i) for i in tokenizer.encode_batch([text], add_special_tokens=False)[0]]
 
     prompts = read_workload(args.workload, template, args.limit)
+    if args.keep_prompts:
+        write_prompts(args.keep_prompts, prompts)
     config = EngineConfig(
         dtype=args.dtype,
         threads=args.threads,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 
 class ChatTemplate(Protocol):
-    """What both our tokenizer and transformers' offer."""
+    """From messages to the token ids of a prompt."""
 
     def __call__(self, messages: list[dict[str, Any]]) -> list[int]: ...
 
@@ -21,6 +21,16 @@ class Prompt:
     custom_id: str
     token_ids: list[int]
     max_tokens: int
+
+
+def write_prompts(path: Path, prompts: list[Prompt]) -> None:
+    """Keep tokenized prompts, so that another engine is given the very same ids."""
+    path.write_text(json.dumps([asdict(prompt) for prompt in prompts]), encoding="utf-8")
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """What `write_prompts` kept."""
+    return [Prompt(**line) for line in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def read_workload(path: Path, template: ChatTemplate, limit: int | None = None) -> list[Prompt]:

