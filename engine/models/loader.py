@@ -36,22 +36,28 @@ class _Reader:
     def has(self, name: str) -> bool:
         return name in self._left
 
-    def fill(self, name: str, into: Tensor) -> None:
+    def expect(self, name: str, *wanted: int) -> None:
+        """Before memory is taken for it: the tensor is there and has the shape that the config asks for."""
         if name not in self._left:
             raise CorruptWeights(f"tensor {name} is missing from the checkpoint")
-        shape = self._source.shape(name)
-        if shape != tuple(into.shape):
-            raise CorruptWeights(f"tensor {name} has shape {list(shape)}, but the config asks for {list(into.shape)}")
+        if (shape := self._source.shape(name)) != wanted:
+            raise CorruptWeights(f"tensor {name} has shape {list(shape)}, but the config asks for {list(wanted)}")
+
+    def fill(self, name: str, into: Tensor) -> None:
+        self.expect(name, *into.shape)
         self._source.read(name, into)
         self._left.remove(name)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        self.expect(name, rows, columns)
         weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         self.fill(name, weight)
         return weight
 
     def fused(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
         """One `Linear` from the products `names`, stacked."""
+        for name, count in zip(names, rows, strict=True):
+            self.expect(f"{name}.weight", count, columns)
         weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
         offset = torch.empty(sum(rows), dtype=self.dtype, device=self.device) if bias else None
         for index, part in enumerate(torch.split(weight, list(rows))):

@@ -72,6 +72,12 @@ def test_a_tensor_of_another_shape_is_named(whole):
         load(whole)
 
 
+def test_a_config_that_asks_for_more_than_there_is_takes_no_memory_for_it(whole):
+    edit_config(whole, vocab_size=10**13)
+    with pytest.raises(CorruptWeights, match=r"embed_tokens\.weight has shape \[257, 48\]"):
+        load(whole)
+
+
 def test_a_tensor_that_nothing_reads_is_named(whole):
     # A bias that the config does not speak of would change the result if it were read.
     rewrite(whole, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}))
@@ -152,12 +158,13 @@ def test_several_files_without_an_index_are_refused(sharded):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_by_name_and_never_opened(name, whole):
+def test_pickled_weights_are_refused_by_name_and_never_opened(name, whole, tmp_path):
     # Given a folder whose weights are a pickle that would run code
     (whole / "model.safetensors").unlink()
-    (whole / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
+    (whole / name).write_bytes(f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR.".encode())
     with pytest.raises(UnsupportedModel, match=rf"{name} is pickled.*convert it to safetensors"):
         load(whole)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_path_that_leads_nowhere_is_said_in_one_line(tmp_path, whole):
