@@ -14,62 +14,21 @@ from hypothesis import strategies as st
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.events import JobEvent
-from pipeline.ledger import JobLedger, LedgerError, part_key
-from pipeline.manifest import BrokenInvariant
-from pipeline.ports import PipelineError, World
+from pipeline.ledger import JobLedger, part_key
+from pipeline.ports import PipelineError
 from pipeline.shard_client import ShardClient
-from pipeline.submit import submit
 from pipeline.worker_api import ShardWork
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import JobStatus, Manifest, Tier
+from schemas.job import JobStatus, Tier
 from tests.pipeline.made_jobs import all_rows, answers, order, plan_by_hand, report
-from tests.pipeline.simulation import START, ChaoticQueue, MemoryStore, SimulatedClock, simulated_world
+from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
+from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
 
-LIFETIME = 10.0
 WEIGHTS = {
     "tick": 3, "take": 4, "commit": 4, "wait": 2, "stall": 1, "wake": 3,
     "beat": 1, "lose": 1, "repeat": 1, "mix": 1, "die": 1,
 }  # fmt: skip
 EVENTS = [event for event, weight in WEIGHTS.items() for _ in range(weight)]
-
-
-@dataclass
-class House:
-    """One job's pipeline in a simulated world."""
-
-    world: World
-    ledger: JobLedger
-    queue: ChaoticQueue = field(default_factory=ChaoticQueue)
-    settings: DispatchSettings = field(default_factory=DispatchSettings)
-
-    def __post_init__(self) -> None:
-        self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
-        self.dispatcher = Dispatcher(self.world, self.queue, self.heartbeats, settings=self.settings)
-
-    def client(self, name: str) -> ShardClient:
-        return ShardClient(
-            name, self.world, lambda _: self.ledger, self.queue, self.heartbeats, self.dispatcher.finished
-        )
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> House:
-    world = simulated_world(tmp_path)
-    return House(world, JobLedger(world.store))
-
-
-def finish(house: House, client: ShardClient) -> Manifest:
-    """One good worker brings the job to its end."""
-    for _ in range(200):
-        house.dispatcher.tick()
-        if house.dispatcher.finished():
-            break
-        while (work := client.take(0)) is not None:
-            client.commit(work, answers(work), report(work))
-        house.world.clock.sleep(1.0)
-    manifest = house.ledger.manifest()
-    assert manifest is not None, "the job never ended"
-    return manifest
 
 
 @dataclass
@@ -303,107 +262,6 @@ def test_an_empty_job_ends_with_nothing(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [])
     house.dispatcher.add(house.ledger)
     assert finish(house, house.client("w")).counts.total == 0
-
-
-def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
-    world = simulated_world(tmp_path)
-    house = House(world, JobLedger(world.store), settings=DispatchSettings(price_per_hour=3.6))
-    plan_by_hand(house.ledger, world, [[0, 1], [2]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
-    first = client.take(0)
-    world.clock.sleep(2.0)
-    second = client.take(0)
-    assert first is not None
-    assert second is not None
-    world.clock.sleep(8.0)
-    client.commit(first, answers(first), report(first, seconds=5))  # engine 0 to 5
-    client.commit(second, answers(second), report(second, seconds=6))  # engine 2 to 8
-    world.clock.sleep(100.0)
-    manifest = finish(house, client)
-    assert manifest.wall_seconds == 10.0
-    assert manifest.engine_seconds == 8.0, "shards overlap in the running batch; time is not counted twice"
-    assert manifest.tokens_per_second == pytest.approx(21 / 8)
-    assert manifest.total_tokens_per_second == pytest.approx((21 + 15) / 8)
-    assert manifest.cost == pytest.approx(0.01)
-    assert manifest.engine == {"block_size": 16}
-    assert manifest.versions["torch"] == "2.13.0"
-    assert [file.rows for file in manifest.files] == [0, 2, 1]
-    assert manifest.usage.repeated == manifest.repeated_at_most == 0
-
-
-def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0], [1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
-    work = client.take(0)
-    assert work is not None
-    house.world.clock.sleep(7.0)
-    client.commit(work, answers(work), report(work))
-    house.world.clock.sleep(86_400.0)
-    submit(order(), house.ledger, house.world)
-    assert finish(house, house.client("next day")).wall_seconds == pytest.approx(7.0, abs=2.0)
-
-
-def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    assert house.client("dies").take(0) is not None
-    house.world.clock.sleep(LIFETIME + 1)
-    manifest = finish(house, house.client("w"))
-    assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, 24)
-
-
-def broken_store(house: House) -> MemoryStore:
-    store = house.world.store
-    assert isinstance(store, MemoryStore)
-    return store
-
-
-def commit_all(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]], rejected=[5])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
-    while (work := client.take(0)) is not None:
-        client.commit(work, answers(work), report(work))
-
-
-def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -> None:
-    commit_all(house)
-    objects = broken_store(house).objects
-    objects[part_key(1)] = objects[part_key(2)]
-    with pytest.raises(LedgerError, match="damaged or renamed"):
-        house.dispatcher.tick()
-    assert house.ledger.manifest() is None
-
-
-def test_given_a_part_of_another_job_then_the_job_is_not_ended(house: House, tmp_path: Path) -> None:
-    commit_all(house)
-    other = House(simulated_world(tmp_path, seed=9), JobLedger(MemoryStore()))
-    other.ledger = JobLedger(other.world.store)
-    commit_all(other)
-    broken_store(house).objects[part_key(1)] = broken_store(other).objects[part_key(1)]
-    with pytest.raises(BrokenInvariant, match="belongs to job"):
-        house.dispatcher.tick()
-    assert house.ledger.manifest() is None
-
-
-def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: House) -> None:
-    commit_all(house)
-    objects = broken_store(house).objects
-    text = objects["plan/00000.json"].decode()
-    objects["plan/00000.json"] = (
-        text.replace('"rejected": 1', '"rejected": 2').replace('"end_row": 6', '"end_row": 7').encode()
-    )
-    dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
-    dispatcher.add(house.ledger)
-    with pytest.raises(BrokenInvariant, match="holds 1 results for 2 rows"):
-        dispatcher.tick()
-    assert house.ledger.manifest() is None
 
 
 def test_given_a_part_that_no_plan_has_then_it_is_refused(house: House) -> None:

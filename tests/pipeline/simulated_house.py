@@ -1,0 +1,65 @@
+"""One job's whole pipeline in a simulated world, and a good worker that ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.shard_client import ShardClient
+from schemas.job import Manifest
+from tests.pipeline.made_jobs import answers, plan_by_hand, report
+from tests.pipeline.simulation import ChaoticQueue, MemoryStore
+
+LIFETIME = 10.0
+"""Seconds of silence after which a worker counts as dead."""
+
+
+@dataclass
+class House:
+    """One job's pipeline in a simulated world."""
+
+    world: World
+    ledger: JobLedger
+    queue: ChaoticQueue = field(default_factory=ChaoticQueue)
+    settings: DispatchSettings = field(default_factory=DispatchSettings)
+
+    def __post_init__(self) -> None:
+        self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
+        self.dispatcher = Dispatcher(self.world, self.queue, self.heartbeats, settings=self.settings)
+
+    def client(self, name: str) -> ShardClient:
+        return ShardClient(
+            name, self.world, lambda _: self.ledger, self.queue, self.heartbeats, self.dispatcher.finished
+        )
+
+
+def finish(house: House, client: ShardClient) -> Manifest:
+    """One good worker brings the job to its end."""
+    for _ in range(200):
+        house.dispatcher.tick()
+        if house.dispatcher.finished():
+            break
+        while (work := client.take(0)) is not None:
+            client.commit(work, answers(work), report(work))
+        house.world.clock.sleep(1.0)
+    manifest = house.ledger.manifest()
+    assert manifest is not None, "the job never ended"
+    return manifest
+
+
+def broken_store(house: House) -> MemoryStore:
+    store = house.world.store
+    assert isinstance(store, MemoryStore)
+    return store
+
+
+def commit_all(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]], rejected=[5])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client("w")
+    while (work := client.take(0)) is not None:
+        client.commit(work, answers(work), report(work))
