@@ -16,8 +16,8 @@ from torch import Tensor
 
 UNITS = 2.0**40
 BLOCK = 256
-_CPU_CHUNK = 1 << 19  # logits per pass that stay in a core's L2 cache
-_DEVICE_CHUNK = 1 << 24
+_CPU_CHUNK = 1 << 19  # logits per pass and thread, so that they stay near the core
+_DEVICE_CHUNK = 1 << 22
 _NARROW_BLOCK = 32
 
 
@@ -130,7 +130,8 @@ class Workspace:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         padded = -(-vocab_size // BLOCK) * BLOCK
-        self.lines = max(1, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // padded)
+        chunk = _CPU_CHUNK * min(torch.get_num_threads(), 8) if device.type == "cpu" else _DEVICE_CHUNK
+        self.lines = max(1, chunk // padded)
         self._vocab = vocab_size
         self._float = torch.empty(self.lines, vocab_size, dtype=torch.float32, device=device)
         self._keep = torch.empty_like(self._float)
