@@ -15,7 +15,7 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from tokenmill.bench import Measurement
 
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = 256
 PREFILL_ROWS = 16
 DECODE_TOKENS = 64
 

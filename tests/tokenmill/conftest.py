@@ -1,0 +1,130 @@
+"""A tiny served model, and the command line as a function: what a user types, and what they see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tokenmill.cli import main
+
+TEMPLATE = (
+    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> Path:
+    """A Llama of random weights with a trained tokenizer and a chat template, saved as real checkpoints are."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    tiny_models.make_tiny_model("llama", folder, vocab_size=300)
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    specials = ["<pad>", "<s>", "<end>", "<turn>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    rust.train_from_iterator(["a message from the user to the assistant and back again"] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token="<s>", eos_token="<end>", pad_token="<pad>", extra_special_tokens=["<turn>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The error line; there must be exactly one, and nothing after it."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert self.err.splitlines()[-1] == lines[0], self.err
+        assert "Traceback" not in self.err
+        return lines[0]
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a model cache of its own and no settings from outside."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKENMILL_MODEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def tokenmill(place: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """The command line, in this process."""
+
+    def call(*arguments: object) -> Ended:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return Ended(code, out, err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def chat() -> Callable[..., dict[str, Any]]:
+    """Makes a chat request for the model called "tiny"."""
+
+    def chat(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
+        message = {"role": "user", "content": text}
+        return {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": CHAT,
+            "body": {"model": "tiny", "messages": [message], "max_tokens": 6, "temperature": 0, **body},
+        }
+
+    return chat
+
+
+@pytest.fixture
+def write_lines(place: Path) -> Callable[..., Path]:
+    """Writes requests.jsonl; text and bytes go in as they are."""
+
+    def write(*lines: dict[str, Any] | str | bytes, name: str = "requests.jsonl") -> Path:
+        path = place / name
+        with path.open("wb") as file:
+            for line in lines:
+                data = json.dumps(line) if isinstance(line, dict) else line
+                file.write((data.encode() if isinstance(data, str) else data) + b"\n")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def results() -> Callable[[Path], list[dict[str, Any]]]:
+    """Reads a job's results, in input order."""
+
+    def read(out: Path) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pq.read_table(out / "results").sort_by("row").to_pylist()
+        return rows
+
+    return read

@@ -1,0 +1,172 @@
+"""jobs, estimate, models and bench, as their user and a program see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.planner.capacity import HARDWARE
+from tokenmill.commands.estimate import DEVICES
+
+Chat = Callable[..., dict[str, Any]]
+Cli = Callable[..., Any]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def job(tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write) -> Path:
+    """A finished job of three answers and one bad line."""
+    out = place / "jobs-here" / "one"
+    path = write_lines(chat("a"), "{", chat("b", text="longer first", max_tokens=30), chat("c"))
+    assert tokenmill("run", path, "--model", f"tiny={model_folder}", "--output", out).code == 0
+    return out
+
+
+def test_given_a_folder_of_jobs_when_listed_and_shown_then_people_and_programs_see_how_they_stand(
+    tokenmill: Cli, job: Path
+) -> None:
+    table = tokenmill("jobs", "list", job.parent)
+    listed = tokenmill("jobs", "list", job.parent, "--json").json()
+    itself = tokenmill("jobs", "list", job, "--json").json()
+    shown = tokenmill("jobs", "show", job)
+    document = tokenmill("jobs", "show", job, "--json").json()
+
+    assert "completed" in table.out
+    assert listed == itself
+    assert listed[0]["counts"] == document["counts"]
+    assert document["counts"]["succeeded"] == 3
+    assert document["manifest"]["counts"]["failed"] == 1
+    assert document["status"] == "completed"
+    assert "completed" in shown.out
+    assert "requests.jsonl" in shown.out
+
+
+def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_asked_order(
+    tokenmill: Cli, job: Path, place: Path
+) -> None:
+    done = tokenmill("jobs", "export", job, "--to", place / "out.jsonl", "--in-input-order", "--json")
+    split = tokenmill("jobs", "export", job, "--to", place / "good.jsonl", "--errors-to", place / "bad.jsonl")
+
+    lines = [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
+    assert done.json()["succeeded"] == 3
+    assert [line["custom_id"] for line in lines] == ["a", None, "b", "c"]
+    assert lines[0]["response"]["status_code"] == 200
+    assert lines[0]["response"]["body"]["choices"][0]["message"]["content"] is not None
+    assert lines[1]["error"]["code"] == "invalid_json"
+    assert split.code == 0
+    assert len((place / "good.jsonl").read_text().splitlines()) == 3
+    assert len((place / "bad.jsonl").read_text().splitlines()) == 1
+
+
+def test_given_no_job_when_looked_at_then_one_line_says_so(tokenmill: Cli, place: Path) -> None:
+    (place / "empty").mkdir()
+
+    nothing = tokenmill("jobs", "list", place / "empty")
+    missing = tokenmill("jobs", "show", place / "empty")
+    nowhere = tokenmill("jobs", "show", place / "nowhere")
+
+    assert nothing.code == 0
+    assert "no jobs in" in nothing.err
+    assert missing.code == 1
+    assert "no job" in missing.error
+    assert nowhere.code == 1
+    assert "no such folder" in nowhere.error
+
+
+def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(chat("a", max_tokens=10), chat("copy", max_tokens=10), chat("b", text="x", max_tokens=20), "{")
+    before = sorted(place.rglob("*"))
+    arguments = ("estimate", path, "--model", f"tiny={model_folder}", "--hardware", "h100", "--price-per-hour", "36")
+
+    found = tokenmill(*arguments, "--exact", "--json").json()
+    shown = tokenmill(*arguments)
+
+    assert sorted(place.rglob("*")) == before
+    assert (found["rows"], found["rejected"], found["unique"]) == (4, 1, 2)
+    assert found["max_tokens"] == 30
+    assert 0 < found["expected_tokens"] <= 30
+    assert found["reasons"] == {"invalid_json": 1}
+    (least,) = found["times"]
+    assert least["on"] == "h100"
+    assert least["cost"] == pytest.approx(least["seconds"] / 100)
+    assert "h100" in shown.out
+    assert "tokenmill bench" in shown.err
+
+
+def test_given_the_devices_offered_when_compared_with_the_data_sheets_then_none_is_missing() -> None:
+    assert sorted(DEVICES) == sorted(HARDWARE)
+
+
+def test_given_a_bench_when_it_ends_then_its_figures_are_told_and_estimate_uses_them(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
+
+    found = tokenmill("bench", "--model", model_folder, *quick, "--json").json()
+    estimated = tokenmill(
+        "estimate", write_lines(chat("a", max_tokens=10)), "--model", f"tiny={model_folder}",
+        "--dtype", "float32", "--threads", "1", "--json",
+    ).json()  # fmt: skip
+
+    names = [result["name"] for result in found["results"]]
+    assert names == ["scheduler alone, batch 256", "prefill, prompts of 256 tokens", "decode, batch 2"]
+    assert all(result["tokens_per_second"] > 0 for result in found["results"])
+    assert found["pipeline_rows_per_second"] > 0
+    (here,) = estimated["times"]
+    assert here["on"] == "this machine"
+    wanted = estimated["prompt_tokens"] / found["prefill"] + estimated["expected_tokens"] / found["decode"]
+    assert here["seconds"] == pytest.approx(wanted)
+
+
+def test_given_an_empty_cache_when_models_are_listed_then_the_way_to_get_one_is_told(
+    tokenmill: Cli, place: Path
+) -> None:
+    listed = tokenmill("models", "list")
+
+    assert listed.code == 0
+    assert "tokenmill models pull demo" in listed.err
+    assert tokenmill("models", "list", "--json").json() == {"cache": str(place / "cache"), "models": []}
+
+
+def test_given_a_folder_when_pulled_then_it_is_taken_as_it_is(tokenmill: Cli, model_folder: Path) -> None:
+    assert tokenmill("models", "pull", model_folder).out.strip() == str(model_folder)
+    assert tokenmill("models", "pull", model_folder, "--json").json()["path"] == str(model_folder)
+
+
+def test_given_no_network_when_a_hub_name_is_pulled_then_one_line_says_so(place: Path) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenmill", "models", "pull", "owner/model"],
+        cwd=place, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the model hub can't be reached for owner/model")
+    assert "Traceback" not in done.stderr
+
+
+def test_given_wrong_settings_when_a_command_runs_then_one_line_names_the_setting(
+    tokenmill: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENMILL_DEFAULT_MAX_TOKENS", "many")
+
+    ended = tokenmill("models", "list")
+
+    assert ended.code == 1
+    assert "default_max_tokens" in ended.error
+
+
+def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_says_usage(tokenmill: Cli) -> None:
+    for arguments in ((), ("jobs",), ("models",)):
+        ended = tokenmill(*arguments)
+        assert ended.code == 2
+        assert "Usage: tokenmill" in ended.out
