@@ -1,5 +1,5 @@
 # Every install goes through constraints.txt, torch first: an unconstrained step may pull gigabytes that nobody asked for.
-# PIP_ARGS is handed to each pip install (another index, a proxy, --quiet).
+# PIP_ARGS is handed to each pip install (another index, a proxy, -v to see more).
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -8,7 +8,7 @@ OUT ?= out/demo
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help

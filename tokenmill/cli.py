@@ -46,11 +46,11 @@ def root(
         raise typer.Exit(EXIT_USAGE)
 
 
-app.command("run")(run.run)
-app.command("estimate")(estimate.estimate)
-app.add_typer(jobs.app, name="jobs")
-app.add_typer(models.app, name="models")
-app.command("bench")(bench.bench)
+app.command("run", short_help="Answer a file of requests, into Parquet.")(run.run)
+app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
+app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders.")
+app.add_typer(models.app, name="models", short_help="Models in the local cache.")
+app.command("bench", short_help="Throughput of this machine.")(bench.bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

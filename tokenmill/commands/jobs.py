@@ -25,7 +25,7 @@ def root(context: typer.Context) -> None:
         raise typer.Exit(EXIT_USAGE)
 
 
-@app.command("list")
+@app.command("list", short_help="List the jobs in a folder.")
 def list_jobs(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="A job's folder, or a folder that holds jobs' folders.")
@@ -57,7 +57,7 @@ def list_jobs(
         output.say(f"no jobs in {folder}; 'tokenmill run' makes one")
 
 
-@app.command("show")
+@app.command("show", short_help="How a job stands, or how it ended.")
 def show_job(out: Output, as_json: Json = False, _debug: Debug = False) -> None:
     """Show how a job stands, or how it ended."""
     from pipeline.adapters.folder import FolderStore
@@ -77,7 +77,7 @@ def show_job(out: Output, as_json: Json = False, _debug: Debug = False) -> None:
             console.print(f"line {wrong.line}: {wrong.code}: {wrong.message}", markup=False)
 
 
-@app.command("export")
+@app.command("export", short_help="Results as JSONL.")
 def export_job(
     out: Output,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="JSONL in the form of OpenAI's batch output.")],

@@ -23,7 +23,7 @@ def root(context: typer.Context) -> None:
         raise typer.Exit(EXIT_USAGE)
 
 
-@app.command("list")
+@app.command("list", short_help="Models in the cache.")
 def list_models(as_json: Json = False, _debug: Debug = False) -> None:
     """List the models in the local cache."""
     cache = read_settings().model_cache
@@ -37,7 +37,7 @@ def list_models(as_json: Json = False, _debug: Debug = False) -> None:
         output.say(f"no models in {cache}; 'tokenmill models pull demo' gets a small one")
 
 
-@app.command("pull")
+@app.command("pull", short_help="Fetch a model.")
 def pull_model(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="'demo', a hub name (owner/name), a folder or a GGUF file.")

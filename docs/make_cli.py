@@ -1,0 +1,64 @@
+"""Writes docs/cli.md from what the command line says of itself.
+
+python docs/make_cli.py > docs/cli.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+COMMANDS = (
+    "",
+    "run",
+    "estimate",
+    "bench",
+    "jobs list",
+    "jobs show",
+    "jobs export",
+    "models list",
+    "models pull",
+)
+INTRODUCTION = """\
+# Command line
+
+Results go to stdout (a table, or with `--json` one JSON document), progress and messages to stderr. Exit codes: 0 done,
+failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted. [errors.md](errors.md) has the rest.
+
+`run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt` or `messages`;
+other columns are carried through to the results. A folder stands for the `.jsonl` or the `.parquet` files in it.
+
+Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
+(`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
+`TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`, … All of them
+are in `schemas/settings.py` and `schemas/limits.py`.
+
+This page is what `--help` says; docs/make_cli.py writes it.
+"""
+
+
+def help_of(command: str) -> str:
+    """What `tokenmill COMMAND --help` prints."""
+    from tokenmill.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = main([*command.split(), "--help"])
+    assert code == 0, command
+    return text.getvalue().strip()
+
+
+def render() -> str:
+    """The whole page."""
+    sections = [INTRODUCTION]
+    for command in COMMANDS:
+        name = f"tokenmill {command}".strip()
+        sections.append(f"## {name}\n\n```\n{help_of(command)}\n```\n")
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = os.environ["TERMINAL_WIDTH"] = "100"  # help is wrapped to the terminal
+    sys.stdout.write(render())
