@@ -21,6 +21,7 @@ from engine.null_runner import NullRunner
 from engine.plan import NO_TOKEN, CacheGroup
 from engine.request import Completion, Request
 from engine.runner import ModelRunner, StepRunner
+from engine.sampling.rows import check_params
 from engine.scheduler import Scheduler
 from engine.sequence import FinishedSequence
 
@@ -162,9 +163,7 @@ class Engine:
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if outside.size:
             raise RequestRefused(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size}")
-        for token in request.params.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise RequestRefused(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
+        check_params(request.params, vocab_size)
         self.scheduler.add(request, self.clock())
 
     def cancel(self, request_id: str) -> bool:
