@@ -84,6 +84,18 @@ class TestSharing:
         assert sorted(plan.counts.tolist()) == [2, 2, 2, 18]
         finish(h)
 
+    def test_each_choice_s_answer_can_be_hit_by_a_prompt_that_goes_on_from_it(self) -> None:
+        # Given two choices that ran one after the other, with answers of 12 tokens to a prompt of 8,
+        h = harness(rows=1)
+        h.scheduler.add(ask("r", 8, 13, n=2), 0.0)
+        h.run()
+        for choice in range(2):
+            # when a prompt goes on from either, then it hits prompt and answer.
+            answer = h.finished["r", choice].token_ids.tolist()
+            h.scheduler.add(ask(f"next{choice}", [*ask("r", 8).prompt_token_ids.tolist(), *answer, 3], 1), 0.0)
+            finish(h)
+            assert h.finished[f"next{choice}", 0].cached_tokens == 20
+
     def test_without_the_cache_every_choice_computes_the_prompt(self) -> None:
         h = harness(prefix_caching=False)
         h.scheduler.add(ask("r", 12, n=3), 0.0)
@@ -323,7 +335,7 @@ class TestFairness:
         finish(h)
         stats = h.scheduler.stats
         assert stats.preemptions > 0
-        assert stats.recomputed_tokens < 0.3 * stats.computed_tokens
+        assert 0 < stats.recomputed_tokens < 0.3 * stats.computed_tokens
 
     def test_right_guesses_lead_to_no_preemption(self) -> None:
         h = harness(rows=16, blocks=(32,))
@@ -370,6 +382,19 @@ class TestAdmission:
         h.step()
         # then more run at once than before anything was learnt (three, by max_tokens).
         assert h.scheduler.num_running >= 5
+
+    def test_hints_are_scaled_by_how_earlier_ones_turned_out(self) -> None:
+        # Given answers that all came out four times as long as their hints said,
+        h = harness(rows=16, budget=512, blocks=(32,), prefix_caching=False)
+        for i in range(100):
+            h.scheduler.add(ask(f"seen{i}", 8, 24, expected_tokens=6), 0.0)
+        h.run()
+        # when more come with the same hint, which would admit eight at once,
+        for i in range(16):
+            h.scheduler.add(ask(f"r{i}", 8, 24, expected_tokens=6), 0.0)
+        h.step()
+        # then it is taken for about 24 tokens, and four are admitted.
+        assert h.scheduler.num_running == 4
 
     def test_the_tail_of_the_budget_is_cut_on_a_block_border(self) -> None:
         h = harness(budget=30)
@@ -540,6 +565,9 @@ class TestEndings:
 
     def test_a_step_that_could_not_be_computed_ends_its_sequences_and_empties_the_cache(self) -> None:
         h = harness(rows=2, budget=16)
+        h.scheduler.add(ask("before", shared(12), 1), 0.0)
+        h.run()
+        assert h.scheduler.stats.cached_blocks == (3,)
         for name in ("a", "b", "c"):
             h.scheduler.add(ask(name, [*shared(8), 3], 3), 0.0)
         plan = h.scheduler.schedule(0.0)
