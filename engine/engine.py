@@ -102,7 +102,6 @@ class Engine:
         )
         self._runner = make_runner(self.scheduler)
         self._collector = Collector()
-        self._failed: list[FinishedSequence] = []
         self._step_seconds = 0.0
         self._generated = 0
 
@@ -173,7 +172,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another `step` is due."""
-        return self.scheduler.has_work or bool(self._failed)
+        return self.scheduler.has_work
 
     @property
     def num_waiting(self) -> int:
@@ -199,8 +198,7 @@ class Engine:
             output = self._runner.execute(plan)
         except Exception as error:
             reason = f"the step failed: {type(error).__name__}: {error}"
-            everyone = np.ones(len(plan.rows), dtype=np.bool_)
-            self._failed += self.scheduler.update(plan, plan.rows, everyone, self.clock(), error=reason)
+            self.scheduler.fail(plan, reason, self.clock())
             raise EngineError(reason) from error
         self._collector.take(output)
         self._generated += int(np.count_nonzero(output.token_ids != NO_TOKEN))
@@ -210,9 +208,7 @@ class Engine:
 
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
         """Completions that these, with what ended outside steps, bring about."""
-        finished = [*self._failed, *self.scheduler.take_finished(), *finished]
-        self._failed = []
-        return self._collector.finish(finished, self.clock())
+        return self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""

@@ -232,8 +232,6 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         failed: NDArray[np.bool_],
         now: float,
-        *,
-        error: str | None = None,
     ) -> list[FinishedSequence]:
         """Take a step's results.
 
@@ -241,7 +239,6 @@ class Scheduler:
             plan: the oldest plan not yet updated.
             token_ids: int32 [B], the sampled tokens where `plan.samples`.
             failed: bool [B], rows with non-finite values; their sequences end in `ERROR`.
-            error: what failed, when it was the step and not the values.
 
         Returns:
             The sequences that ended with this step, in the plan's order.
@@ -255,7 +252,7 @@ class Scheduler:
         ended: dict[int, FinishedSequence] = {}
         for i in np.flatnonzero(bad).tolist():
             position = int(plan.starts[i] + plan.counts[i]) - 1
-            reason = error or f"non-finite values at or before position {position}"
+            reason = f"non-finite values at or before position {position}"
             ended[i] = self._finish(self._batch.owner(int(plan.rows[i])), FinishReason.ERROR, error=reason)
         self._end_scored(plan, good, ended)
         chosen = np.flatnonzero(good & plan.samples)
