@@ -18,10 +18,6 @@ from typing import Any
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MODEL = "demo"
-URGENCY = (
-    "You read messages that customers send to a shop and say how urgent each of them is, as one digit: 1 can wait a "
-    "week, 2 should be answered within two days, 3 should be answered today. Answer with the digit only."
-)
 
 Line = dict[str, Any]
 
@@ -37,23 +33,34 @@ def chat(custom_id: str, system: str | None, *turns: str, **body: Any) -> Line:
     return line(custom_id, CHAT, messages=messages, **body)
 
 
+def flat(examples: list[list[str]]) -> list[str]:
+    """Examples as the turns of a conversation."""
+    return [turn for pair in examples for turn in pair]
+
+
 def short_answers(texts: dict[str, Any]) -> list[Line]:
     """Labels, extraction, translation and questions: long shared prompts, a few tokens of answer."""
     lines: list[Line] = []
-    for i, message in enumerate(texts["classify"]["messages"]):
-        system = texts["classify"]["system"]
-        lines.append(chat(f"label-{i:02}", system, message, temperature=0, max_tokens=6, stop=["\n"]))
+    labels, urgency, extract, translate = (texts[name] for name in ("classify", "urgency", "extract", "translate"))
+    sorted_ones = "".join(f"Message: {message}\nLabel: {label}\n\n" for message, label in labels["examples"])
+    for i, message in enumerate(labels["messages"]):
+        prompt = f"{labels['instruction']}\n\n{sorted_ones}Message: {message}\nLabel:"
+        lines.append(line(f"label-{i:02}", COMPLETIONS, prompt=prompt, temperature=0, max_tokens=4, stop=["\n"]))
         asked = {"logprobs": True, "top_logprobs": 3} if i % 4 == 0 else {}
-        lines.append(chat(f"urgency-{i:02}", URGENCY, message, temperature=0, max_tokens=2, **asked))
-    for i, note in enumerate(texts["extract"]["notes"]):
-        lines.append(chat(f"extract-{i:02}", texts["extract"]["system"], note, temperature=0, max_tokens=64))
-    for language in texts["translate"]["languages"]:
-        system = texts["translate"]["system"].format(language=language)
-        for i, sentence in enumerate(texts["translate"]["sentences"]):
-            name = f"translate-{language.lower()}-{i:02}"
-            lines.append(chat(name, system, sentence, temperature=0.3, top_p=0.9, seed=100 + i, max_tokens=32))
+        turns = [*flat(urgency["examples"]), message]
+        lines.append(chat(f"urgency-{i:02}", urgency["system"], *turns, temperature=0, max_tokens=2, **asked))
+    for i, note in enumerate(extract["notes"]):
+        turns = [*flat(extract["examples"]), note]
+        lines.append(chat(f"extract-{i:02}", extract["system"], *turns, temperature=0, max_tokens=64))
+    for language, examples in translate["examples"].items():
+        system = translate["system"].format(language=language)
+        for i, sentence in enumerate(translate["sentences"]):
+            sampling = {"temperature": 0.3, "top_p": 0.9, "seed": 100 + i, "max_tokens": 32}
+            lines.append(chat(f"translate-{language.lower()}-{i:02}", system, *flat(examples), sentence, **sampling))
     for i, question in enumerate(texts["answer"]["questions"]):
-        lines.append(chat(f"manual-{i:02}", texts["answer"]["system"], question, temperature=0, max_tokens=48))
+        asked_for = texts["answer"]["question"].format(question=question)
+        turn = f"{texts['answer']['manual'].strip()}\n\n{asked_for}"
+        lines.append(chat(f"manual-{i:02}", None, turn, temperature=0, max_tokens=40))
     return lines
 
 
@@ -63,7 +70,7 @@ def long_answers(texts: dict[str, Any]) -> list[Line]:
     for i, text in enumerate(texts["summarise"]["texts"]):
         lines.append(chat(f"summary-{i:02}", texts["summarise"]["system"], text, temperature=0, max_tokens=56))
     for i, prompt in enumerate(texts["complete"]["prompts"]):
-        lines.append(line(f"continue-{i:02}", COMPLETIONS, prompt=prompt, temperature=0, max_tokens=48, stop=["\n\n"]))
+        lines.append(line(f"continue-{i:02}", COMPLETIONS, prompt=prompt, temperature=0, max_tokens=48))
         sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 7 * i, "n": 2 if i % 4 == 3 else 1}
         lines.append(line(f"sample-{i:02}", COMPLETIONS, prompt=prompt, max_tokens=64, **sampling))
     for i, task in enumerate(texts["write"]["tasks"]):
@@ -94,7 +101,7 @@ def wrong_lines() -> list[tuple[str, str]]:
     bad: list[tuple[str, Line | str]] = [
         ("label-05", '{"custom_id": "cut-off", "method": "POST", "url": "/v1/chat/compl'),
         ("label-20", {"method": "POST", "url": CHAT, "body": {"model": MODEL, **hello}}),
-        ("urgency-11", chat("urgency-03", URGENCY, "This custom_id was used before.", max_tokens=2)),
+        ("urgency-11", chat("urgency-03", None, "This custom_id was used before.", max_tokens=2)),
         ("extract-07", chat("unknown-parameter", None, "Hello!", max_tokens=8, tempreature=0.5)),
         ("manual-02", chat("below-zero", None, "Hello!", max_tokens=8, temperature=-1)),
         ("manual-09", chat("streamed", None, "Hello!", max_tokens=8, stream=True)),

@@ -27,7 +27,7 @@ def main(folder: str) -> None:
         failures.add_row(
             str(row["row"] + 1), row["custom_id"] or "-", row["error_code"], Text(row["error_message"][:120])
         )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(answers, failures if failures.row_count else "no row failed")
     console.print(
         f'pandas: pd.read_parquet("{folder}/results")   duckdb: from "{folder}/results/*.parquet"', markup=False

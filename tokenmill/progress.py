@@ -29,29 +29,38 @@ class RunSnapshot:
 
     Attributes:
         phase: what is being done, in a word or two.
-        total: rows of the job; 0 while it is not known.  done: rows with a result, those of earlier runs included.
-        failed: of them, how many failed.
+        total: rows of the job; 0 while it is not known.  done: rows with a result.  before: of them, those that had one
+            when this run began.  failed: of them, how many failed.
         prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
-        remaining_tokens: output tokens that the rows without a result are expected to need.
+        expected_tokens: output tokens that this run was expected to need when it began.
         seconds: since this run began to compute; 0 before.
     """
 
     phase: str
     total: int = 0
     done: int = 0
+    before: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    remaining_tokens: int = 0
+    expected_tokens: int = 0
     seconds: float = 0.0
 
     @property
     def eta(self) -> float | None:
-        """Seconds that are left if the rest goes as what was done; None while that would be a guess."""
-        if self.seconds < 1 or self.output_tokens == 0:
+        """Seconds that are left, roughly; None while that would be a guess.
+
+        By tokens at first, since the long answers start early and few rows end; by rows later, since by then they tell
+        how long answers really are, which was only expected.
+        """
+        rows, all_rows = self.done - self.before, self.total - self.before
+        if self.seconds < 1 or self.output_tokens == 0 or rows == 0:
             return None
-        return self.remaining_tokens * self.seconds / self.output_tokens
+        by_tokens = self.seconds * max(0, self.expected_tokens - self.output_tokens) / self.output_tokens
+        by_rows = self.seconds * (all_rows - rows) / rows
+        share = rows / all_rows
+        return share * by_rows + (1 - share) * by_tokens
 
 
 def describe(snapshot: RunSnapshot) -> str:

@@ -9,16 +9,12 @@ from schemas.job import Counts
 from tokenmill.progress import RunSnapshot
 from workers.progress import WorkerProgress
 
-ENOUGH_ROWS = 16
-"""Finished rows from which the mean answer says more than the planner's guess."""
-
 
 class RunTracker:
     """Told by the run's threads, asked by the display's; each hands over whole objects, so no lock is needed."""
 
     def __init__(self) -> None:
         self._base = RunSnapshot("starting")
-        self._expected_tokens = 0
         self._began: float | None = None
         self._progress: WorkerProgress | None = None
 
@@ -30,8 +26,14 @@ class RunTracker:
         """The plan stands: rows as they are when this run begins, and output tokens that the pending ones are expected
         to need."""
         done = counts.total - counts.pending
-        self._base = replace(self._base, total=counts.total, done=done, failed=counts.failed)
-        self._expected_tokens = expected_tokens
+        self._base = replace(
+            self._base,
+            total=counts.total,
+            done=done,
+            before=done,
+            failed=counts.failed,
+            expected_tokens=expected_tokens,
+        )
 
     def computing(self) -> None:
         """The engine is about to get its first row."""
@@ -53,22 +55,12 @@ class RunTracker:
         if progress is None or began is None:
             return base
         counts = progress.counts
-        done = base.done + progress.rows
         return replace(
             base,
-            done=done,
+            done=base.done + progress.rows,
             failed=base.failed + counts.failed,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             output_tokens=progress.engine.generated,
-            remaining_tokens=self._remaining(progress, base.total - done),
             seconds=time.monotonic() - began,
         )
-
-    def _remaining(self, progress: WorkerProgress, rows_left: int) -> int:
-        """Output tokens to come: by the mean of finished rows, less what the running ones have already."""
-        counts = progress.counts
-        if progress.rows < ENOUGH_ROWS:
-            return max(0, self._expected_tokens - progress.engine.generated)
-        under_way = progress.engine.generated - counts.completion_tokens
-        return max(0, round(rows_left * counts.completion_tokens / progress.rows) - under_way)

@@ -79,7 +79,7 @@ class JobRun:
     Attributes:
         manifest: the outcome; None: the run was stopped before the job's end.
         counts: rows by status; pending ones have no result yet.
-        before: rows that had a result when this run began.
+        before: rows that had a result from earlier runs.
     """
 
     manifest: Manifest | None
@@ -137,7 +137,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
 
         manifest = dispatch(output, work, plan.price_per_hour)
         counts = _counts(output) if manifest is None else manifest.counts
-        return JobRun(manifest, counts, before.total - before.pending)
+        return JobRun(manifest, counts, 0 if submitted.created else before.total - before.pending)
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:

@@ -18,12 +18,13 @@ from tokenmill.summary import last_line, summary_table
 RUNNING = RunSnapshot(
     phase="computing",
     total=200,
-    done=50,
+    done=60,
+    before=10,
     failed=2,
     prompt_tokens=4000,
     cached_tokens=1000,
     output_tokens=2000,
-    remaining_tokens=6000,
+    expected_tokens=6000,
     seconds=10.0,
 )
 
@@ -31,20 +32,26 @@ RUNNING = RunSnapshot(
 def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_what_they_should_be() -> None:
     line = describe(RUNNING)
 
-    assert "50/200 rows (2 failed)" in line
+    assert "60/200 rows (2 failed)" in line
     assert "400 tok/s in" in line
     assert "200 tok/s out" in line
     assert "25 % of input cached" in line
-    assert "about 30.0 s left" in line
+    wanted = 50 / 190 * (10 * 140 / 50) + 140 / 190 * (10 * 4000 / 2000)  # by rows, and by tokens
+    assert RUNNING.eta == pytest.approx(wanted)
+    assert f"about {wanted:.1f} s left" in line
 
 
 def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_told() -> None:
     assert describe(RunSnapshot("loading the model", total=200, done=50)) == "loading the model"
 
 
-@pytest.mark.parametrize(("seconds", "output"), [(0.5, 100), (5.0, 0)])
-def test_given_too_little_to_go_by_when_asked_for_the_eta_then_there_is_none(seconds: float, output: int) -> None:
-    assert RunSnapshot("computing", 10, 1, output_tokens=output, remaining_tokens=5, seconds=seconds).eta is None
+@pytest.mark.parametrize(("seconds", "output", "done"), [(0.5, 100, 3), (5.0, 0, 3), (5.0, 100, 2)])
+def test_given_too_little_to_go_by_when_asked_for_the_eta_then_there_is_none(
+    seconds: float, output: int, done: int
+) -> None:
+    snapshot = RunSnapshot("computing", 10, done, before=2, output_tokens=output, expected_tokens=500, seconds=seconds)
+
+    assert snapshot.eta is None
 
 
 def test_given_no_terminal_when_shown_then_plain_lines_come_and_a_phase_is_said_once() -> None:
@@ -54,13 +61,13 @@ def test_given_no_terminal_when_shown_then_plain_lines_come_and_a_phase_is_said_
 
     with ProgressDisplay(console, lambda: snapshots.pop(0) if len(snapshots) > 1 else snapshots[0], interval=0.01):
         until = time.monotonic() + 10
-        while "50/200" not in text.getvalue() and time.monotonic() < until:
+        while "60/200" not in text.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
 
     lines = text.getvalue().splitlines()
     assert lines[0] == "planning"
     assert lines.count("planning") == 1
-    assert "50/200 rows" in lines[1]
+    assert "60/200 rows" in lines[1]
 
 
 def test_given_a_terminal_when_shown_then_one_live_line_is_drawn_and_gone_at_the_end() -> None:
@@ -70,7 +77,7 @@ def test_given_a_terminal_when_shown_then_one_live_line_is_drawn_and_gone_at_the
     with ProgressDisplay(console, lambda: RUNNING):
         pass
 
-    assert "50/200 rows" in text.getvalue()
+    assert "60/200 rows" in text.getvalue()
     assert text.getvalue().endswith("\x1b[2K")  # the line is erased: what follows is the summary
 
 
