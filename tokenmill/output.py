@@ -64,6 +64,8 @@ def size(num_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as people read them."""
+    if seconds < 0.95:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

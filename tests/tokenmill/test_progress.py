@@ -108,4 +108,10 @@ def test_given_a_manifest_when_summed_up_then_rows_tokens_speed_and_cost_are_the
 
 def test_given_amounts_when_written_for_people_then_units_fit() -> None:
     assert [size(n) for n in (999, 98_362_432, 2.5e12)] == ["999 B", "98.4 MB", "2.5 TB"]
-    assert [duration(s) for s in (0.04, 75, 7320, 200_000)] == ["0.0 s", "1 min 15 s", "2 h 02 min", "2.3 days"]
+    assert [duration(s) for s in (0.04, 9.96, 75, 7320, 200_000)] == [
+        "40 ms",
+        "10.0 s",
+        "1 min 15 s",
+        "2 h 02 min",
+        "2.3 days",
+    ]
