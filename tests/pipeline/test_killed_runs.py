@@ -56,7 +56,7 @@ def test_given_kills_at_any_moment_when_the_run_is_repeated_then_it_ends_whole(t
     out, chance, committed, kills = tmp_path / "out", random.Random(5), {}, 0
     out.mkdir()
     for _ in range(12):
-        run = FORK.Process(target=run_a_job, args=(out, source), kwargs={"seconds_per_shard": 0.005})
+        run = FORK.Process(target=run_a_job, args=(out, source), kwargs={"seconds_per_shard": 0.05})
         run.start()
         run.join(0.02 + chance.random() * 0.25)
         if run.is_alive():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import structlog
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +77,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tokenmill(place: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def tokenmill(place: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
     """The command line, in this process."""
 
     def call(*arguments: object) -> Ended:
@@ -85,7 +86,8 @@ def tokenmill(place: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., E
         out, err = capfd.readouterr()
         return Ended(code, out, err)
 
-    return call
+    yield call
+    structlog.reset_defaults()  # the command's logs go to this test's stderr, which is closed after it
 
 
 @pytest.fixture(scope="session")
