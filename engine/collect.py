@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.plan import StepOutput, StepPlan
 from engine.request import Choice, Completion, FinishReason, Request, TokenLogprobs
+from engine.resumption import resumed_tokens
 from engine.sequence import FinishedSequence
 
 
@@ -45,6 +46,26 @@ class Collector:
         self._done: dict[str, list[FinishedSequence]] = {}
         self._tracks: dict[tuple[str, int], _Track] = {}
         self._at_row: dict[int, _Track] = {}
+
+    def resume(self, request: Request) -> None:
+        """Take over what came with the request."""
+        if request.params.logprobs is None:
+            return
+        for partial in request.partial:
+            if (given := partial.logprobs) is not None:
+                lines = [_Line(float(c), i, t) for c, i, t in zip(given.chosen, given.top_ids, given.top, strict=True)]
+                self._tracks[request.request_id, partial.index] = _Track(lines)
+
+    def ended(self, request_id: str) -> list[FinishedSequence]:
+        """Choices that have ended, of a request that has not."""
+        return self._done.get(request_id, [])
+
+    def logprobs(self, request: Request, choice: int, start: int, end: int) -> TokenLogprobs | None:
+        """Log-probabilities along a choice's tokens from `start` up to `end`; None when they are not asked for."""
+        if request.params.logprobs is None:
+            return None
+        track = self._tracks.get((request.request_id, choice))
+        return _table([] if track is None else track.logprobs[start:end], request.params.logprobs)
 
     def begin(self, plan: StepPlan) -> None:
         """Learn who owns the rows of this step."""
@@ -101,6 +122,7 @@ class Collector:
             error=next((s.error for s in sequences if s.error is not None), None),
             prompt_logprobs=prompt_logprobs,
             pooled=None if track is None else track.pooled,
+            resumed_tokens=resumed_tokens(request),
         )
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from engine.models.base import ModelSpec
 from engine.models.load import load_model
 from engine.null_runner import NullRunner
 from engine.plan import NO_TOKEN, CacheGroup
-from engine.request import Completion, Request
+from engine.request import Completion, PartialChoice, Request
+from engine.resumption import ANSWERED
 from engine.runner import ModelRunner, StepRunner
 from engine.sampling.rows import check_params
 from engine.scheduler import Scheduler
@@ -162,12 +163,38 @@ class Engine:
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if outside.size:
             raise RequestRefused(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size}")
+        for partial in request.partial:
+            if ((partial.token_ids < 0) | (partial.token_ids >= vocab_size)).any():
+                raise RequestRefused(f"partial choice {partial.index} leaves the vocabulary of {vocab_size}")
         check_params(request.params, vocab_size)
         self.scheduler.add(request, self.clock())
+        self._collector.resume(request)
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
         return self.scheduler.cancel(request_id)
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+        """What an unfinished request has so far, to be logged, or to go on from (`Request.partial`).
+
+        Args:
+            given: choice -> tokens of it that the caller has already; only those behind them come (and their
+                log-probabilities). Choices that have nothing new and have not ended are left out.
+        """
+        given = given or {}
+        found = []
+        for choice, ids in self.scheduler.sampled(request.request_id):
+            start = given.get(choice, 0)
+            if len(ids) > start:
+                logprobs = self._collector.logprobs(request, choice, start, len(ids))
+                found.append(PartialChoice(choice, ids[start:].copy(), logprobs))
+        for end in self._collector.ended(request.request_id):
+            if end.finish_reason in ANSWERED:
+                start = given.get(end.choice, 0)
+                logprobs = self._collector.logprobs(request, end.choice, start, len(end.token_ids))
+                ids, reason = end.token_ids[start:], end.finish_reason
+                found.append(PartialChoice(end.choice, ids, logprobs, reason, end.stop_token_id))
+        return tuple(found)
 
     @property
     def has_work(self) -> bool:

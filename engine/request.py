@@ -114,6 +114,38 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities along a run of tokens.
+
+    Attributes:
+        chosen: float32 [tokens], of the token that stands there (NaN for a prompt's first token).
+        top_ids, top: int32 and float32 [tokens, k], the k likeliest, descending.
+    """
+
+    chosen: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialChoice:
+    """What is known of a choice whose request has not ended: what `Engine.partial` gives, and `Request.partial` takes.
+
+    Attributes:
+        index: which choice.
+        token_ids: int32 [tokens], sampled so far, without an end token.
+        logprobs: along them, when the request asks for any.
+        finish_reason, stop_token_id: how it ended, when it has ended and only its siblings go on.
+    """
+
+    index: int
+    token_ids: NDArray[np.int32]
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to complete, score or pool.
 
@@ -127,6 +159,8 @@ class Request:
         salt: keeps prefix-cache entries of different owners apart.
         watcher, mask: make the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the last hidden state or the mean over the prompt.
+        partial: what an interrupted computation of this very request had, by choice; it goes on from there, and gives
+            the answer that it would have given without the interruption (at float32).
     """
 
     request_id: str
@@ -140,20 +174,7 @@ class Request:
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None
     pooling: Literal["last", "mean"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities along a run of tokens.
-
-    Attributes:
-        chosen: float32 [tokens], of the token that stands there (NaN for a prompt's first token).
-        top_ids, top: int32 and float32 [tokens, k], the k likeliest, descending.
-    """
-
-    chosen: NDArray[np.float32]
-    top_ids: NDArray[np.int32]
-    top: NDArray[np.float32]
+    partial: tuple[PartialChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +199,7 @@ class Completion:
         pooled: float32 [hidden], when pooling was asked for.
         started_at, finished_at: on the engine's clock (seconds); admission and end.
         preemptions: how often a choice was put back and recomputed.
+        resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
     """
 
     request_id: str
@@ -191,6 +213,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: TokenLogprobs | None = None
     pooled: NDArray[np.float32] | None = None
+    resumed_tokens: int = 0
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

@@ -45,6 +45,7 @@ from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.plan import CacheGroup, RowState, StepPlan
 from engine.request import FinishReason, Request
+from engine.resumption import check_partial, end_of
 from engine.sequence import FinishedSequence, Sequence, SequenceState
 from engine.step import StepPlanner
 from engine.stopping import StopTable
@@ -172,8 +173,8 @@ class Scheduler:
 
         Raises:
             ContextLengthExceeded: prompt + max_tokens fit neither the context nor the whole pool.
-            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], or pooling is asked for
-                together with an answer.
+            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], pooling is asked for together
+                with an answer, or `partial` can't be the beginning of one.
         """
         self._now = now
         prompt, params = request.prompt_token_ids, request.params
@@ -196,12 +197,29 @@ class Scheduler:
         limit = min(self._max_model_len, self._demand.max_positions + last_sampled)
         if siblings[0].max_known > limit:
             raise ContextLengthExceeded(len(prompt), params.max_tokens, limit)
+        check_partial(request)
         self._next_serial += params.n
         self._requests[request.request_id] = siblings
         for sequence in siblings:
             self._waiting.push(request.priority, sequence.serial, sequence)
         if request.deadline is not None:
             self._deadlines.push(request.deadline, siblings[0].serial, siblings)
+        for partial in request.partial:
+            if (reason := end_of(request, partial)) is not None:
+                ended = self._finish(siblings[partial.index], reason, stop_token_id=partial.stop_token_id)
+                self._finished.append(ended)
+
+    def sampled(self, request_id: str) -> list[tuple[int, NDArray[np.int32]]]:
+        """The choices of a request that have not ended, each with what it has sampled so far (int32 [tokens], a view
+        that the next step may change)."""
+        found = []
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.state is SequenceState.RUNNING:
+                known = self.rows.token_ids[sequence.row, : self.rows.num_known[sequence.row]]
+                found.append((sequence.choice, known[sequence.prompt_len :]))
+            elif sequence.state is SequenceState.WAITING:
+                found.append((sequence.choice, sequence.token_ids[sequence.prompt_len :]))
+        return found
 
     def cancel(self, request_id: str) -> bool:
         """End all choices that have not ended yet and free what they hold; False when there are none."""
@@ -380,10 +398,7 @@ def _watch(sequence: Sequence, token_id: int, may_stop: bool) -> _End | None:
     A watcher is one request's own code: when it raises, that request ends in `ERROR` and its batch mates go on.
     """
     try:
-        if sequence.watcher is None:
-            assert sequence.request.watcher is not None
-            sequence.watcher = sequence.request.watcher(sequence.choice)
-        stop = sequence.watcher.push(token_id)
+        stop = sequence.watch(token_id)
     except Exception as error:  # noqa: BLE001 - it becomes this row's result
         return _End(FinishReason.ERROR, f"token watcher failed: {type(error).__name__}: {error}")
     return _End(FinishReason.STOP, None) if stop and may_stop else None

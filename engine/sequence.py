@@ -73,6 +73,9 @@ class Sequence:
         self.prompt_computed = False
         self.arrived_at = now
         self.started_at: float | None = None
+        for partial in request.partial:
+            if partial.index == choice:
+                self.token_ids = np.concatenate([request.prompt_token_ids, partial.token_ids])
 
     @property
     def prompt_len(self) -> int:
@@ -87,6 +90,17 @@ class Sequence:
     def max_positions(self) -> int:
         """Positions computed when it runs to its end: the last sampled token is never computed."""
         return max(self.prompt_len, self.max_known - 1)
+
+    def watch(self, token_id: int) -> bool:
+        """Show the next sampled token to the watcher; True when it ends the choice. Raises what the watcher raises."""
+        if self.watcher is None:
+            assert self.request.watcher is not None
+            self.watcher = self.request.watcher(self.choice)
+            for partial in self.request.partial:
+                if partial.index == self.choice:
+                    for known in partial.token_ids.tolist():
+                        self.watcher.push(known)
+        return self.watcher.push(token_id)
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -1,0 +1,61 @@
+"""Going on with requests that were interrupted: tokens that were sampled before are known tokens from the start.
+
+Nothing else has to be told. Draws depend on (seed, choice, position), penalties and masks are led through the known
+tokens whenever a sequence takes a row, and a watcher is shown them when it is made: the same way back as after a
+preemption.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.errors import RequestRefused
+from engine.request import FinishReason, PartialChoice, Request
+
+ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def check_partial(request: Request) -> None:
+    """Refuse what can't be the beginning of this request's answer; raises `RequestRefused`."""
+    params, seen = request.params, set[int]()
+    if request.partial and not params.max_tokens:
+        raise RequestRefused(f"request {request.request_id!r}: only scores its prompt, so there is no partial answer")
+    for partial in request.partial:
+        where = f"request {request.request_id!r}, partial choice {partial.index}"
+        if not 0 <= partial.index < params.n or partial.index in seen:
+            raise RequestRefused(f"{where}: must be one of the {params.n} choices, each at most once")
+        seen.add(partial.index)
+        ids = partial.token_ids
+        if ids.ndim != 1 or ids.dtype != np.int32:
+            raise RequestRefused(f"{where}: tokens are {ids.dtype} {list(ids.shape)}, but must be int32 [tokens]")
+        if len(ids) > params.max_tokens:
+            raise RequestRefused(f"{where}: {len(ids)} tokens are more than max_tokens, {params.max_tokens}")
+        if partial.finish_reason is not None and partial.finish_reason not in ANSWERED:
+            raise RequestRefused(f"{where}: ended with {partial.finish_reason}, which is not an answer to go on from")
+        if (partial.stop_token_id is not None) and partial.finish_reason is not FinishReason.STOP:
+            raise RequestRefused(f"{where}: has a stop token, but did not end with one")
+        _check_logprobs(request, partial, where)
+
+
+def _check_logprobs(request: Request, partial: PartialChoice, where: str) -> None:
+    top, given = request.params.logprobs, partial.logprobs
+    if top is None:
+        return
+    shapes = None if given is None else (given.chosen.shape, given.top_ids.shape, given.top.shape)
+    n = len(partial.token_ids)
+    if shapes != ((n,), (n, top), (n, top)):
+        raise RequestRefused(
+            f"{where}: log-probabilities have shapes {shapes}, but must go along {n} tokens, {top} each"
+        )
+
+
+def resumed_tokens(request: Request) -> int:
+    """Tokens that came with the request, end tokens included."""
+    return sum(len(partial.token_ids) + (partial.stop_token_id is not None) for partial in request.partial)
+
+
+def end_of(request: Request, partial: PartialChoice) -> FinishReason | None:
+    """How a choice had ended already; None: it goes on."""
+    if partial.finish_reason is None and len(partial.token_ids) == request.params.max_tokens:
+        return FinishReason.LENGTH
+    return partial.finish_reason
