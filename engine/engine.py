@@ -103,6 +103,7 @@ class Engine:
         )
         self._runner = make_runner(self.scheduler)
         self._collector = Collector()
+        self._ready: list[Completion] = []
         self._step_seconds = 0.0
         self._generated = 0
 
@@ -167,6 +168,7 @@ class Engine:
             if ((partial.token_ids < 0) | (partial.token_ids >= vocab_size)).any():
                 raise RequestRefused(f"partial choice {partial.index} leaves the vocabulary of {vocab_size}")
         check_params(request.params, vocab_size)
+        self._ready = self._end([])  # the id may be that of a request that was cancelled a moment ago
         self.scheduler.add(request, self.clock())
         self._collector.resume(request)
 
@@ -199,7 +201,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another `step` is due."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._ready)
 
     @property
     def num_waiting(self) -> int:
@@ -223,19 +225,22 @@ class Engine:
         self._collector.begin(plan)
         try:
             output = self._runner.execute(plan)
-        except Exception as error:
+        except BaseException as error:
             reason = f"the step failed: {type(error).__name__}: {error}"
             self.scheduler.fail(plan, reason, self.clock())
+            if not isinstance(error, Exception):
+                raise  # an interrupt of the whole process, not a failure of the step
             raise EngineError(reason) from error
         self._collector.take(output)
         self._generated += int(np.count_nonzero(output.token_ids != NO_TOKEN))
-        finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock())
+        finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock(), output.reasons)
         self._step_seconds += time.perf_counter() - begun
         return self._end(finished)
 
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
         """Completions that these, with what ended outside steps, bring about."""
-        return self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
+        ready, self._ready = self._ready, []
+        return ready + self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""

@@ -6,7 +6,7 @@ read (its tokens and block tables), so a plan carries only the rows and ranges o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -102,11 +102,12 @@ class StepOutput:
 
     Attributes:
         token_ids: int32 [B], the sampled token, or `NO_TOKEN`.
-        failed: bool [B], the row met non-finite logits (its token is `NO_TOKEN`).
+        failed: bool [B], the row has no token (it is `NO_TOKEN`): for its reason below, else for non-finite values.
         logprobs: for rows that asked: row -> (chosen float32, top ids int32 [k], top float32 [k]).
         prompt_logprobs: for rows that asked: row -> (first position, chosen float32 [c], ids [c, k], top [c, k]);
             entry i is the log-probability of the token at `first position + i`.
         pooled: for rows that asked and whose prompt is complete: row -> float32 [hidden].
+        reasons: for rows that failed by their own rules, on finite values: row -> why.
     """
 
     token_ids: NDArray[np.int32]
@@ -114,3 +115,4 @@ class StepOutput:
     logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]]
     prompt_logprobs: dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]
     pooled: dict[int, NDArray[np.float32]]
+    reasons: dict[int, str] = field(default_factory=dict)

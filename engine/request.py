@@ -105,6 +105,9 @@ class SamplingParams:
             refuse("min_p", self.min_p, "from 0 to 1")
         if not 0 < self.repetition_penalty < float("inf"):
             refuse("repetition_penalty", self.repetition_penalty, "above 0, and finite")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None and count < 0:
+                refuse(name, count, "0 or more, or None")
         if not 0 <= self.min_tokens <= self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"from 0 to max_tokens ({self.max_tokens})")
 

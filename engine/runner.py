@@ -17,7 +17,7 @@ from engine.attention import AttentionBackend, AttentionBatch
 from engine.models.base import CausalModel
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.pooling import Pooler
-from engine.sampler import Sampler, prompt_logprobs
+from engine.sampler import NON_FINITE, Sampler, prompt_logprobs
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
@@ -119,6 +119,7 @@ class ModelRunner:
         token_ids = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
         failed = np.zeros(len(plan.rows), dtype=np.bool_)
         logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]] = {}
+        reasons: dict[int, str] = {}
         sampled = np.flatnonzero(plan.samples)
         if len(sampled):
             rows = plan.rows[sampled]
@@ -130,9 +131,13 @@ class ModelRunner:
             out = self._sampler.sample(self._model.logits(last), rows, at, at - self._rows.prompt_len[rows])
             token_ids[sampled], failed[sampled] = out.token_ids, out.failed
             logprobs = out.logprobs
+            reasons = {row: reason for row, reason in out.reasons.items() if reason != NON_FINITE}
         scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
+        for row in scored:
+            if np.isnan(scored[row][1]).any():
+                reasons.pop(row, None)
         pooled = self._pooler.take(plan, hidden, ends, self._rows, failed) if self._pooler.active else {}
-        return StepOutput(token_ids, failed, logprobs, scored, pooled)
+        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons)
 
     def _score(
         self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]

@@ -5,7 +5,7 @@ neighbours. Every operation works on a row alone and every sum that decides a dr
 the same logits, parameters, choice and position give the same token in any batch, bit for bit.
 
 A row fails when the model's logits hold NaN or +inf, or nothing finite (single tokens at -inf are a model's right),
-and when the chain leaves it no token to choose; the other rows go on.
+when the chain leaves it no token to choose, and when its mask raises; the other rows go on.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class Sampler:
         output = self._output(tokens, alive & sound, sound, rows)
         taken = special & ~output.failed
         self._params.record(rows[taken], output.token_ids[taken])
+        self._fail_broken(output, rows)
         if asked is not None:
             self._add_logprobs(output, asked, tokens, rows)
         return output
@@ -173,6 +174,16 @@ class Sampler:
         token_ids = np.where(failed, NO_TOKEN, packed[0]).astype(np.int32)
         reasons = {int(rows[i]): NOTHING_LEFT if packed[2, i] else NON_FINITE for i in np.flatnonzero(failed)}
         return SampleOutput(token_ids, failed, reasons)
+
+    def _fail_broken(self, output: SampleOutput, rows: NDArray[np.int32]) -> None:
+        """Fail the rows whose mask has raised, now or when the row was assigned."""
+        if not self._params.broken:
+            return
+        for line, row in enumerate(rows.tolist()):
+            reason = self._params.broken.get(row)
+            if reason is not None and output.reasons.get(row) != NON_FINITE:
+                output.token_ids[line], output.failed[line] = NO_TOKEN, True
+                output.reasons[row] = reason
 
     def _asked(self, logits: Tensor, rows: NDArray[np.int32]) -> _Asked | None:
         lines = np.flatnonzero(self._params.logprobs[rows] != OFF)

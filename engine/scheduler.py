@@ -30,6 +30,7 @@ what doesn't), so it always advances: there is no deadlock and, within a class, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -250,13 +251,15 @@ class Scheduler:
         token_ids: NDArray[np.int32],
         failed: NDArray[np.bool_],
         now: float,
+        reasons: Mapping[int, str] | None = None,
     ) -> list[FinishedSequence]:
         """Take a step's results.
 
         Args:
             plan: the oldest plan not yet updated.
             token_ids: int32 [B], the sampled tokens where `plan.samples`.
-            failed: bool [B], rows with non-finite values; their sequences end in `ERROR`.
+            failed: bool [B], rows whose sequences end in `ERROR`.
+            reasons: row -> why it failed; of a failed row without one, non-finite values are the cause.
 
         Returns:
             The sequences that ended with this step, in the plan's order.
@@ -270,8 +273,9 @@ class Scheduler:
         ended: dict[int, FinishedSequence] = {}
         for i in np.flatnonzero(bad).tolist():
             position = int(plan.starts[i] + plan.counts[i]) - 1
-            reason = f"non-finite values at or before position {position}"
-            ended[i] = self._finish(self._batch.owner(int(plan.rows[i])), FinishReason.ERROR, error=reason)
+            own = (reasons or {}).get(row := int(plan.rows[i]))
+            why = own or f"non-finite values at or before position {position}"
+            ended[i] = self._finish(self._batch.owner(row), FinishReason.ERROR, error=why, poisoned=own is None)
         self._end_scored(plan, good, ended)
         chosen = np.flatnonzero(good & plan.samples)
         if chosen.size:
@@ -288,7 +292,8 @@ class Scheduler:
         assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
         for lost, epochs in self._in_flight:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
-                self._finished.append(self._finish(self._batch.owner(row), FinishReason.ERROR, error=reason))
+                sequence = self._batch.owner(row)
+                self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
         self._in_flight.clear()
         self._cache.forget()
 
@@ -343,11 +348,17 @@ class Scheduler:
         return bool(siblings)
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        poisoned: bool = False,
     ) -> FinishedSequence:
-        """End a sequence wherever it stands; its row and blocks are free at once."""
+        """End a sequence wherever it stands; its row and blocks are free at once (`poisoned`: see `vacate`)."""
         if sequence.state is SequenceState.RUNNING:
-            self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=reason is FinishReason.ERROR)
+            self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
         else:
             sequence.state = SequenceState.FINISHED
             self._waiting.discard()

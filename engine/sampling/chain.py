@@ -56,7 +56,11 @@ def _mask(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDA
         masked = params.masks.get(int(rows[line]))
         if masked is not None:
             masked.words.fill(0)
-            masked.mask.fill(masked.words)
+            try:
+                masked.mask.fill(masked.words)
+            except Exception as error:  # noqa: BLE001 - it becomes this row's result
+                params.break_mask(int(rows[line]), error)
+                continue
             bits = np.unpackbits(masked.words.view(np.uint8), bitorder="little", count=logits.shape[1])
             banned = torch.from_numpy(bits == 0).to(logits.device)
             logits[line].masked_fill_(banned, float("-inf"))

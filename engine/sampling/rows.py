@@ -6,6 +6,7 @@ rows alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,21 +20,29 @@ from engine.sampling.philox import fold_seed
 
 NO_SLOT = -1
 OFF = -1
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Refuse what can only be judged beside a vocabulary; for `Engine.add`.
 
     Raises:
-        RequestRefused: a logit_bias token outside the vocabulary, or a bias or penalty that is NaN or +inf.
+        RequestRefused: a token of logit_bias or stop_token_ids outside the vocabulary, more log-probabilities than it
+            has tokens, or a bias or penalty that is NaN or, in float32, infinite (a bias of -inf bans its token).
     """
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestRefused(f"stop_token_ids names token {token}, but the vocabulary ends at {vocab_size - 1}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(params, name)) is not None and count > vocab_size:
+            raise RequestRefused(f"{name} is {count}, but the vocabulary has {vocab_size} tokens")
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size:
             raise RequestRefused(f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}")
-        if not bias < float("inf"):
+        if not bias <= LARGEST:
             raise RequestRefused(f"logit_bias of token {token} is {bias}, but must be a number or -inf")
     for name in ("frequency_penalty", "presence_penalty"):
-        if not np.isfinite(value := getattr(params, name)):
+        if not abs(value := getattr(params, name)) <= LARGEST:
             raise RequestRefused(f"{name} is {value}, but must be finite")
 
 
@@ -56,6 +65,7 @@ class RowParams:
         min_tokens: int64 [R].  logprobs: int64 [R], `OFF` or k.
         special: bool [R], rows that need anything beside temperature and filters; the fast paths look only here.
         bias: row -> (token ids int64, values float32).  end_tokens: row -> int64.  masks: row -> its mask.
+        broken: row -> what its mask raised; the row fails when it is sampled next.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -79,6 +89,7 @@ class RowParams:
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.end_tokens: dict[int, NDArray[np.int64]] = {}
         self.masks: dict[int, MaskedRow] = {}
+        self.broken: dict[int, str] = {}
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
         """As `Sampler.assign`."""
@@ -101,10 +112,7 @@ class RowParams:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
             self.end_tokens[row] = np.array([t for t in sorted(ends) if 0 <= t < self._vocab_size], dtype=np.int64)
         if request.mask is not None:
-            mask = request.mask(choice)
-            for token in known[prompt_len:].tolist():
-                mask.advance(token)
-            self.masks[row] = MaskedRow(mask, np.zeros(-(-self._vocab_size // 32), dtype=np.int32))
+            self._assign_mask(row, request.mask, choice, known[prompt_len:])
         self.special[row] = (
             params.logprobs is not None
             or params.min_tokens > 0
@@ -121,6 +129,7 @@ class RowParams:
         self.bias.pop(row, None)
         self.end_tokens.pop(row, None)
         self.masks.pop(row, None)
+        self.broken.pop(row, None)
         self.special[row] = False
         self.greedy[row] = True
 
@@ -133,7 +142,25 @@ class RowParams:
         if self.masks:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 if row in self.masks:
-                    self.masks[row].mask.advance(token)
+                    try:
+                        self.masks[row].mask.advance(token)
+                    except Exception as error:  # noqa: BLE001 - it becomes this row's result
+                        self.break_mask(row, error)
+
+    def break_mask(self, row: int, error: Exception) -> None:
+        """A mask is one request's own code: what it raises costs that row, and no other."""
+        self.masks.pop(row, None)
+        self.broken[row] = f"token mask failed: {type(error).__name__}: {error}"
+
+    def _assign_mask(self, row: int, make: Callable[[int], TokenMask], choice: int, output: NDArray[np.int32]) -> None:
+        try:
+            mask = make(choice)
+            for token in output.tolist():
+                mask.advance(token)
+        except Exception as error:  # noqa: BLE001 - it becomes this row's result
+            self.break_mask(row, error)
+        else:
+            self.masks[row] = MaskedRow(mask, np.zeros(-(-self._vocab_size // 32), dtype=np.int32))
 
     def _assign_penalties(self, row: int, params: SamplingParams, known: NDArray[np.int32], prompt_len: int) -> None:
         self.repetition[row] = params.repetition_penalty
