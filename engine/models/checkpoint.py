@@ -86,7 +86,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"]
         files = {str(name): str(file) for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptWeights(f"{index} is not a safetensors index: {error}") from error
     for name, file in files.items():
         if file == ".." or Path(file).name != file or "\\" in file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from engine.errors import UnsupportedModel
+
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "n_embd"), 1 << 20),
+    **dict.fromkeys(("intermediate_size", "n_inner", "vocab_size"), 1 << 24),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), (1 << 31) - 1),
+}
+"""Config key -> the most that is believed; far beyond any model, far below what would fill the memory."""
 
 _HEADS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
@@ -23,13 +32,17 @@ def folder_config(folder: Path) -> Any:
         UnsupportedModel: no config that transformers knows, quantized weights, or no language-model head.
     """
     file = folder / "config.json"
-    with _usable(file):
+    with usable(file):
         raw = json.loads(file.read_bytes())
+        for part in (raw, raw.get("text_config") or {}):
+            check_sizes(file, part)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UnsupportedModel(f"{folder} is quantized ({method}); give the unquantized weights or a GGUF file")
     architectures = config.architectures or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UnsupportedModel(f"{file} can't be used: architectures is {architectures!r}, but must be a list of names")
     if architectures and not any(name.endswith(_HEADS) for name in architectures):
         raise UnsupportedModel(f"{architectures[0]} is not a causal language model")
     return config
@@ -41,31 +54,61 @@ def built_config(file: Path, model_type: str, **values: Any) -> Any:
     Raises:
         UnsupportedModel: the values contradict each other or lack something.
     """
-    with _usable(file):
+    with usable(file):
+        check_sizes(file, values)
         return AutoConfig.for_model(model_type, **values)
 
 
 def folder_end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
-    """End tokens of config.json and generation_config.json together, sorted."""
-    ids = set(end_tokens(getattr(config.get_text_config(), "eos_token_id", None)))
+    """End tokens of config.json and generation_config.json together, sorted.
+
+    Raises:
+        UnsupportedModel: one of the two can't be read.
+    """
+    text = config.get_text_config()
+    with usable(folder / "config.json"):
+        ids = set(end_tokens(getattr(text, "eos_token_id", None)))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        with _usable(generation):
+        with usable(generation):
             ids |= set(end_tokens(json.loads(generation.read_bytes()).get("eos_token_id")))
-    return tuple(sorted(ids))
+    return tuple(sorted(token_id for token_id in ids if 0 <= token_id < text.vocab_size))
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:
-    """A config's `eos_token_id` (a number, several, or none) as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    """A config's `eos_token_id` (a number, several, or none) as a tuple; raises TypeError for anything else."""
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise TypeError(f"eos_token_id is {value!r}, but must be a number or several")
+    return ids
+
+
+def check_sizes(file: Path, values: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before any list or tensor is made so long.
+
+    Raises:
+        UnsupportedModel: naming the size.
+    """
+    for name, most in _SIZES.items():
+        value = values.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise UnsupportedModel(f"{file} can't be used: {name} is {value!r}, but must be from 1 to {most}")
 
 
 @contextmanager
-def _usable(file: Path) -> Iterator[None]:
+def usable(file: Path) -> Iterator[None]:
+    """Whatever reading the values of `file` raises becomes `UnsupportedModel`, in one line."""
     try:
         yield
-    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        OSError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModel(f"{file} can't be used: {reason}") from error

@@ -139,6 +139,11 @@ def _decoder(config: Any, *, activation: str | None = None, **differences: Any) 
         "attention_scale": head_dim**-0.5,
         "tied": bool(config.tie_word_embeddings),
     }
+    windows = (fields | differences)["windows"]
+    if any(window is not None and window < 1 for window in windows):
+        raise UnsupportedModel(f"sliding_window is {min(w for w in windows if w is not None)}, but must be 1 or more")
+    if not 0 <= config.rms_norm_eps < float("inf"):
+        raise UnsupportedModel(f"rms_norm_eps is {config.rms_norm_eps}, but must be 0 or more, and finite")
     return DecoderSpec(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.models.config import built_config
+from engine.models.config import built_config, check_sizes, end_tokens
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf_file import GGUFFile
@@ -131,7 +131,8 @@ class GGUFCheckpoint:
 
     def _end_tokens(self) -> tuple[int, ...]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(sorted({int(self._file.metadata[key]) for key in keys if key in self._file.metadata}))
+        ids = {token_id for key in keys for token_id in end_tokens(self._file.metadata.get(key))}
+        return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.config.vocab_size))
 
     def _config(self) -> Any:
         prefix = f"{self._architecture}."
@@ -145,6 +146,7 @@ class GGUFCheckpoint:
             values["vocab_size"] = self._file.tensors["token_embd.weight"].shape[0]
         except KeyError as error:
             raise CorruptWeights(f"{self._file.path} lacks {error.args[0]}") from error
+        check_sizes(self._file.path, values)
         values["num_key_value_heads"] = left.pop("attention.head_count_kv", values["num_attention_heads"])
         values["head_dim"] = left.pop("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
         for key in ("attention.value_length", "rope.dimension_count"):

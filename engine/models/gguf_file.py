@@ -65,7 +65,7 @@ class GGUFFile:
                 raise CorruptWeights(f"{path} is empty") from error
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
             raise CorruptWeights(f"{path} ends or breaks inside its header: {error}") from error
 
     def read(self, name: str, into: Tensor) -> None:
@@ -104,7 +104,9 @@ class GGUFFile:
             kind, offset = struct.unpack_from("<IQ", self._data, at + 4 + 8 * dimensions)
             found.append((name, shape[::-1], kind, offset))
             at += 16 + 8 * dimensions
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise CorruptWeights(f"{self.path} is aligned to {alignment!r}, but must be to a number of bytes")
         start = -(-at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in found}
 
@@ -114,7 +116,7 @@ class GGUFFile:
         except ValueError as error:
             raise UnsupportedModel(f"tensor {name} of {self.path} has the unknown quantization {kind}") from error
         block, width = GGML_QUANT_SIZES[quantization]
-        if not shape or shape[-1] == 0 or shape[-1] % block:
+        if not shape or 0 in shape or shape[-1] % block:
             raise CorruptWeights(f"tensor {name} of {self.path} has shape {list(shape)}, not whole {block}-blocks")
         size = math.prod(shape) // block * width
         if start + size > len(self._data):

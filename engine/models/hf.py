@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
 from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint
+from engine.models.config import usable
 from engine.models.hf_check import check_against_eager
 
 _ATTENTION = "tokenmill"
@@ -92,6 +93,8 @@ def describe_transformers_model(
     checkpoint = SafetensorsCheckpoint(folder)
     parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names if not name.endswith(DERIVED))
     heads = config.num_attention_heads
+    if (hidden := config.hidden_size) % heads and getattr(config, "head_dim", None) is None:
+        raise UnsupportedModel(f"{folder}: {heads} attention heads can't share a hidden_size of {hidden} evenly")
     return ModelSpec(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,
@@ -123,16 +126,18 @@ def load_transformers_model(
     """
     spec = describe_transformers_model(folder, config, dtype, eos_token_ids, max_positions)
     AttentionInterface.register(_ATTENTION, _attention)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=_ATTENTION,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with usable(folder):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused by name
+            output_loading_info=True,
+        )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if found := sorted(map(str, report[kind])):
             raise CorruptWeights(f"{folder}: tensor {found[0]} is among the {kind.replace('_keys', '')} ones")

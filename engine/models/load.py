@@ -15,7 +15,7 @@ import torch
 from engine.errors import ModelNotFound, OutOfMemory
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.checkpoint import SafetensorsCheckpoint, WeightSource
-from engine.models.config import folder_config, folder_end_tokens
+from engine.models.config import folder_config, folder_end_tokens, usable
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
@@ -102,10 +102,13 @@ def _existing(path: str | Path) -> Path:
 def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
     """The config, the fused decoder's spec (None: transformers' code), and a GGUF file's weights."""
     if path.is_file():
-        checkpoint = GGUFCheckpoint(path)
-        return checkpoint.config, checkpoint.decoder_spec(), checkpoint
+        with usable(path):
+            checkpoint = GGUFCheckpoint(path)
+            return checkpoint.config, checkpoint.decoder_spec(), checkpoint
     config = folder_config(path)
     family = fused_family(config)
     if family is None:
         return config, None, None
-    return config, replace(family(config), eos_token_ids=folder_end_tokens(path, config)), None
+    with usable(path / "config.json"):
+        spec = family(config)
+    return config, replace(spec, eos_token_ids=folder_end_tokens(path, config)), None

@@ -81,8 +81,11 @@ def rope_spec(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
         raise UnsupportedModel(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported here")
     theta = float(parameters["rope_theta"])
     if kind == "default":
-        return RopeSpec(kind, _plain_frequencies(theta, head_dim))
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
+        frequencies, scale = _plain_frequencies(theta, head_dim), 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
+    if not bool(torch.isfinite(frequencies).all()):
+        raise UnsupportedModel(f"the rope parameters {dict(parameters)} give rotary frequencies that are not finite")
     dynamic = DynamicScaling(theta, parameters["factor"], config.max_position_embeddings) if kind == "dynamic" else None
     return RopeSpec(kind, frequencies, scale, dynamic)
 

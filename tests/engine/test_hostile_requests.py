@@ -140,7 +140,7 @@ def test_a_row_without_a_choice_says_that_and_keeps_its_prefix_for_others(
     rules: Mapping[str, Any], llama: Path, prompts: list[list[int]]
 ) -> None:
     engine, prompt = load(llama), as_token_ids(max(prompts, key=len))
-    hopeless = Request("hopeless", prompt, **({"params": PARAMS} | rules))
+    hopeless = Request("hopeless", prompt, **{"params": PARAMS, **rules})
     done = complete(engine, hopeless)["hopeless"]
     assert done.choices[0].finish_reason is FinishReason.ERROR
     assert done.error == "mask, logit_bias, penalties and min_tokens together leave no token to choose"
