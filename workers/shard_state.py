@@ -166,7 +166,8 @@ class ShardReader:
         for chat in (True, False):
             chosen = [line for line in lines if isinstance(line.prompt, str) and (line.url == CHAT_URL) is chat]
             texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
-            encoded = self.model.tokenizer.encode_batch(texts, add_special_tokens=not chat)
+            tokenizer = self.model.tokenizer
+            encoded = tokenizer.encode_chats(texts) if chat else tokenizer.encode_batch(texts, add_special_tokens=True)
             for line, ids in zip(chosen, encoded, strict=True):
                 line.prompt = ids
 

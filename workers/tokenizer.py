@@ -3,12 +3,16 @@
 transformers builds the tokenizer and renders chat templates (in its jinja sandbox); encoding and decoding then go
 straight to the Rust tokenizer behind it, a whole shard in one call. That object is never reconfigured after loading
 (no truncation or padding is switched on), so one `Tokenizer` may be used by several threads at once.
+
+Only the template writes special tokens into a conversation. Where a message spells one, it is text: otherwise whoever
+fills in a message could end it and speak as somebody else.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 import structlog
 import tokenizers
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -38,6 +41,10 @@ into other tokens than those the model was trained on."""
 
 GPT2_PRE_TOKENIZERS: Final = frozenset({"gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo"})
 """Values under which GPT-2's plain splitting is right."""
+
+SPELT: Final = "\ufdd0"
+"""Stands behind the first character of a special token that a message spells, from the template to the encoder. Unicode
+keeps it for such use inside a program."""
 
 CONTEXT_TOKENS: Final = 4
 """Prompt tokens decoded in front of an answer where decoding depends on what stands before."""
@@ -74,6 +81,10 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        spellings = sorted((self.added_tokens[i] for i in self.special_ids if self.added_tokens[i]), key=len)[::-1]
+        self._special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
+        self._spelt = re.compile("|".join(re.escape(_spelt(text)) for text in spellings) or r"(?!)")
+        self._plain_ids = {_spelt(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)}
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -82,11 +93,12 @@ class Tokenizer:
         Raises `TokenizerError` when there is none or it can't be built.
         """
         try:
-            hf = _from_gguf(path) if path.is_file() else _from_folder(path)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            return cls(_from_gguf(path) if path.is_file() else _from_folder(path), chat_template)
+        except TokenizerError:
+            raise
+        except Exception as error:  # the Rust side knows no other class, and transformers believes what files say
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TokenizerError(f"{path}: no tokenizer that can be loaded (tokenizer.json, …): {reason}") from error
-        return cls(hf, chat_template)
 
     @property
     def has_chat_template(self) -> bool:
@@ -97,10 +109,39 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Token ids of each conversation that `render_chat` wrote, int32 [tokens]."""
+        encoded = self.encode_batch([text if SPELT not in text else "" for text in texts], add_special_tokens=False)
+        for at, text in enumerate(texts):
+            if SPELT in text:
+                encoded[at] = self._encode_spelt(text)
+        return encoded
+
+    def _encode_spelt(self, text: str) -> TokenIds:
+        """A special token is where its spelling is cut out of the text anyway, so the pieces around are the same."""
+        pieces = self.encode_batch(self._spelt.split(text), add_special_tokens=False)
+        parts = [pieces[0]]
+        for spelling, piece in zip(self._spelt.findall(text), pieces[1:], strict=True):
+            parts += [self._plain_ids[spelling], piece]
+        return np.concatenate(parts)
+
+    def _as_text(self, spellings: Sequence[str]) -> list[TokenIds]:
+        """Ids of special tokens' spellings read as text."""
+        self._backend.encode_special_tokens = True
+        try:
+            whole = self.encode_batch(spellings, add_special_tokens=False)
+            halves = self.encode_batch([half for s in spellings for half in (s[:1], s[1:])], add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = False
+        return [  # some vocabularies hold a special token as an ordinary one too
+            np.concatenate(halves[2 * at : 2 * at + 2]) if self.special_ids & set(ids.tolist()) else ids
+            for at, ids in enumerate(whole)
+        ]
+
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The conversation as the model's chat template writes it, up to where the answer starts.
 
-        The text holds all special tokens that the model wants: encode it without adding any.
+        The text holds all special tokens that the model wants: give it to `encode_chats`.
         Raises `RowError` (invalid_request) when there is no template or the template refuses the messages.
         """
         if self._template is None:
@@ -114,22 +155,21 @@ class Tokenizer:
             rendered: str = self._hf.apply_chat_template(
                 conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except Exception as error:  # a template is a program of the model's
             raise RowError(
                 RowErrorCode.INVALID_REQUEST,
-                f"the model's chat template refuses the messages: {error}"[:500],
+                f"the model's chat template refuses the messages: {str(error) or type(error).__name__}"[:500],
                 param="messages",
             ) from error
         return rendered
 
     def _message(self, message: ChatMessage) -> dict[str, str]:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        fields = {"role": role, "content": message.text}
-        if message.name is not None:
-            fields["name"] = message.name
-        if message.tool_call_id is not None:
-            fields["tool_call_id"] = message.tool_call_id
-        return fields
+        given = {"content": message.text, "name": message.name, "tool_call_id": message.tool_call_id}
+        fields = {name: value for name, value in given.items() if value is not None}
+        return {"role": role} | {
+            name: self._special.sub(lambda found: _spelt(found[0]), value) for name, value in fields.items()
+        }
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """The text of these ids taken by themselves, without special tokens; broken UTF-8 becomes U+FFFD."""
@@ -157,6 +197,10 @@ class Tokenizer:
         """The token as the vocabulary spells it (not text: bytes may be escaped), or None for an unused id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+
+def _spelt(text: str) -> str:
+    return text[:1] + SPELT + text[1:]
 
 
 def _as_list(ids: Sequence[int] | TokenIds) -> list[int]:

@@ -97,7 +97,8 @@ class Translator:
         self._limits = limits
         self._rules = rules
         eos = tokenizer.eos_token_id
-        self._more_ends = () if eos is None or eos in limits.end_token_ids else (eos,)
+        known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
+        self._more_ends = () if eos is None or known else (eos,)
 
     def prompt_of(self, body: Generation) -> str | TokenIds:
         """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
