@@ -28,7 +28,8 @@ Results go to stdout (a table, or with `--json` one JSON document), progress and
 failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted. [errors.md](errors.md) has the rest.
 
 `run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt` or `messages`;
-other columns are carried through to the results. A folder stands for the `.jsonl` or the `.parquet` files in it.
+other columns are carried through to the results, with the prefix `input_` where their names are taken. A folder stands
+for the `.jsonl` or the `.parquet` files in it.
 
 Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,

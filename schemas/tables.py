@@ -44,8 +44,9 @@ SHARD_FIELDS: tuple[pa.Field, ...] = (
 
 
 def result_schema(carried: pa.Schema | None = None) -> pa.Schema:
-    """The fixed schema of every part of a job; `carried` are the extra columns of a Parquet input."""
-    names = {field.name for field in RESULT_FIELDS}
+    """The fixed schema of every part of a job; `carried` are the extra columns of a Parquet input, prefixed where their
+    names are taken: by results, or by shards, in which the same columns travel."""
+    names = {field.name for field in (*RESULT_FIELDS, *SHARD_FIELDS)}
     extra: list[pa.Field] = []
     for field in carried or ():
         name = field.name

@@ -34,10 +34,11 @@ class ParquetSource:
         self._files = tuple(files)
         self._limits = limits
         self._model = model
-        schemas = [_schema(file) for file in self._files]
+        schemas = [_plain(_schema(file)) for file in self._files]
         for file, schema in zip(self._files, schemas, strict=True):
             if not schema.equals(schemas[0]):
                 raise InputError(f"{file.name} has other columns than {self._files[0].name}; submit them as two jobs")
+        self._schema = schemas[0]
         self._content = _content_column(self._files[0].name, schemas[0])
         if self._content != "body" and model is None:
             raise InputError(
@@ -58,6 +59,7 @@ class ParquetSource:
             file_start = row
             with file.open() as stream:
                 for table in _tables(file, stream):
+                    table = table.cast(self._schema)
                     start = 0
                     while start < table.num_rows:
                         count = min(table.num_rows - start, segment_rows - row % segment_rows)
@@ -108,8 +110,10 @@ class ParquetSource:
 
 def _tables(file: SourceFile, stream: BinaryIO) -> Iterator[pa.Table]:
     try:
-        for batch in pq.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS):
-            yield pa.Table.from_batches([batch])
+        parquet = pq.ParquetFile(stream)
+        for group in range(parquet.num_row_groups):  # Arrow can't read nested dictionaries across groups
+            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
+                yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file.name} can't be read: {error}") from error
 
@@ -120,6 +124,27 @@ def _schema(file: SourceFile) -> pa.Schema:
             return pq.read_schema(stream).remove_metadata()
     except pa.ArrowInvalid as error:
         raise InputError(f"{file.name} is not a Parquet file: {error}") from error
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema with values in place of dictionary codes: each row group has a dictionary of its own, and a column
+    that is taken from several could not have one."""
+    return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if types.is_large_list(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    return pa.list_(_plain_type(kind.value_type)) if types.is_list(kind) else kind
 
 
 def _content_column(name: str, schema: pa.Schema) -> str:

@@ -14,6 +14,7 @@ import pytest
 from pipeline.planner import InputError, SourceFile, open_source
 from schemas.job import InputFormat
 from schemas.limits import Limits
+from schemas.tables import SHARD_FIELDS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -55,7 +56,39 @@ def test_prompts_become_completions_and_other_columns_are_carried(tools: Any) ->
     assert sorted(row["row"] for row in planned.rows) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
     refused = planned.rejected[0]
     assert (refused["split"], refused["day"], refused["input_text"]) == ("train", date(2026, 1, 5), [4])
-    assert planned.sink.shards[1].schema.field("split").type == table.schema.field("split").type
+    assert planned.sink.shards[1].schema.field("split").type == pa.string()
+
+
+def test_categories_that_differ_between_row_groups_are_carried_by_value(tools: Any) -> None:
+    """Given columns of dictionaries, the ids and prompts too, and another dictionary in each row group, when the rows
+    fill more than one batch, then each row has its own value."""
+    count = 10_000
+    values = {
+        "custom_id": [f"id {n}" for n in range(count)],
+        "prompt": [f"prompt {n // 4000}" for n in range(count)],
+        "topic": [f"{n // 4000}-{n % 7}" for n in range(count)],
+    }
+    columns = {
+        name: pa.chunked_array([pa.array(texts[at : at + 4000]).dictionary_encode() for at in range(0, count, 4000)])
+        for name, texts in values.items()
+    }
+    columns["nested"] = pa.chunked_array(
+        [pa.StructArray.from_arrays([chunk], names=["topic"]) for chunk in columns["topic"].chunks]
+    )
+    planned = tools.plan(source(parquet(pa.table(columns), row_group_size=4000)))
+    assert len(planned.rows) == count
+    for row in planned.rows:
+        assert (row["topic"], row["nested"]) == (values["topic"][row["row"]], {"topic": values["topic"][row["row"]]})
+
+
+@pytest.mark.parametrize("name", [field.name for field in SHARD_FIELDS if field.name not in ("custom_id", "body")])
+def test_a_column_named_like_one_of_a_shard_is_carried_under_another_name(tools: Any, name: str) -> None:
+    table = pa.table({"custom_id": ["a", "b"], name: ["theirs 0", "theirs 1"], "prompt": ["x", None]})
+    planned = tools.plan(source(table))
+    assert planned.rows[0]["input_" + name] == "theirs 0"
+    assert planned.rejected[0]["input_" + name] == "theirs 1"
+    names = planned.sink.shards[1].column_names
+    assert len(names) == len(set(names))
 
 
 def test_token_prompts_and_messages(tools: Any) -> None:
