@@ -159,11 +159,12 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
         name = "input" if len(order.input.files) == 1 else f"input.files[{index}]"
         yield f"{name}.size", file.size
         yield f"{name}.sha256", file.sha256
-    for pin in order.models:
+    for index, pin in enumerate(order.models):
+        name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")
         if pin.digest is not None:  # the same weights may lie elsewhere
             del facts["source"]
-        yield from _flat(f"models[{pin.name}]", facts)
+        yield from _flat(name, facts)
     yield from _flat("settings", order.settings.model_dump(mode="json"))
     yield "tenant", order.tenant
     yield "tier", order.tier.value

@@ -39,6 +39,8 @@ def read_input(given: str) -> InputRef:
     """The input's files with their sizes and hashes; raises `InputError` or the pipeline's own."""
     from pipeline.pinning import pin_input
 
+    if not given:
+        raise InputError("INPUT is empty; name a file or a folder")
     if "://" in given:
         raise InputError(f"{given}: only local files and folders can be read so far; download it first")
     return pin_input(Path(given).expanduser())

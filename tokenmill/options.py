@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+
+def price(given: str) -> float:
+    """A price from 0; JSON has neither infinity nor NaN."""
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{given!r} is no price; give a number from 0")
+    return value
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]

@@ -46,6 +46,9 @@ class FolderStore:
             self._private = PrivateFolder(self.root)
             self._private.sweep_dead()
             self._probe(self._private)
+        except (FileExistsError, NotADirectoryError) as error:
+            self.close()
+            raise StoreError(f"{root}: a file is in the way, so no folder can be there; choose another") from error
         except OSError as error:
             self.close()
             self._fail("can't be used as an output", self.root, error)
@@ -238,6 +241,7 @@ _HINTS = {
     errno.EDQUOT: "; the quota is used up: free some space and run the same command again",
     errno.EROFS: "; choose a folder on a writable disk",
     errno.EACCES: "; choose a folder that you can write to",
+    errno.ENOENT: "; choose a folder that can be made",
     errno.EPERM: "; the file system may not support hard links: choose a folder on a local disk",
     errno.EOPNOTSUPP: "; the file system lacks hard links or locks: choose a folder on a local disk",
     errno.ENOTDIR: "; choose a folder",

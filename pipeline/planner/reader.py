@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from pipeline.planner.api import SourceBatch, SourceFile, SourceRow
+from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
 
@@ -19,6 +19,14 @@ READ_BYTES = 1 << 20
 BATCH_ROWS = 4096
 BATCH_BYTES = 8 << 20
 BOM = b"\xef\xbb\xbf"
+OTHER_FORMATS = {
+    b"\x1f\x8b": "is compressed (gzip); decompress it first",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd); decompress it first",
+    b"PAR1": "is a Parquet file; rename it to .parquet",
+    b"\xff\xfe": "is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16; save it as UTF-8",
+}
+"""How files begin that hold no line of JSON at all, and what to do about them."""
 WHITESPACE = b" \t\r\v\f"
 
 # Possessive: linear in the line's length whatever it holds, and an unterminated string runs to the end.
@@ -92,6 +100,15 @@ def nested_deeper(data: bytes, limit: int) -> bool:
         if depth > limit:
             return True
     return False
+
+
+def refuse_other_formats(file: SourceFile) -> None:
+    """One error for the file where otherwise every line of it would be one; raises `InputError`."""
+    with file.open() as stream:
+        start = stream.read(4)
+    for signature, what in OTHER_FORMATS.items():
+        if start.startswith(signature):
+            raise InputError(f"{file.name} {what}")
 
 
 def _lines(file: SourceFile, max_bytes: int) -> Iterator[bytes | None]:

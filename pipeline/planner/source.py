@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.planner.api import InputError, RowSource, SourceFile
 from pipeline.planner.parquet import ParquetSource
-from pipeline.planner.reader import JsonlSource
+from pipeline.planner.reader import JsonlSource, refuse_other_formats
 from schemas.job import InputFormat
 from schemas.limits import Limits
 
@@ -46,8 +46,10 @@ def open_source(files: Sequence[SourceFile], kind: InputFormat, limits: Limits, 
     Args:
         model: what Parquet rows made of `prompt` or `messages` columns run on.
     Raises:
-        InputError: a Parquet file can't be read or lacks columns.
+        InputError: a Parquet file can't be read or lacks columns, or a JSONL file is plainly something else.
     """
     if kind is InputFormat.PARQUET:
         return ParquetSource(files, limits, model)
+    for file in files:
+        refuse_other_formats(file)
     return JsonlSource(files, limits)

@@ -74,7 +74,11 @@ def test_the_same_bytes_elsewhere_are_the_same_input_and_are_read_there(world: W
         ({"metadata": {"a": "b"}}, "metadata.a was absent, now b"),
         (
             {"models": (ModelPin(name="tiny", source="/models/tiny", digest="sha256:2", dtype="bfloat16"),)},
-            "models[tiny].digest was sha256:1, now sha256:2; models[tiny].dtype was float32, now bfloat16",
+            "model.digest was sha256:1, now sha256:2; model.dtype was float32, now bfloat16",
+        ),
+        (
+            {"models": (ModelPin(name="other", source="/models/tiny", digest="sha256:1", dtype="float32"),)},
+            "model.name was tiny, now other",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenmill import output
+from tokenmill import options, output
 from tokenmill.options import Debug, DType, Input, Json, Model
 from tokenmill.settings import read_settings
 
@@ -43,7 +43,9 @@ def estimate(
     price_per_hour: Annotated[
         float | None,
         typer.Option(
-            min=0, help="For the cost. Default: of this machine the configured one, of devices a typical one."
+            parser=options.price,
+            metavar="PRICE",
+            help="For the cost. Default: of this machine the configured one, of devices a typical one.",
         ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill import output
+from tokenmill import options, output
 from tokenmill.errors import Interrupted, UserError
 from tokenmill.options import Debug, Device, DType, Input, Json, Model, OnInvalid, Tier
 from tokenmill.settings import read_settings
@@ -35,11 +35,21 @@ def _bytes(text: str) -> int:
     return int(float(match.group(1)) * UNITS[(match.group(2) or "").upper()])
 
 
+def _folder(given: str) -> Path:
+    """A folder's path; an unset variable must not become the current folder."""
+    if not given:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(given)
+
+
 def run(
     input_: Input,
     model: Model,
     out: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT", help="The job's folder. Results are in OUT/results.")
+        Path,
+        typer.Option(
+            "--output", "-o", parser=_folder, metavar="OUT", help="The job's folder. Results are in OUT/results."
+        ),
     ],
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     dtype: Annotated[
@@ -58,7 +68,8 @@ def run(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = 0,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Of this machine, for the cost in the summary.")
+        float | None,
+        typer.Option(parser=options.price, metavar="PRICE", help="Of this machine, for the cost in the summary."),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
@@ -83,10 +94,10 @@ def run(
     """
     from tokenmill.wiring import EngineOptions
 
-    options = EngineOptions(dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory)
+    engine = EngineOptions(dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory)
     settings = read_settings()
     plan = _plan(
-        input_, model, out, tier, options, chat_template,
+        input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
     )  # fmt: skip
@@ -98,7 +109,7 @@ def _plan(
     model: str,
     out: Path,
     tier: Tier,
-    options: EngineOptions,
+    engine: EngineOptions,
     chat_template: Path | None,
     *,
     on_invalid: OnInvalid,
@@ -125,7 +136,7 @@ def _plan(
         output=out.expanduser(),
         tier=JobTier(tier),
         settings=wanted,
-        engine=options,
+        engine=engine,
         chat_template=template,
         fresh=fresh,
         price_per_hour=price_per_hour,
@@ -181,7 +192,7 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
     if manifest is None:
         have = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)} rows"
         raise Interrupted(f"interrupted: {have} are committed in {plan.output}; the same command goes on from there")
-    if done.before == done.counts.total:
+    if done.before and done.before == done.counts.total:
         output.say(f"{plan.output}: this job was done before; --fresh runs it anew")
     elif done.before:
         output.say(f"{output.count(done.before)} rows had a result from an earlier run")
