@@ -165,6 +165,7 @@ class PlanSegment(Paper):
         prefix_groups: groups of requests that share a prefix worth keeping.
         shared_prefix_tokens: estimated, of computed requests: prompt tokens that an earlier one shares.
         max_tokens: the most that the computed requests may generate.
+        sequences: of the computed requests, one for each choice.
         last: no further segment follows.
     """
 
@@ -179,6 +180,7 @@ class PlanSegment(Paper):
     prefix_groups: Count = 0
     shared_prefix_tokens: Count = 0
     max_tokens: Count = 0
+    sequences: Count = 0
     shards: tuple[ShardRef, ...]
     last: bool
 

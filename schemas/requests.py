@@ -229,6 +229,8 @@ def _explain(detail: ErrorDetails) -> str:
             return f"{got}, but must be {context['le']:g} or less" if context["le"] < 1e9 else f"{got}: too large"
         case "literal_error":
             return f"{got}, but must be {context['expected']}"
+        case "int_type" if isinstance(detail["input"], float) and abs(detail["input"]) > 2**53:
+            return f"{got}: too large"  # the parser makes a float of an integer beyond 64 bits
         case "int_type" | "float_type" | "bool_type" | "string_type" | "tuple_type" | "dict_type" | "model_type":
             return f"{got}, but must be {TYPE_NAMES[kind]}"
         case "too_short" | "string_too_short":

@@ -73,15 +73,16 @@ class ResultRow:
         finished_at: datetime | None = None,
         attempt: int | None = None,
     ) -> ResultRow:
-        """The result of a row that ends with `error`; the message says the input line when the error knows it."""
-        message = error.message if error.line is None else f"line {error.line}: {error.message}"
+        """The result of a row that ends with `error`. The message says the line: that of its file when the error knows
+        it, else that of the whole input."""
+        where = f"line {row + 1} of the input" if error.line is None else f"line {error.line}"
         return cls(
             custom_id=custom_id,
             row=row,
             status=STATUS_OF_ERROR.get(error.code, RowStatus.FAILED),
             status_code=STATUS_CODES[error.code],
             error_code=error.code,
-            error_message=message,
+            error_message=f"{where}: {error.message}",
             model=model,
             created_at=created_at,
             started_at=started_at,

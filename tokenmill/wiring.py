@@ -16,6 +16,8 @@ from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConf
 from engine.engine import resolve_device, resolve_dtype
 from engine.models.load import describe_model
 from pipeline.jobs import summarize_job
+from pipeline.pinning import source_files
+from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
@@ -40,13 +42,15 @@ class EngineOptions:
     max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
     kv_cache_bytes: int | None = None
 
-    def config(self, tokens_per_sequence: int | None = None) -> EngineConfig:
-        """The engine's settings, for sequences of about this length (tokens)."""
+    def config(self, tokens_per_sequence: int | None = None, sequences: int | None = None) -> EngineConfig:
+        """The engine's settings, for so many sequences of about this length (tokens)."""
         return EngineConfig(
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,
-            cache=CacheConfig(memory_bytes=self.kv_cache_bytes, tokens_per_sequence=tokens_per_sequence),
+            cache=CacheConfig(
+                memory_bytes=self.kv_cache_bytes, sequences=sequences, tokens_per_sequence=tokens_per_sequence
+            ),
             schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens),
         )
 
@@ -96,7 +100,9 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,
-        config=plan.engine.config(tokens_per_sequence(segments)),
+        config=plan.engine.config(
+            tokens_per_sequence(segments), sum(segment.sequences for segment in segments) or None
+        ),
         revision=pin.revision,
         chat_template=plan.chat_template,
         digest=pin.digest,
@@ -113,6 +119,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     """
     tracker.phase("checking the model")
     path = model_path(plan.model.source.path)
+    open_source(source_files(plan.inputs), plan.inputs.format, plan.settings.limits, plan.model.name)
     pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
     order = Order(input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier)
     with open_output(plan.output) as output:
@@ -160,14 +167,14 @@ def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
 
 
 def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:
-    """The mean length of these requests if each answer is as long as it may be: with a cache for that, running out of
+    """The mean length of these sequences if each answer is as long as it may be: with a cache for that, running out of
     blocks, and computing something again for it, stays the exception."""
-    rows = sum(segment.unique for segment in segments)
-    if not rows:
+    sequences = sum(segment.sequences for segment in segments)
+    if not sequences:
         return None
     prompt = sum(shard.prompt_tokens for segment in segments for shard in segment.shards)
     most = sum(segment.max_tokens for segment in segments)
-    return max(MIN_TOKENS_PER_SEQUENCE, -(-(prompt + most) // rows))
+    return max(MIN_TOKENS_PER_SEQUENCE, -(-(prompt + most) // sequences))
 
 
 def _counts(output: Output) -> Counts:

@@ -191,6 +191,7 @@ class _Open:
             prefix_groups=planned.prefix_groups,
             shared_prefix_tokens=planning._estimator.bytes_to_tokens(planned.shared_bytes),
             max_tokens=planned.max_tokens,
+            sequences=planned.sequences,
             shards=tuple(refs),
             last=last,
         )

@@ -200,6 +200,11 @@ class SegmentPlan:
         return len(self._computed)
 
     @property
+    def sequences(self) -> int:
+        """What is computed for them: one for each choice."""
+        return int(self._columns.choices[self._computed].sum())
+
+    @property
     def max_tokens(self) -> int:
         """The most that the computed requests may generate."""
         return int(self._columns.max_tokens[self._computed].sum())

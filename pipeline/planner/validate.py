@@ -119,7 +119,8 @@ class Validator:
         assert isinstance(body, ChatBody | CompletionBody), "parse_line refuses the other urls"
         if body.model not in self._models:
             known = ", ".join(self._models)
-            message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them"
+            message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
+            message += f"or run with --model {body.model[:80]}=MODEL"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
         limit = self._output_limit(body)
         prompt, ends = prompt_bytes(body)
@@ -146,6 +147,9 @@ class Validator:
         cap = self._settings.max_output_tokens
         limit = body.output_limit
         if limit is None:
+            if body.min_tokens > cap:
+                message = f"min_tokens is {body.min_tokens}, but this job allows at most {cap} tokens; lower it"
+                raise RowError(RowErrorCode.INVALID_REQUEST, message, param="min_tokens")
             return max(min(self._settings.default_max_tokens, cap), body.min_tokens)
         if limit > cap:
             name = "max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.adapters.locks import RunLock
+from pipeline.pinning import pin_input
+from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from tokenmill import models
+from tokenmill.job_options import ChosenModel
+from tokenmill.tracker import RunTracker
+from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
+from workers.model_host import LoadedModel
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -73,8 +82,9 @@ def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_ro
     for row in failed:
         assert row["error_message"]
         assert row["status_code"] >= 400
-        if row["error_code"] != "context_length_exceeded":  # found by the worker, which knows rows and not lines
-            assert row["error_message"].startswith(f"line {row['row'] + 1}: "), row
+        # What the worker finds, it finds by the row in the whole input.
+        whole = " of the input" if row["error_code"] == "context_length_exceeded" else ""
+        assert row["error_message"].startswith(f"line {row['row'] + 1}{whole}: "), row
     good = [row for row in rows if row["status"] == "succeeded"]
     assert [row["custom_id"] for row in good] == [f"good-{index}" for index in range(len(bad) + 1)]
     assert all(row["text"] is not None and row["completion_tokens"] > 0 for row in good)
@@ -88,6 +98,61 @@ def test_given_a_file_of_only_bad_lines_when_run_then_it_ends_well_and_all_rows_
     assert ended.code == 0, ended.err
     assert "0 of 2 rows succeeded, 2 failed" in ended.err.splitlines()[-1]
     assert [row["error_code"] for row in results(place / "out")] == ["invalid_json", "invalid_json"]
+
+
+def test_given_an_empty_file_when_run_then_it_ends_well_with_no_rows(
+    tokenmill: Cli, place: Path, model_folder: Path, results: Results
+) -> None:
+    path = place / "empty.jsonl"
+    path.touch()
+
+    ended = tokenmill("run", path, "--model", model_folder, "--output", place / "out")
+
+    assert ended.code == 0
+    assert "0 of 0 rows succeeded, 0 failed" in ended.err.splitlines()[-1]
+    assert "done before" not in ended.err
+    assert results(place / "out") == []
+
+
+def test_given_an_input_that_is_something_else_when_it_was_corrected_then_nothing_stands_in_its_way(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    """No job is made of a file that can't be one, so the same command runs with the right file."""
+    packed = gzip.compress(json.dumps(chat("a")).encode())
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["one"]}), place / "in.parquet")
+    cases = ((write_lines(packed), "is compressed"), (place / "in.parquet", "lacks the column custom_id"))
+    for path, message in cases:
+        arguments = ("run", path, "--model", f"tiny={model_folder}", "-o", place / path.stem, "--max-output-tokens", 6)
+        ended = tokenmill(*arguments)
+        assert ended.code == 1
+        assert message in ended.error
+        assert not (place / path.stem).exists()
+
+    write_lines(chat("a"))
+    assert tokenmill("run", cases[0][0], "--model", f"tiny={model_folder}", "-o", place / "requests").code == 0
+
+
+def test_given_few_long_requests_when_run_then_the_cache_is_no_larger_than_they_can_use(
+    place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(chat("a", text="word " * 40, ignore_eos=True), chat("b", n=2, temperature=1.0))
+    model = ChosenModel("tiny", models.ModelSource("tiny", model_folder, None, 0))
+    plan = RunPlan(
+        inputs=pin_input(path), model=model, output=place / "out", tier=Tier.STANDARD,
+        settings=JobSettings(), engine=EngineOptions(dtype="float32", threads=1),
+    )  # fmt: skip
+    told: list[tuple[int | None, int | None]] = []
+
+    def load(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
+        loaded = load_model(plan, pin, segments)
+        cache = loaded.engine.config.cache
+        told.append((cache.sequences, cache.tokens_per_sequence))
+        return loaded
+
+    done = run_job(plan, RunTracker(), threading.Event(), load)
+
+    assert done.counts.succeeded == 2
+    assert told == [(3, 256)]
 
 
 def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_anything_is_computed(
@@ -204,8 +269,9 @@ def test_given_something_that_cannot_run_when_it_is_run_then_one_line_says_what_
         (path, "nowhere", place / "out"): "no model at nowhere",
         (path, "tiny=", place / "out"): "give MODEL, or NAME=MODEL",
         (path, broken, place / "out"): "amba",
-        (path, tiny, file): "a-file",
-        (path, tiny, file / "below"): "a-file",
+        ("", tiny, place / "out"): "INPUT is empty",
+        (path, tiny, file): "a-file: a file is in the way",
+        (path, tiny, file / "below"): "below: a file is in the way",
     }
     for (given, model, out), message in cases.items():
         ended = tokenmill("run", given, "--model", model, "--output", out)
@@ -237,6 +303,10 @@ def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--quantize", "int8"), "No such option: --quantize"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "6h"), "No such option: --deadline"),
         (("estimate", "in.jsonl", "-m", "m", "--hardware", "abacus"), "'abacus' is not known"),
+        (("run", "in.jsonl", "-m", "m", "-o", ""), "it is empty; name a folder"),
+        (("run", "in.jsonl", "-m", "m", "-o", "out", "--price-per-hour", "inf"), "'inf' is no price"),
+        (("run", "in.jsonl", "-m", "m", "-o", "out", "--price-per-hour", "nan"), "'nan' is no price"),
+        (("estimate", "in.jsonl", "-m", "m", "--price-per-hour", "-1"), "'-1' is no price"),
         (("jobs", "forget"), "No such command 'forget'"),
         (("mill",), "No such command 'mill'"),
     ],

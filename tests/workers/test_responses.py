@@ -234,7 +234,7 @@ def test_what_is_no_answer_is_a_failed_row(build: Any, kit: Any, reason: Any, co
         assert row.text is None
         assert row.response is None
         assert row.error_message
-    assert error is None or rows[0].error_message == error
+    assert error is None or rows[0].error_message == f"line {rows[0].row + 1} of the input: {error}"
 
 
 def test_a_refused_row_says_why(byte_level: Tokenizer, kit: Any) -> None:

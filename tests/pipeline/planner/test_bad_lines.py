@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -46,10 +47,11 @@ CASES = {
     "tools": (lambda t: t.line("bad", tools=[{}]), "unsupported_parameter", "tools is not supported"),
     "max_tokens 0 on chat": (lambda t: t.line("bad", max_tokens=0), "invalid_request", "must be 1 or more"),
     "max_tokens over the cap": (lambda t: t.line("bad", max_tokens=10**6), "invalid_request", "at most 131072"),
-    "huge number": (lambda t: t.line("bad", max_tokens=10**30), "invalid_request", "must be an integer"),
+    "huge number": (lambda t: t.line("bad", max_tokens=10**30), "invalid_request", "max_tokens is 1e+30: too large"),
+    "min_tokens over the cap": (lambda t: t.line("bad", min_tokens=10**6), "invalid_request", "at most 131072"),
     "negative temperature": (lambda t: t.line("bad", temperature=-1), "invalid_request", "must be 0 or more"),
     "empty messages": (lambda t: t.line("bad", messages=[]), "invalid_request", "messages is empty"),
-    "other model": (lambda t: t.line("bad", model="gpt"), "model_not_found", "'gpt' is not one of this job's"),
+    "other model": (lambda t: t.line("bad", model="gpt"), "model_not_found", "run with --model gpt=MODEL"),
     "no model": (lambda t: t.line("bad", model=""), "invalid_request", "model is empty"),
 }
 
@@ -126,6 +128,21 @@ def test_on_invalid_job_commits_no_segment_before_the_last_line_was_read(tools: 
     assert sink.committed == []
     good = tools.plan(b"\n".join(lines[:-1]), tools.job(on_invalid="job", plan={"segment_rows": 2}))
     assert [segment.index for segment in good.sink.committed] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (gzip.compress(b"{}"), "is compressed"),
+        ('{"custom_id": "a"}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (b"PAR1....PAR1", "is a Parquet file"),
+    ],
+)
+def test_a_file_that_is_plainly_something_else_is_one_error_and_not_one_a_line(
+    start: bytes, message: str, tools: Any
+) -> None:
+    with pytest.raises(InputError, match=f"file-1.jsonl {message}"):
+        tools.source(tools.line("a"), start)
 
 
 @pytest.mark.parametrize(
