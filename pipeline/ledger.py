@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,7 @@ import orjson
 from pydantic import ValidationError
 
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
-from pipeline.records import AttemptRecord, RepeatedRecord, RunRecord
+from pipeline.records import AttemptRecord, EndRecord, RunRecord
 from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, Progress, ShardRef
 
 JOB = "job.json"
@@ -196,14 +197,27 @@ class JobLedger:
         found = self.store.list(self.prefix + work_key(shard, "attempt-"))
         return [self._must(info.key.removeprefix(self.prefix), AttemptRecord) for info in found]
 
-    def record_repeated(self, shard: int, record: RepeatedRecord) -> None:
-        """Record what an attempt computed for nothing; once for each attempt."""
-        self.create(work_key(shard, f"repeated-{record.attempt_id}.json"), record.to_json())
+    def record_end(self, shard: int, record: EndRecord) -> None:
+        """Record that an attempt ended without a commit; once for each attempt."""
+        self.create(work_key(shard, f"ended-{record.attempt_id}.json"), record.to_json())
 
-    def repeated(self, shard: int) -> list[RepeatedRecord]:
-        """What attempts on a shard computed for nothing, as far as they lived to say so."""
-        found = self.store.list(self.prefix + work_key(shard, "repeated-"))
-        return [self._must(info.key.removeprefix(self.prefix), RepeatedRecord) for info in found]
+    def ended(self, shard: int) -> list[EndRecord]:
+        """Attempts on a shard that ended without a commit, and lived to say so."""
+        found = self.store.list(self.prefix + work_key(shard, "ended-"))
+        return [self._must(info.key.removeprefix(self.prefix), EndRecord) for info in found]
+
+    def troubled(self) -> set[int]:
+        """Shards that left more than the mark of one attempt: all others are as their part says. One listing."""
+        objects: Counter[int] = Counter()
+        for info in self._list(WORK):
+            folder = info.key.removeprefix(self.prefix + WORK).split("/", 1)[0]
+            if folder.isdigit():
+                objects[int(folder)] += 1
+        return {shard for shard, count in objects.items() if count > 1}
+
+    def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        """A private paper of the job by its key; None when it is gone."""
+        return self._read(key, kind)
 
     def record_run(self, name: str, record: RunRecord) -> None:
         """Record that a run took the job up."""

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pyarrow as pa
 
+from pipeline.checkpoints import read_history
 from pipeline.ledger import REJECTS, JobLedger, part_key
 from pipeline.ports import PipelineError
 from pipeline.records import EngineFacts
@@ -112,22 +113,26 @@ def build_manifest(
 
 
 def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int]:
-    """What was computed for nothing: as recorded, and a bound (tokens) for attempts that died without a word.
+    """Tokens that were sampled for nothing and are in no part's usage, and a bound for what nobody logged.
 
-    An attempt that died computed at most its whole shard, which the committed part has measured.
+    An attempt that died lost what it had sampled since its last checkpoint; attempts of one session died together, and
+    lost at most what an engine samples between two checkpoints.
     """
-    recorded, bound = Usage(), 0
+    repeated, dead = 0, set[str]()
+    troubled = ledger.troubled()
     for part in parts:
-        if part.number == REJECTS:
+        if part.number not in troubled:
             continue
-        losses = ledger.repeated(part.number)
-        for loss in losses:
-            recorded += loss.usage
-        told = {loss.attempt_id for loss in losses} | {part.summary.attempt_id}
-        silent = sum(attempt.attempt_id not in told for attempt in ledger.attempts(part.number))
-        usage = part.summary.usage
-        bound += silent * (usage.prompt + usage.completion)
-    return recorded, bound
+        summary = part.summary
+        history = read_history(ledger, part.number)
+        ended = {record.attempt_id: record.generated for record in ledger.ended(part.number)}
+        for attempt in history.attempts:
+            name = attempt.attempt_id
+            sampled = max(ended.get(name, 0), history.logged.get(name, 0))
+            repeated += max(0, sampled - summary.accounted.get(name, 0))
+            if name != summary.attempt_id and name not in ended:
+                dead.add(attempt.session)
+    return Usage(repeated=repeated), len(dead) * max((part.summary.exposed for part in parts), default=0)
 
 
 def _run_intervals(ledger: JobLedger, job: Job, parts: Sequence[PartEntry], end: datetime) -> list[Interval]:

@@ -21,6 +21,8 @@ class PartSummary(Paper):
         started_at, committed_at: when the shard was taken and when the part was built.
         engine_started_at, engine_finished_at: first and last engine step for the shard.
         engine, versions: the engine's settings and libraries.
+        exposed: the most tokens that its engine sampled between two checkpoints: what a death can cost.
+        accounted: attempt -> tokens that it sampled and that are in `usage`, as answers or as repeated.
     """
 
     version: Literal[1] = 1
@@ -37,24 +39,38 @@ class PartSummary(Paper):
     engine_finished_at: AwareDatetime | None = None
     engine: EngineFacts = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
+    exposed: Count = 0
+    accounted: dict[str, Count] = Field(default_factory=dict)
 
 
 class AttemptRecord(Paper):
-    """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash."""
+    """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash.
+
+    `session` is one life of the worker: attempts of the same session end with the same death.
+    """
 
     version: Literal[1] = 1
     attempt: Count
     attempt_id: str
     worker: str
+    session: str = ""
     started_at: AwareDatetime
 
 
-class RepeatedRecord(Paper):
-    """`work/NNNNN/repeated-ATTEMPT_ID.json`: an attempt that ended without a commit, and what it had computed."""
+class NoteRecord(Paper):
+    """`work/NNNNN/note-ATTEMPT_ID-SEQ.json`: from here on the attempt computes these rows of the shard, nothing else.
+    Empty: they survived, and it computes what it likes again."""
+
+    version: Literal[1] = 1
+    rows: tuple[Count, ...] = ()
+
+
+class EndRecord(Paper):
+    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, and all tokens it had sampled."""
 
     version: Literal[1] = 1
     attempt_id: str
-    usage: Usage
+    generated: Count
 
 
 class RunRecord(Paper):

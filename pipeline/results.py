@@ -6,7 +6,6 @@ A part's footer carries its counts and token usage, so adding up a job reads foo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,8 @@ import pyarrow.parquet as pq
 from pipeline.ledger import JobLedger, LedgerError, part_key, read_paper
 from pipeline.ports import PipelineError, StoreError
 from pipeline.records import PartSummary
-from schemas.job import Counts
-from schemas.results import ResultRow, RowStatus, results_table
+from schemas.job import Counts, Usage
+from schemas.results import RowStatus
 from schemas.tables import RESULT_FIELDS, SHARD_FIELDS
 
 FOOTER_KEY = "tokenmill"
@@ -91,13 +90,20 @@ class PartWriter:
             self.path.unlink(missing_ok=True)
 
 
-def shard_results(rows: Sequence[ResultRow], shard: pa.Table) -> pa.Table:
-    """The table of a part: `rows` sorted by row, with the columns that `shard` carries through.
+def committed_tokens(rows: pa.Table) -> Usage:
+    """What finished rows (`FINISHED_SCHEMA`) cost."""
+    sums = {name: pc.sum(rows[f"usage_{name}"]).as_py() or 0 for name in ("prompt", "cached", "completion")}
+    return Usage(**sums)
+
+
+def shard_results(rows: pa.Table, shard: pa.Table) -> pa.Table:
+    """The table of a part: `rows` (`RESULT_FIELDS`, more is dropped) sorted by row, with the columns that `shard`
+    carries through.
 
     Raises:
         RowsMismatch: `rows` are not one for each row of `shard`, with its custom_id.
     """
-    results = results_table(rows).sort_by("row")
+    results = rows.select([field.name for field in RESULT_FIELDS]).sort_by("row")
     names = [name for name in shard.column_names if name not in {field.name for field in SHARD_FIELDS}]
     asked = shard.select(["row", "custom_id", *names]).sort_by("row")
     _check_rows(results, asked)

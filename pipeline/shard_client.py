@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
-from pipeline.records import AttemptRecord, PartSummary, RepeatedRecord
-from pipeline.results import PartWriter, part_schema, shard_results
-from pipeline.worker_api import ShardReport, ShardWork
-from schemas.job import Job, ShardRef, Usage
-from schemas.results import ResultRow
+from pipeline.records import AttemptRecord, EndRecord, NoteRecord, PartSummary
+from pipeline.results import PartWriter, committed_tokens, part_schema, shard_results
+from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
+from schemas.checkpoints import CheckpointHead, FinishedRows, encode
+from schemas.job import Job, ShardRef
 
 OpenLedger = Callable[[str], JobLedger]
 """The ledger of a job, by its id."""
@@ -59,6 +60,8 @@ class ShardClient:
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
+        self._session = world.random.token(8).hex()
+        self._sequences: dict[str, int] = {}  # attempt id -> notes and checkpoints written
 
     # -- ShardSource
 
@@ -86,24 +89,47 @@ class ShardClient:
 
     # -- ShardSink
 
-    def commit(self, work: ShardWork, rows: Sequence[ResultRow], report: ShardReport) -> bool:
+    def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
         """Make the shard's part; False when another attempt's part stands. Raises `PipelineError`."""
         known = self._jobs[work.job.id]
-        won = self._write_part(known.ledger, work, shard_results(rows, work.table), report)
+        table = pa.concat_tables([work.history.finished, finished.table()])
+        won = self._write_part(known.ledger, work, table, report)
         if not won:
-            self._record_repeated(known.ledger, work, report)
-        self._let_go(work.job.id, work.shard)
+            self._record_end(known.ledger, work, report.generated)
+        self._forget(known.ledger, work)
         return won
 
-    def release(self, work: ShardWork, report: ShardReport | None = None) -> None:
-        """Give the shard back undone; `report` says what was computed for nothing."""
-        if report is not None:
-            self._record_repeated(self._jobs[work.job.id].ledger, work, report)
+    def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
+        """Make durable what is new."""
+        head = CheckpointHead(
+            job=work.job.id,
+            shard=work.shard,
+            attempt_id=work.attempt_id,
+            sequence=self._next(work),
+            final=new.final,
+            generated=new.generated,
+            exposed=new.exposed,
+        )
+        key = checkpoint_key(work.shard, work.attempt_id, head.sequence)
+        known = self._jobs[work.job.id]
+        known.ledger.create(key, encode(head, new.finished, new.running))
+
+    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+        """Note durably that these rows are computed, and no others."""
+        key = note_key(work.shard, work.attempt_id, self._next(work))
+        self._jobs[work.job.id].ledger.create(key, NoteRecord(rows=tuple(rows)).to_json())
+
+    def release(self, work: ShardWork, generated: int) -> None:
+        """Give the shard back undone; `generated` tokens were sampled by this attempt."""
+        self._record_end(self._jobs[work.job.id].ledger, work, generated)
+        self._sequences.pop(work.attempt_id, None)
         self._let_go(work.job.id, work.shard)
 
-    def holding(self, shards: Sequence[ShardWork]) -> None:
-        """The heartbeat: the worker lives and works on exactly these."""
+    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
+        """The heartbeat: the worker lives and works on exactly these; returns the jobs that are being closed."""
         self._heartbeats.beat(self.worker, {(work.job.id, work.shard) for work in shards})
+        jobs = {work.job.id for work in shards}
+        return frozenset(job for job in jobs if self._jobs[job].ledger.closing() is not None)
 
     # -- inside
 
@@ -126,16 +152,24 @@ class ShardClient:
         data = known.ledger.read_shard(known.shards[shard])
         record = known.ledger.begin_attempt(
             shard,
-            lambda number: AttemptRecord(attempt=number, attempt_id=attempt_id, worker=self.worker, started_at=now),
+            lambda number: AttemptRecord(
+                attempt=number, attempt_id=attempt_id, worker=self.worker, session=self._session, started_at=now
+            ),
         )
+        # The first attempt has nothing behind it, and saves the look.
+        history = ShardHistory() if record.attempt == 1 else read_history(known.ledger, shard, before=record.attempt)
         table = pq.read_table(pa.BufferReader(data))
-        return ShardWork(known.job, shard, record.attempt, attempt_id, table, now)
+        return ShardWork(known.job, shard, record.attempt, attempt_id, table, now, history)
 
-    def _write_part(self, ledger: JobLedger, work: ShardWork, table: pa.Table, report: ShardReport) -> bool:
+    def _write_part(self, ledger: JobLedger, work: ShardWork, rows: pa.Table, report: ShardReport) -> bool:
+        """Build and commit the part of `rows`, which are in `FINISHED_SCHEMA`."""
         path = self._world.scratch / f"part-{work.shard:05d}-{work.attempt_id}.parquet"
         writer = PartWriter(path, part_schema(work.table.schema))
+        usage = committed_tokens(rows)
+        sampled = {**work.history.logged, work.attempt_id: report.generated}
+        repeated = max(0, sum(sampled.values()) - usage.completion)
         try:
-            writer.append(table)
+            writer.append(shard_results(rows, work.table))
             writer.finish(
                 PartSummary(
                     job=work.job.id,
@@ -144,13 +178,15 @@ class ShardClient:
                     attempt_id=work.attempt_id,
                     worker=self.worker,
                     counts=writer.counts(),
-                    usage=report.usage,
+                    usage=usage.model_copy(update={"repeated": repeated}),
                     started_at=work.started_at,
                     committed_at=self._world.clock.now(),
                     engine_started_at=report.engine_started_at,
                     engine_finished_at=report.engine_finished_at,
                     engine=dict(report.engine),
                     versions=dict(report.versions),
+                    exposed=max([report.exposed, *work.history.exposed.values()]),
+                    accounted=sampled,
                 )
             )
         except BaseException:
@@ -158,10 +194,22 @@ class ShardClient:
             raise
         return ledger.create_part(work.shard, path)
 
-    def _record_repeated(self, ledger: JobLedger, work: ShardWork, report: ShardReport) -> None:
-        ledger.record_repeated(
-            work.shard, RepeatedRecord(attempt_id=work.attempt_id, usage=computed_only(report.usage))
-        )
+    def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int) -> None:
+        ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
+
+    def _forget(self, ledger: JobLedger, work: ShardWork) -> None:
+        """Drop what is in the part now: the checkpoints of this attempt and of those it went on from."""
+        keys = [key for keys in work.history.keys.values() for key in keys]
+        keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
+        for key in keys:
+            ledger.store.delete(ledger.prefix + key)
+        self._let_go(work.job.id, work.shard)
+
+    def _next(self, work: ShardWork) -> int:
+        """Number of the attempt's next note."""
+        number = self._sequences.get(work.attempt_id, 0)
+        self._sequences[work.attempt_id] = number + 1
+        return number
 
     def _hold(self, job: str, shard: int) -> None:
         with self._lock:
@@ -172,10 +220,3 @@ class ShardClient:
         with self._lock:
             self._held.discard((job, shard))
             self._heartbeats.beat(self.worker, self._held)
-
-
-def computed_only(usage: Usage) -> Usage:
-    """What a lost attempt adds to a job's usage: all that it computed is repeated, nothing is a result."""
-    return Usage(
-        repeated=usage.prompt - usage.cached + usage.completion, drafted=usage.drafted, accepted=usage.accepted
-    )

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from schemas.job import Job, Usage
-from schemas.results import ResultRow
+from pipeline.checkpoints import ShardHistory
+from schemas.checkpoints import FinishedRows, LoggedChoice
+from schemas.job import Job
 
 EngineFact = str | int | float | bool | None
 
@@ -30,6 +31,7 @@ class ShardWork:
         attempt_id: unique among all attempts ever made; names what this attempt writes.
         table: `schemas.tables.shard_schema(...)`, one row a request, copies included, in the planner's order.
         started_at: when it was taken; aware, UTC.
+        history: what earlier attempts left. Its finished rows are done: the sink joins them to the part.
     """
 
     job: Job
@@ -38,6 +40,7 @@ class ShardWork:
     attempt_id: str
     table: pa.Table
     started_at: datetime
+    history: ShardHistory = field(default_factory=ShardHistory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,16 @@ class ShardReport:
     """What an attempt cost; kept in the part's footer, so that the manifest adds up footers only.
 
     Attributes:
-        usage: tokens of the rows that this attempt computed (a copy costs nothing).
+        generated: tokens that this attempt sampled, whatever became of them.
+        exposed: the most tokens that its engine sampled between two checkpoints.
         engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
             (every row refused before the engine).
         engine: the engine's settings, for the manifest.
         versions: of the libraries that computed, for the manifest.
     """
 
-    usage: Usage = field(default_factory=Usage)
+    generated: int = 0
+    exposed: int = 0
     engine_started_at: datetime | None = None
     engine_finished_at: datetime | None = None
     engine: Mapping[str, EngineFact] = field(default_factory=dict)
@@ -72,11 +77,30 @@ class ShardSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointWork:
+    """What is new in one shard since its attempt's last checkpoint.
+
+    Attributes:
+        finished: rows that have finished.  running: what the others have got.
+        generated: tokens sampled for the shard in between.
+        exposed: tokens that the engine sampled in between, for all shards together.
+        final: the attempt ends with this one.
+    """
+
+    finished: FinishedRows
+    running: Sequence[LoggedChoice]
+    generated: int
+    exposed: int
+    final: bool = False
+
+
 class ShardSink(Protocol):
     """Where a worker's results go, and how it shows that it lives."""
 
-    def commit(self, work: ShardWork, rows: Sequence[ResultRow], report: ShardReport) -> bool:
-        """Make the shard's part: one result for each row of `work.table`, in any order; carried columns are added here.
+    def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
+        """Make the shard's part: one result for each row of `work.table` that `work.history` hasn't finished, in any
+        order; those that it has, and carried columns, are added here.
 
         True: the part is durable and visible. False: another attempt was first; its part stands, this work counts as
         repeated, and the worker goes on. Either way the shard is no longer held. Raises `PipelineError` when the rows
@@ -84,14 +108,28 @@ class ShardSink(Protocol):
         """
         ...
 
-    def release(self, work: ShardWork) -> None:
-        """Give the shard back undone (drain, or a model that this worker lacks): another may take it at once."""
+    def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
+        """Make what is new durable. Raises `PipelineError` when it can't be written."""
         ...
 
-    def holding(self, shards: Sequence[ShardWork]) -> None:
-        """The heartbeat: the worker lives and works on exactly these. Called every `HEARTBEAT_SECONDS` or oftener."""
+    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+        """Make it durable that from here on only these rows of the shard are computed, so that they are known if they
+        end the process; none: they survived, and others are computed again."""
+        ...
+
+    def release(self, work: ShardWork, generated: int) -> None:
+        """Give the shard back undone (drain, or a model that this worker lacks): another may take it at once.
+        `generated`: tokens that this attempt sampled for it."""
+        ...
+
+    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
+        """The heartbeat: the worker lives and works on exactly these. Called every `HEARTBEAT_SECONDS` or oftener.
+        Returns the jobs among them that are being closed: their shards are to be logged and given back."""
         ...
 
 
 HEARTBEAT_SECONDS = 3.0
 """How often a worker says that it lives."""
+
+CHECKPOINT_SECONDS = 1.0
+"""How often what is new is logged: what a death costs at most, with the time of a step and of a write."""

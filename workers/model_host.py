@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol, cast
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.models.base import ModelSpec
-from engine.request import Completion, Request
+from engine.request import Completion, PartialChoice, Request
 from schemas.job import ModelPin
 from workers.errors import WorkerError
 from workers.tokenizer import Tokenizer
@@ -58,6 +58,8 @@ class TokenEngine(Protocol):
     def cancel(self, request_id: str) -> bool: ...
 
     def step(self) -> list[Completion]: ...
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]: ...
 
     def stats(self) -> EngineStats: ...
 

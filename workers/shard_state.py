@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from engine.request import Completion
 from pipeline.worker_api import ShardWork
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Usage
 from schemas.requests import CHAT_URL, COMPLETIONS_URL, load_body
+from schemas.results import ResultRow
 from workers.errors import ModelMismatchError
 from workers.model_host import LoadedModel
-from workers.rows import ComputedRow, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.resumption import resume
+from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import TokenIds
 from workers.translate import PRIORITIES, Generation, JobRules, RowHints, Translator
 
@@ -36,37 +37,39 @@ class OpenShard:
     """A shard that the engine works on; it is done when as many rows finished as there are computed rows.
 
     Attributes:
-        waiting: rows not yet given to the engine.  finished: rows with their outcome.
-        total: rows that are computed or refused (copies not counted).
+        waiting: rows not yet given to the engine.
+        finished: rows with their outcome that are not results yet.  num_finished: all that have an outcome.
+        total: rows that are computed or refused here (copies not counted).
+        built_rows, built_usages: results, and what each cost.
+        unlogged, generated: tokens sampled for it since the last snapshot, and before.
+        first_start, last_end: of its computed rows, on the engine's clock (seconds).
     """
 
     work: ShardWork
     waiting: deque[PreparedRow]
     finished: list[FinishedRow]
     total: int
+    num_finished: int
+    built_rows: list[ResultRow] = field(default_factory=list)
+    built_usages: list[Usage] = field(default_factory=list)
+    unlogged: int = 0
+    generated: int = 0
+    first_start: float | None = None
+    last_end: float | None = None
 
     @classmethod
     def open(cls, shard: PreparedShard) -> OpenShard:
         total = len(shard.waiting) + len(shard.refused)
-        return cls(shard.work, deque(shard.waiting), list(shard.refused), total)
+        return cls(shard.work, deque(shard.waiting), list(shard.refused), total, len(shard.refused))
 
     @property
     def done(self) -> bool:
-        return len(self.finished) == self.total
+        return self.num_finished == self.total
 
-    @property
-    def completions(self) -> list[Completion]:
-        """What the engine gave, failed rows included."""
-        return [row.completion for row in self.finished if isinstance(row, ComputedRow)]
-
-    def usage(self) -> Usage:
-        """Tokens of the rows that were computed, failed ones included; copies cost nothing."""
-        completions = self.completions
-        return Usage(
-            prompt=sum(completion.prompt_tokens for completion in completions),
-            cached=sum(completion.cached_tokens for completion in completions),
-            completion=sum(completion.generated_tokens for completion in completions),
-        )
+    def note_times(self, started: float, finished: float) -> None:
+        """A computed row's start and end."""
+        self.first_start = started if self.first_start is None else min(self.first_start, started)
+        self.last_end = finished if self.last_end is None else max(self.last_end, finished)
 
 
 @dataclass(slots=True)
@@ -92,9 +95,14 @@ class ShardReader:
     def prepare(self, work: ShardWork) -> PreparedShard:
         """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
         lines = self._lines(work)
+        blamed = work.history.blamed
+        for line in lines:
+            if deaths := blamed.get(line.names[0].row):
+                line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
         translator = Translator(self.model.tokenizer, self.model.limits, self._rules(work))
         for line in lines:
-            self._read(line, work, translator)
+            if line.error is None:
+                self._read(line, work, translator)
         self._encode(lines)
         waiting: list[PreparedRow] = []
         refused: list[RefusedRow] = []
@@ -127,10 +135,13 @@ class ShardReader:
             if name.row != compute_row:
                 copies[compute_row].append(name)
         lines = []
+        finished = work.history.finished_rows
         for at, name in enumerate(names):
             if name.row == columns["compute_row"][at]:
                 hints = RowHints(name.row, columns["prefix_group"][at], columns["expected_tokens"][at])
                 whose = (name, *copies.pop(name.row, ()))
+                if name.row in finished:
+                    continue
                 lines.append(_Line(whose, columns["url"][at], columns["body"][at], columns["model"][at], hints))
         assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
         return lines
@@ -180,7 +191,14 @@ class ShardReader:
         except RowError as error:
             line.error = error
             return None
-        return PreparedRow(line.names, line.parsed, request)
+        logged = work.history.running.get(line.names[0].row)
+        return PreparedRow(line.names, line.parsed, request if logged is None else resume(request, logged))
+
+
+def died_alone(times: int) -> str:
+    """Why a row is not tried any more."""
+    often = "once" if times == 1 else f"{times} times"
+    return f"the process died ({often}) while it computed this row and no other; see the system's log for the reason"
 
 
 def _parse(url: str, data: str) -> Generation:

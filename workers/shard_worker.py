@@ -3,11 +3,17 @@
 Two threads. This one steps the engine and does nothing that waits. The helper does all the rest, one task after the
 other: takes a shard and tokenizes it while the engine computes, builds results, commits parts, sends heartbeats. So
 source and sink are used by one thread only, and at most `max_open_shards` shards and one prepared one are in memory.
+
+What is new is logged every second or so. A shard whose attempts keep dying without a word is taken with care: the rows
+that would run first are computed apart, and noted durably before. If that is their attempt's last word, they are tried
+one by one; the one that dies alone is not tried again.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -18,8 +24,17 @@ import structlog
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.request import Completion
 from pipeline.ports import Clock
-from pipeline.worker_api import HEARTBEAT_SECONDS, ShardReport, ShardSink, ShardSource, ShardWork
+from pipeline.worker_api import (
+    CHECKPOINT_SECONDS,
+    HEARTBEAT_SECONDS,
+    ShardReport,
+    ShardSink,
+    ShardSource,
+    ShardWork,
+)
+from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
+from workers.checkpointing import Checkpointer
 from workers.model_host import LoadedModel, library_versions
 from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
@@ -29,6 +44,9 @@ from workers.suspects import Suspects
 
 IDLE_SECONDS: Final = 0.02
 """Pause between looks when there is nothing to compute."""
+
+SUSPECT_AFTER: Final = 2
+"""Attempts in a row that died before their first checkpoint, after which a shard's rows are tried apart."""
 
 logger = structlog.get_logger(__name__)
 
@@ -43,12 +61,14 @@ class WorkerSettings:
         max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
         watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
         report_seconds: between two calls of the observer.
+        checkpoint_seconds: between two checkpoints; 0: after each step, infinite: only when it is told to stop.
     """
 
     request_timeout: float | None = None
     max_open_shards: int = 4
     watermark: int | None = None
     report_seconds: float = 0.25
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
 
 
 class ShardWorker:
@@ -74,7 +94,7 @@ class ShardWorker:
         self._observer = observer
         self._given_helper = helper
         self._reader = ShardReader(model)
-        self._builder = ResponseBuilder(model.tokenizer)
+        self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
         self._watermark = self._settings.watermark or 2 * model.max_num_seqs
         self._ahead = max(1, model.max_num_seqs // 8) if self._settings.request_timeout else 2 * model.max_num_seqs
@@ -85,10 +105,12 @@ class ShardWorker:
         self._owner: dict[str, OpenShard] = {}
         self._preparing: Future[PreparedShard | None] | None = None
         self._committing: dict[Future[bool], ShardWork] = {}
-        self._beating: Future[None] | None = None
+        self._beating: Future[frozenset[str]] | None = None
+        self._logging: Future[None] | None = None
+        self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._source_finished = False
         self._counts = WorkerCounts()
-        self._next_look = self._next_beat = self._next_report = 0.0
+        self._next_look = self._next_beat = self._next_report = self._next_log = 0.0
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:
         """Work until the source is finished, or until `stop` is set; unfinished shards are then given back.
@@ -121,14 +143,15 @@ class ShardWorker:
 
     def _turn(self, helper: Executor) -> None:
         """One turn of the loop: at most one step of the engine."""
-        self._collect()
+        self._collect(helper)
         self._fetch_ahead(helper)
-        self._feed()
+        self._feed(helper)
         if self._engine.has_work:
             self._step()
         elif not self._suspects and (self._preparing or self._committing or not self._shards):
             self._clock.sleep(IDLE_SECONDS)
         self._commit_done(helper)
+        self._log(helper)
         self._tell(helper)
 
     def _fetch_ahead(self, helper: Executor) -> None:
@@ -147,14 +170,14 @@ class ShardWorker:
             return None
         return self._reader.prepare(work)
 
-    def _collect(self) -> None:
+    def _collect(self, helper: Executor) -> None:
         """Take over what the helper has done; its exceptions surface here."""
         if self._preparing is not None and self._preparing.done():
             shard, self._preparing = self._preparing.result(), None
             if shard is None:
                 self._next_look = self._clock.monotonic() + IDLE_SECONDS
             else:
-                self._shards.append(OpenShard.open(shard))
+                self._open(shard)
                 self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
                 logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
         for future in [future for future in self._committing if future.done()]:
@@ -163,20 +186,61 @@ class ShardWorker:
             self._counts = self._counts.with_part(len(work.table), committed)
             event = "shard committed" if committed else "shard was committed by another attempt"
             logger.info(event, job=work.job.id, shard=work.shard, rows=len(work.table))
+        if self._logging is not None and self._logging.done():
+            self._logging.result()
+            self._logging = None
         if self._beating is not None and self._beating.done():
-            self._beating.result()
-            self._beating = None
+            closing, self._beating = self._beating.result(), None
+            if closing:
+                self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
 
-    def _feed(self) -> None:
+    def _open(self, prepared: PreparedShard) -> None:
+        shard = OpenShard.open(prepared)
+        self._shards.append(shard)
+        work = prepared.work
+        cornered = [row for row in shard.waiting if row.names[0].row in work.history.cornered]
+        if cornered:
+            groups = [[row] for row in cornered]
+            shard.waiting = deque(row for row in shard.waiting if row.names[0].row not in work.history.cornered)
+        elif work.history.silent >= SUSPECT_AFTER and shard.waiting:
+            count = min(len(shard.waiting), self._model.max_num_seqs)
+            groups = [[shard.waiting.popleft() for _ in range(count)]]
+        else:
+            return
+        self._owner.update((row.request.request_id, shard) for group in groups for row in group)
+        self._suspects.suspect(groups)
+        rows = sum(map(len, groups))
+        logger.warning(
+            "attempts died: rows are tried apart", job=work.job.id, shard=work.shard, rows=rows, alone=bool(cornered)
+        )
+
+    def _feed(self, helper: Executor) -> None:
         """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
         if self._suspects:
             if not self._engine.has_work:
-                for row in self._suspects.next_group():
-                    self._add(self._owner.pop(row.request.request_id), row)
+                group = self._suspects.next_group()
+                owners = [self._owner.pop(row.request.request_id) for row in group]
+                self._note(group, owners, helper)
+                for shard, row in zip(owners, group, strict=True):
+                    self._add(shard, row)
             return
+        if self._noted:
+            self._note((), (), helper)
         for shard in self._shards:
             while shard.waiting and self._engine.num_waiting < self._ahead:
                 self._add(shard, shard.waiting.popleft())
+
+    def _note(self, group: Sequence[PreparedRow], owners: Sequence[OpenShard], helper: Executor) -> None:
+        """Make durable what is tried apart, for the shards whose attempts have died; or that nothing is any more."""
+        noted = {
+            shard.work.attempt_id: shard for shard in owners if shard.work.history.silent or shard.work.history.cornered
+        }
+        for attempt_id, shard in (self._noted | noted).items():
+            rows = [row.names[0].row for row, owner in zip(group, owners, strict=True) if owner is shard]
+            helper.submit(self._sink.note, shard.work, rows).result()
+            if not rows:
+                del self._noted[attempt_id]
+        self._noted |= noted
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         request = row.request
@@ -189,7 +253,8 @@ class ShardWorker:
             too_long = isinstance(error, ContextLengthExceeded)
             code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
             now = self._engine.clock()
-            shard.finished.append(RefusedRow(row.names, row.body.model, RowError(code, str(error)), now, now))
+            refused = RefusedRow(row.names, row.body.model, RowError(code, str(error)), now, now)
+            self._checkpointer.finish(shard, refused)
             self._counts = self._counts.with_refused(len(row.names))
         else:
             self._running[request.request_id] = (shard, row)
@@ -209,12 +274,16 @@ class ShardWorker:
 
     def _end(self, completion: Completion) -> None:
         """A request left the engine: note its outcome, or keep it as a suspect to be tried again."""
-        shard, row = self._running.pop(completion.request_id)
+        found = self._running.pop(completion.request_id, None)
+        if found is None:  # its shard was given back
+            return
+        shard, row = found
         error = failure_of(completion)
         if error is not None and self._suspects.take(row, completion.error):
             self._owner[completion.request_id] = shard
+            self._checkpointer.forget(completion.request_id)
             return
-        shard.finished.append(ComputedRow(row, completion))
+        self._checkpointer.finish(shard, ComputedRow(row, completion))
         self._counts = self._counts.with_computed(len(row.names), completion, error is not None)
 
     def _commit_done(self, helper: Executor) -> None:
@@ -224,18 +293,54 @@ class ShardWorker:
 
     def _commit(self, shard: OpenShard) -> bool:
         """On the helper: build the shard's results and commit them."""
-        work = shard.work
-        envelope = Envelope(work.job.id, work.job.created_at, work.attempt, self._wall)
-        rows = self._builder.results(shard.finished, envelope)
-        completions = shard.completions
+        self._checkpointer.build(shard, shard.finished, self._envelope(shard))
         report = ShardReport(
-            usage=shard.usage(),
-            engine_started_at=self._wall(min(c.started_at for c in completions)) if completions else None,
-            engine_finished_at=self._wall(max(c.finished_at for c in completions)) if completions else None,
+            generated=shard.generated + shard.unlogged,
+            exposed=max(self._checkpointer.exposed, shard.unlogged),
+            engine_started_at=None if shard.first_start is None else self._wall(shard.first_start),
+            engine_finished_at=None if shard.last_end is None else self._wall(shard.last_end),
             engine=self._model.facts,
             versions=self._versions,
         )
-        return self._sink.commit(work, rows, report)
+        return self._sink.commit(shard.work, FinishedRows(shard.built_rows, shard.built_usages), report)
+
+    def _envelope(self, shard: OpenShard) -> Envelope:
+        return Envelope(shard.work.job.id, shard.work.job.created_at, shard.work.attempt, self._wall)
+
+    def _log(self, helper: Executor) -> None:
+        """Have what is new made durable, when it is time."""
+        now = self._clock.monotonic()
+        if self._logging is None and now >= self._next_log and self._shards:
+            self._next_log = now + self._settings.checkpoint_seconds
+            self._logging = self._submit_log(self._shards, helper, final=False)
+
+    def _submit_log(self, shards: list[OpenShard], helper: Executor, *, final: bool) -> Future[None]:
+        running: dict[int, list[PreparedRow]] = {id(shard): [] for shard in shards}
+        for shard, row in self._running.values():
+            if id(shard) in running:
+                running[id(shard)].append(row)
+        snapshots = [
+            (self._checkpointer.snapshot(shard, running[id(shard)]), self._envelope(shard)) for shard in shards
+        ]
+        return helper.submit(self._checkpointer.write, snapshots, self._checkpointer.sampled(), final=final)
+
+    def _give_back(self, shards: list[OpenShard], helper: Executor) -> None:
+        """Log what there is of these shards, forget them, and let others have them."""
+        self._submit_log(shards, helper, final=True).result()
+        gone = {id(shard) for shard in shards}
+        dropped = {name for name, (shard, _) in self._running.items() if id(shard) in gone}
+        for request_id in dropped:
+            self._engine.cancel(request_id)
+            self._checkpointer.forget(request_id)
+            del self._running[request_id]
+        suspects = {name for name, shard in self._owner.items() if id(shard) in gone}
+        self._suspects.drop(suspects)
+        for name in suspects:
+            del self._owner[name]
+        for shard in shards:
+            self._shards.remove(shard)
+            self._noted.pop(shard.work.attempt_id, None)
+            helper.submit(self._sink.release, shard.work, shard.generated).result()
 
     def _wall(self, seconds: float) -> datetime:
         """UTC of a time on the engine's clock."""
@@ -258,19 +363,14 @@ class ShardWorker:
         return WorkerProgress(self._counts, self._engine.stats(), queued, held, stopped)
 
     def _drain(self, helper: Executor) -> None:
-        """Commit what is done, give back the rest, and leave the engine empty."""
+        """Commit what is done, log and give back the rest, and leave the engine empty."""
         self._commit_done(helper)
-        for request_id in self._running:
-            self._engine.cancel(request_id)
-        while self._engine.has_work:
-            self._engine.step()
-        self._running.clear()
         if self._preparing is not None:
             prepared, self._preparing = self._preparing.result(), None
             if prepared is not None:
                 self._shards.append(OpenShard.open(prepared))
-        for shard in self._shards:
-            helper.submit(self._sink.release, shard.work).result()
-        self._shards.clear()
+        self._give_back(list(self._shards), helper)
+        while self._engine.has_work:
+            self._engine.step()
         wait(self._committing)
-        self._collect()
+        self._collect(helper)

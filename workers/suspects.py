@@ -7,7 +7,7 @@ again gives the same answer. If rows keep failing alone and no step works in bet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 from workers.errors import BrokenEngineError
@@ -36,6 +36,16 @@ class Suspects:
         """Whether it matters that the next step works."""
         return self._lone_failures > 0
 
+    def suspect(self, groups: Iterable[list[PreparedRow]]) -> None:
+        """Rows that may have ended the process before: each group is tried apart from all others, in this order."""
+        self._groups[:0] = list(groups)[::-1]
+
+    def drop(self, rows: Container[str]) -> None:
+        """Forget the rows with these request ids."""
+        self._fresh = [row for row in self._fresh if row.request.request_id not in rows]
+        kept = ([row for row in group if row.request.request_id not in rows] for group in self._groups)
+        self._groups = [group for group in kept if group]
+
     def step_failed(self, reason: str) -> None:
         """A step raised; completions whose error is `reason` are suspects."""
         self._reasons.add(reason)
@@ -59,7 +69,7 @@ class Suspects:
             raise BrokenEngineError(f"the engine fails with every request, last with: {error}")
         return False
 
-    def next_group(self) -> Iterable[PreparedRow]:
+    def next_group(self) -> Sequence[PreparedRow]:
         """The rows to try next, together; to be called when the engine is empty."""
         if self._fresh:
             middle = len(self._fresh) // 2

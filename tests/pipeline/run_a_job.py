@@ -19,7 +19,7 @@ from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.job import JobSettings, Manifest, PlanSettings
-from tests.pipeline.made_jobs import answers, order, report
+from tests.pipeline.made_jobs import computed, order, report
 
 
 def run_a_job(out: Path, source: Path, *, seconds_per_shard: float = 0.0, fresh: bool = False) -> Manifest | None:
@@ -39,6 +39,6 @@ def run_a_job(out: Path, source: Path, *, seconds_per_shard: float = 0.0, fresh:
             work = client.take(0.002)
             if work is not None:
                 time.sleep(seconds_per_shard)
-                client.commit(work, answers(work), report(work))
+                client.commit(work, computed(work), report(work))
         thread.join()
         return dispatcher.outcome(job.id)

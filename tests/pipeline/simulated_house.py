@@ -10,7 +10,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import Manifest
-from tests.pipeline.made_jobs import answers, plan_by_hand, report
+from tests.pipeline.made_jobs import computed, plan_by_hand, report
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore
 
 LIFETIME = 10.0
@@ -43,7 +43,7 @@ def finish(house: House, client: ShardClient) -> Manifest:
         if house.dispatcher.finished():
             break
         while (work := client.take(0)) is not None:
-            client.commit(work, answers(work), report(work))
+            client.commit(work, computed(work), report(work))
         house.world.clock.sleep(1.0)
     manifest = house.ledger.manifest()
     assert manifest is not None, "the job never ended"
@@ -62,4 +62,4 @@ def commit_all(house: House) -> None:
     house.dispatcher.tick()
     client = house.client("w")
     while (work := client.take(0)) is not None:
-        client.commit(work, answers(work), report(work))
+        client.commit(work, computed(work), report(work))

@@ -19,7 +19,7 @@ from pipeline.ledger import JobLedger, JobNotFound
 from pipeline.ports import StoreError, World
 from pipeline.shard_client import ShardClient
 from schemas.job import JobStatus
-from tests.pipeline.made_jobs import answers, plan_by_hand, report
+from tests.pipeline.made_jobs import computed, plan_by_hand, report
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
@@ -32,7 +32,7 @@ def compute(world: World, ledger: JobLedger, most: int = 10**9) -> None:
     while not dispatcher.finished() and most:
         dispatcher.tick()
         while most and (work := client.take(0)) is not None:
-            client.commit(work, answers(work), report(work))
+            client.commit(work, computed(work), report(work))
             most -= 1
 
 
@@ -65,7 +65,7 @@ def test_lines_have_openais_shape(world: World, tmp_path: Path) -> None:
     assert good["response"]["request_id"].startswith("req_")
     assert good["error"] is None
     assert (refused["custom_id"], refused["response"]) == (None, None)
-    assert refused["error"] == {"code": "invalid_json", "message": "not JSON"}
+    assert refused["error"] == {"code": "invalid_json", "message": "line 1 of the input: not JSON"}
     assert (failed["custom_id"], failed["error"]["code"]) == ("id-4", "context_length_exceeded")
     ids = [line["id"] for line in lines_of(tmp_path / "all.jsonl")]
     assert len(set(ids)) == 5

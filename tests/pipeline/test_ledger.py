@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.checkpoints import read_history
 from pipeline.dispatcher import Dispatcher
 from pipeline.jobs import list_jobs, summarize_job
 from pipeline.ledger import CLOSING, JOB, MANIFEST, PROGRESS, JobLedger, JobNotFound, LedgerError, part_key, part_number
@@ -15,7 +16,7 @@ from pipeline.ports import World
 from pipeline.records import AttemptRecord
 from pipeline.shard_client import ShardClient
 from schemas.job import Closing, JobStatus
-from tests.pipeline.made_jobs import all_rows, answers, plan_by_hand, report
+from tests.pipeline.made_jobs import all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 ORDER_OF_STATES = [
@@ -33,12 +34,12 @@ def run_to_the_end(world: World, ledger: JobLedger) -> None:
     dispatcher.tick()
     given_up = client.take(0)
     assert given_up is not None
-    client.release(given_up, report(given_up))
+    client.release(given_up, 22)
     for _ in range(20):
         world.clock.sleep(40.0)
         dispatcher.tick()
         while (work := client.take(0)) is not None:
-            assert client.commit(work, answers(work), report(work))
+            assert client.commit(work, computed(work), report(work))
     assert dispatcher.finished()
 
 
@@ -70,7 +71,8 @@ def test_every_reader_copes_with_every_intermediate_state(finished: MemoryStore)
         assert len(ledger.runs()) <= 1
         for shard in (1, 2, 3):
             ledger.attempts(shard)
-            ledger.repeated(shard)
+            ledger.ended(shard)
+            read_history(ledger, shard)
         if status is JobStatus.IN_PROGRESS:
             assert summary.counts.total == 6
             assert summary.counts.pending == 6 - len(all_rows(ledger))
@@ -147,7 +149,7 @@ def test_attempts_are_numbered_and_kept(finished: MemoryStore) -> None:
         1, lambda number: AttemptRecord(attempt=number, attempt_id="x", worker="w", started_at=START)
     )
     assert third.attempt == 3
-    assert [record.usage.repeated for record in ledger.repeated(1)] == [22]
+    assert [record.generated for record in ledger.ended(1)] == [22]
 
 
 def test_two_jobs_in_one_root_do_not_meet(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.submit import submit
-from tests.pipeline.made_jobs import answers, order, plan_by_hand, report
+from tests.pipeline.made_jobs import EXPOSED, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
@@ -28,8 +28,8 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     assert first is not None
     assert second is not None
     world.clock.sleep(8.0)
-    client.commit(first, answers(first), report(first, seconds=5))  # engine 0 to 5
-    client.commit(second, answers(second), report(second, seconds=6))  # engine 2 to 8
+    client.commit(first, computed(first), report(first, seconds=5))  # engine 0 to 5
+    client.commit(second, computed(second), report(second, seconds=6))  # engine 2 to 8
     world.clock.sleep(100.0)
     manifest = finish(house, client)
     assert manifest.wall_seconds == 10.0
@@ -51,7 +51,7 @@ def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
     work = client.take(0)
     assert work is not None
     house.world.clock.sleep(7.0)
-    client.commit(work, answers(work), report(work))
+    client.commit(work, computed(work), report(work))
     house.world.clock.sleep(86_400.0)
     submit(order(), house.ledger, house.world)
     assert finish(house, house.client("next day")).wall_seconds == pytest.approx(7.0, abs=2.0)
@@ -64,7 +64,7 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
     assert house.client("dies").take(0) is not None
     house.world.clock.sleep(LIFETIME + 1)
     manifest = finish(house, house.client("w"))
-    assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, 24)
+    assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, EXPOSED)
 
 
 def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -> None:

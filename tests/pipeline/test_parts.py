@@ -14,7 +14,7 @@ from pipeline.records import PartSummary
 from pipeline.results import PartWriter, RowsMismatch, part_schema, read_part, shard_results
 from pipeline.worker_api import ShardWork
 from schemas.job import Counts, Job
-from schemas.results import ResultRow, RowStatus
+from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import RESULT_FIELDS, result_schema
 from tests.pipeline.made_jobs import answers, order, shard_table
 from tests.pipeline.simulation import START, MemoryStore
@@ -35,7 +35,7 @@ def summary(part: int, counts: Counts) -> PartSummary:
 
 def test_results_are_sorted_by_row_and_keep_the_fixed_schema() -> None:
     shard = shard_table([9, 3, 4])
-    table = shard_results(answers(work(shard)), shard)
+    table = shard_results(results_table(answers(work(shard))), shard)
     assert table.schema == result_schema()
     assert table["row"].to_pylist() == [3, 4, 9]
     assert table["status"].to_pylist() == ["succeeded", "failed", "failed"]
@@ -51,7 +51,7 @@ def test_carried_columns_follow_their_rows() -> None:
         }
     )
     shard = shard_table([9, 3, 4], carried)
-    table = shard_results(answers(work(shard)), shard)
+    table = shard_results(results_table(answers(work(shard))), shard)
     assert table.schema == part_schema(shard.schema)
     assert table.column_names == [*(field.name for field in RESULT_FIELDS), "label", "input_text", "meta"]
     assert table["label"].to_pylist() == [None, "four", "nine"]
@@ -84,12 +84,12 @@ def without(rows: list[ResultRow], row: int) -> list[ResultRow]:
 def test_results_that_are_not_the_shards_are_refused(change, told: str) -> None:  # type: ignore[no-untyped-def]
     shard = shard_table([9, 3, 4])
     with pytest.raises(RowsMismatch, match=told):
-        shard_results(change(answers(work(shard))), shard)
+        shard_results(results_table(change(answers(work(shard)))), shard)
 
 
 def test_a_parts_footer_says_what_is_in_it(tmp_path: Path) -> None:
     shard = shard_table(list(range(10)))
-    table = shard_results(answers(work(shard)), shard)
+    table = shard_results(results_table(answers(work(shard))), shard)
     writer = PartWriter(tmp_path / "part", result_schema())
     writer.append(table.slice(0, 4))
     writer.append(table.slice(4))
@@ -109,7 +109,7 @@ def test_a_parts_footer_says_what_is_in_it(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_a_part(tmp_path: Path) -> None:
     """200,000 rejected rows pass through, batch by batch, in a few MB of Arrow memory."""
     shard = shard_table(list(range(5_000)))
-    table = shard_results(answers(work(shard)), shard)
+    table = shard_results(results_table(answers(work(shard))), shard)
     writer = PartWriter(tmp_path / "part", result_schema())
     before = pa.total_allocated_bytes()
     for _ in range(40):

@@ -22,7 +22,7 @@ from pipeline.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
-from tests.pipeline.made_jobs import answers, plan_by_hand, report
+from tests.pipeline.made_jobs import computed, plan_by_hand, report
 
 Reader = Callable[[Path], Sequence[int]]
 
@@ -69,7 +69,7 @@ def test_readers_see_only_whole_parts_while_they_are_committed(name: str, tmp_pa
                 dispatcher.tick()
                 while (work := client.take(0)) is not None:
                     before = len(seen)
-                    assert client.commit(work, answers(work), report(work))
+                    assert client.commit(work, computed(work), report(work))
                     while len(seen) == before and not errors:  # at least one look between two commits
                         done.wait(0.001)
         finally:

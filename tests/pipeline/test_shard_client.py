@@ -16,8 +16,9 @@ from pipeline.ports import ShardTask, World
 from pipeline.results import RowsMismatch, read_part
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardReport, ShardWork
-from schemas.job import Closing, Usage
-from tests.pipeline.made_jobs import all_rows, answers, plan_by_hand, report
+from schemas.checkpoints import FinishedRows
+from schemas.job import Closing
+from tests.pipeline.made_jobs import all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulation import simulated_world
 
 
@@ -62,14 +63,14 @@ def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -
     assert mine is not None
     assert yours is not None
     assert (mine.attempt, yours.attempt) == (1, 2)
-    assert two.commit(yours, answers(yours, mark=" of two"), report(yours)) is True
+    assert two.commit(yours, computed(yours, mark=" of two"), report(yours)) is True
     stands = bench.world.store.read(part_key(1))
-    assert one.commit(mine, answers(mine, mark=" of one"), report(mine)) is False
+    assert one.commit(mine, computed(mine, mark=" of one"), report(mine)) is False
     assert bench.world.store.read(part_key(1)) == stands
     assert [row["text"] for row in all_rows(bench.ledger)] == [None, "answer 1 of two", "answer 2 of two", None]
     assert read_part(bench.ledger, 1).summary.worker == "two"
-    (lost,) = bench.ledger.repeated(1)
-    assert (lost.attempt_id, lost.usage) == (mine.attempt_id, Usage(repeated=3 * (5 - 1 + 7)))
+    (lost,) = bench.ledger.ended(1)
+    assert (lost.attempt_id, lost.generated) == (mine.attempt_id, 3 * 7)
     assert bench.beats.held() == set()
     assert list(bench.world.scratch.iterdir()) == []
 
@@ -79,9 +80,9 @@ def test_results_that_are_not_the_shards_are_refused_and_nothing_is_committed(be
     work = bench.take(client)
     assert work is not None
     with pytest.raises(RowsMismatch, match="1 rows have none"):
-        client.commit(work, answers(work)[1:], report(work))
+        client.commit(work, FinishedRows(computed(work).rows[1:], computed(work).usages[1:]), report(work))
     assert not bench.ledger.has_part(1)
-    assert client.commit(work, answers(work), report(work)) is True
+    assert client.commit(work, computed(work), report(work)) is True
 
 
 def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
@@ -89,7 +90,7 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
     work = bench.take(client)
     assert work is not None
     assert bench.take(client) is None, "held"
-    client.release(work)
+    client.release(work, 0)
     assert bench.beats.held() == set()
     again = bench.take(client)
     assert again is not None
@@ -127,7 +128,7 @@ def test_a_report_without_engine_time_is_fine(bench: Bench) -> None:
     client = bench.client("w")
     work = bench.take(client, shard=2)
     assert work is not None
-    assert client.commit(work, answers(work), ShardReport()) is True
+    assert client.commit(work, computed(work), ShardReport()) is True
     assert read_part(bench.ledger, 2).summary.engine_started_at is None
 
 
@@ -149,6 +150,6 @@ def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tm
         assert work is not None
         (store.scratch / f"part-00001-{work.attempt_id}.parquet").symlink_to(full)
         with pytest.raises(Exception, match=r"can't write results: .*free some space"):
-            client.commit(work, answers(work), report(work))
+            client.commit(work, computed(work), report(work))
         assert list(store.scratch.iterdir()) == []
     assert [path.name for path in (tmp_path / "out" / "results").iterdir()] == ["part-00000.parquet"]

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.worker_api import ShardReport, ShardWork
-from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin
+from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
+from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
+from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Usage
 from schemas.requests import dump_body, parse_body
 from schemas.results import ResultRow
 from schemas.tables import SHARD_FIELDS
@@ -150,24 +151,44 @@ class MemorySink:
     def __init__(self, lost: Sequence[int] = ()) -> None:
         self.parts: dict[int, list[ResultRow]] = {}
         self.reports: dict[int, ShardReport] = {}
+        self.usages: dict[int, Usage] = {}
         self.released: list[int] = []
         self.held: list[list[int]] = []
+        self.closing: frozenset[str] = frozenset()
+        self.checkpoints: dict[int, list[Checkpoint]] = {}
+        self.notes: list[tuple[int, list[int]]] = []
         self._lost = lost
 
-    def commit(self, work: ShardWork, rows: Sequence[ResultRow], report: ShardReport) -> bool:
-        assert sorted(row.row for row in rows) == sorted(work.table["row"].to_pylist())
+    def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
+        rows = finished.rows
+        asked = set(work.table["row"].to_pylist()) - work.history.finished_rows
+        assert sorted(row.row for row in rows) == sorted(asked)
         self.reports[work.shard] = report
+        self.usages[work.shard] = sum(finished.usages, Usage())
         if work.shard in self._lost:
             return False
         assert work.shard not in self.parts
         self.parts[work.shard] = sorted(rows, key=lambda row: row.row)
         return True
 
-    def release(self, work: ShardWork) -> None:
+    def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
+        """Through the bytes, as a real one."""
+        standing = self.checkpoints.setdefault(work.shard, [])
+        head = CheckpointHead(
+            job=work.job.id, shard=work.shard, attempt_id=work.attempt_id, sequence=len(standing), final=new.final,
+            generated=new.generated, exposed=new.exposed,
+        )  # fmt: skip
+        standing.append(decode(encode(head, new.finished, new.running)))
+
+    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+        self.notes.append((work.shard, list(rows)))
+
+    def release(self, work: ShardWork, generated: int) -> None:
         self.released.append(work.shard)
 
-    def holding(self, shards: Sequence[ShardWork]) -> None:
+    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
         self.held.append([work.shard for work in shards])
+        return self.closing
 
     @property
     def rows(self) -> dict[int, ResultRow]:

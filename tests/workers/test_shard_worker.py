@@ -135,9 +135,9 @@ def test_each_row_of_each_shard_has_one_result(host: Any, work_off: Any, kit: An
     assert (progress.rows, counts.succeeded, counts.failed, counts.committed) == (15, 6, 9, 15)
     assert (counts.shards_committed, progress.shards_open, progress.stopped) == (3, 0, False)
     # and usage counts a copy once
-    usage = sink.reports[1].usage
+    usage = sink.usages[1]
     assert (usage.prompt, usage.completion) == (sink.rows[0].prompt_tokens, 5)
-    assert sum(report.usage.completion for report in sink.reports.values()) == counts.completion_tokens == 15
+    assert sum(usage.completion for usage in sink.usages.values()) == counts.completion_tokens == 15
 
 
 def test_a_shard_of_only_bad_rows_is_committed(host: Any, work_off: Any, kit: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_request_that_takes_too_long_is_given_up(host: Any, work_off: Any, kit
     assert sink.rows[0].status == RowStatus.SUCCEEDED
     assert (sink.rows[1].error_code, sink.rows[1].status_code) == (RowErrorCode.REQUEST_TIMEOUT, 408)
     # The tokens that it cost are in the usage
-    assert sink.reports[1].usage.completion > 3
+    assert sink.usages[1].completion > 3
 
 
 def test_waiting_for_others_does_not_count_as_time_taken(host: Any, work_off: Any, kit: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_store_for_reading_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="choose a folder"):
+    with pytest.raises(StoreError, match="a file is in the way"):
         FolderStore(tmp_path / "file" / "out")
     with pytest.raises(StoreError, match="file"):
         FolderStore(tmp_path / "file")

@@ -1,0 +1,143 @@
+"""What a worker logs of its open shards, so that an attempt that dies costs no more than the last second.
+
+The snapshot is taken between two steps, on the thread that steps the engine: rows that have finished since the last
+one, and the new tokens of those that run. Building results and writing happen on the helper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.request import Request
+from engine.resumption import resumed_tokens
+from pipeline.worker_api import CheckpointWork, ShardSink
+from schemas.checkpoints import FinishedRows, LoggedChoice
+from schemas.job import Usage
+from workers.model_host import TokenEngine
+from workers.responses import Envelope, ResponseBuilder
+from workers.resumption import logged_choice
+from workers.rows import ComputedRow, FinishedRow, PreparedRow
+from workers.shard_state import OpenShard
+
+NO_USAGE: Final = Usage()
+
+
+@dataclass(slots=True)
+class LoggedRow:
+    """How much of a running row is logged: choice -> tokens, the choices whose end is, how many end tokens these had,
+    and tokens that were counted as sampled."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    stops: int = 0
+    counted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is new in a shard, before its finished rows are results."""
+
+    shard: OpenShard
+    finished: list[FinishedRow]
+    running: list[LoggedChoice]
+    generated: int
+
+    @property
+    def empty(self) -> bool:
+        return not (self.finished or self.running)
+
+
+class Checkpointer:
+    """Takes snapshots of the open shards of one worker, and writes them.
+
+    Attributes:
+        exposed: the most tokens that were sampled between two snapshots: what a death would have cost.
+    """
+
+    def __init__(self, engine: TokenEngine, builder: ResponseBuilder, sink: ShardSink) -> None:
+        self._engine = engine
+        self._builder = builder
+        self._sink = sink
+        self._rows: dict[str, LoggedRow] = {}
+        self._sampled = 0  # tokens, at the last snapshot
+        self.exposed = 0
+
+    def forget(self, request_id: str) -> None:
+        """The row starts again from nothing, or is gone."""
+        self._rows.pop(request_id, None)
+
+    def finish(self, shard: OpenShard, row: FinishedRow) -> None:
+        """A row has its outcome."""
+        shard.finished.append(row)
+        shard.num_finished += 1
+        if isinstance(row, ComputedRow):
+            logged = self._rows.pop(row.completion.request_id, None)
+            counted = row.completion.resumed_tokens if logged is None else logged.counted
+            shard.unlogged += row.completion.generated_tokens - counted
+
+    def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> Snapshot:
+        """What is new since the shard's last snapshot; `running` are its rows in the engine. Between two steps only."""
+        finished, shard.finished = shard.finished, []
+        choices: list[LoggedChoice] = []
+        for row in running:
+            choices += self._new_choices(shard, row.request, row.names[0].row)
+        generated, shard.unlogged = shard.unlogged, 0
+        shard.generated += generated
+        return Snapshot(shard, finished, choices, generated)
+
+    def _new_choices(self, shard: OpenShard, request: Request, row: int) -> list[LoggedChoice]:
+        logged = self._rows.get(request.request_id)
+        new = self._engine.partial(request, None if logged is None else logged.tokens)
+        if logged is None:
+            if not new:
+                return []
+            logged = self._rows[request.request_id] = LoggedRow(counted=resumed_tokens(request))
+        choices = []
+        for partial in new:
+            if partial.index in logged.ended:
+                continue
+            start = logged.tokens.get(partial.index, 0)
+            choices.append(logged_choice(row, start, partial))
+            logged.tokens[partial.index] = start + len(partial.token_ids)
+            if partial.finish_reason is not None:
+                logged.ended.add(partial.index)
+                logged.stops += partial.stop_token_id is not None
+        sampled = sum(logged.tokens.values()) + logged.stops
+        shard.unlogged += sampled - logged.counted
+        logged.counted = sampled
+        return choices
+
+    def sampled(self) -> int:
+        """Tokens that the engine sampled since the last call, for all shards together."""
+        generated = self._engine.stats().generated
+        new, self._sampled = generated - self._sampled, generated
+        self.exposed = max(self.exposed, new)
+        return new
+
+    def write(self, snapshots: Iterable[tuple[Snapshot, Envelope]], exposed: int, *, final: bool = False) -> None:
+        """On the helper: build the results of what has finished, and make everything durable."""
+        for snapshot, envelope in snapshots:
+            finished = self.build(snapshot.shard, snapshot.finished, envelope)
+            if final or not snapshot.empty:
+                work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final)
+                self._sink.checkpoint(snapshot.shard.work, work)
+
+    def build(self, shard: OpenShard, finished: list[FinishedRow], envelope: Envelope) -> FinishedRows:
+        """On the helper: results of rows that have finished, which are also kept for the shard's part."""
+        usages: dict[int, Usage] = {}
+        for row in finished:
+            if isinstance(row, ComputedRow):
+                completion = row.completion
+                usages[row.prepared.names[0].row] = Usage(
+                    prompt=completion.prompt_tokens,
+                    cached=completion.cached_tokens,
+                    completion=completion.generated_tokens,
+                )
+                shard.note_times(completion.started_at, completion.finished_at)
+        rows = self._builder.results(finished, envelope)
+        costs = [usages.get(row.row, NO_USAGE) for row in rows]
+        shard.built_rows += rows
+        shard.built_usages += costs
+        return FinishedRows(rows, costs)

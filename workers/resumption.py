@@ -1,0 +1,69 @@
+"""Between what is logged of a running row and what the engine goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import structlog
+
+from engine.errors import RequestRefused
+from engine.request import FinishReason, PartialChoice, Request, TokenLogprobs
+from engine.resumption import check_partial
+from schemas.checkpoints import LoggedChoice, LoggedLogprobs
+from workers.translate import StopWatchers
+
+logger = structlog.get_logger(__name__)
+
+
+def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
+    """The request, going on from what was logged of it; from nothing when that doesn't fit it, which is logged."""
+    partial = tuple(_partial(request, choice) for choice in logged)
+    if request.params.prompt_logprobs is not None:  # they come with choice 0, so that one can't be over already
+        partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
+    resumed = replace(request, partial=partial)
+    try:
+        check_partial(resumed)
+    except RequestRefused as error:
+        logger.warning("what was logged of a row doesn't fit it: it is computed again", why=str(error))
+        return request
+    if isinstance(request.watcher, StopWatchers):
+        for choice in partial:  # the text of one that a stop string ended is known to its watcher only
+            if choice.finish_reason is FinishReason.STOP and choice.stop_token_id is None:
+                watcher = request.watcher(choice.index)
+                for token_id in choice.token_ids.tolist():
+                    watcher.push(token_id)
+    return resumed
+
+
+def logged_choice(row: int, start: int, partial: PartialChoice) -> LoggedChoice:
+    """What the engine knows of a choice, as it is logged; its first token stands at `start` of the answer."""
+    given = partial.logprobs
+    return LoggedChoice(
+        row=row,
+        choice=partial.index,
+        start=start,
+        token_ids=partial.token_ids,
+        finish_reason=None if partial.finish_reason is None else partial.finish_reason.value,
+        stop_token_id=partial.stop_token_id,
+        logprobs=None if given is None else LoggedLogprobs(given.chosen, given.top_ids, given.top),
+    )
+
+
+def _partial(request: Request, logged: LoggedChoice) -> PartialChoice:
+    logprobs = None
+    if request.params.logprobs is not None:
+        top, given = request.params.logprobs, logged.logprobs
+        if given is not None:
+            logprobs = TokenLogprobs(given.chosen, given.top_ids, given.top)
+        elif not len(logged.token_ids):
+            empty = np.zeros((0, top))
+            logprobs = TokenLogprobs(np.zeros(0, np.float32), empty.astype(np.int32), empty.astype(np.float32))
+    return PartialChoice(
+        index=logged.choice,
+        token_ids=logged.token_ids,
+        logprobs=logprobs,
+        finish_reason=None if logged.finish_reason is None else FinishReason(logged.finish_reason),
+        stop_token_id=logged.stop_token_id,
+    )
