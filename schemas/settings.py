@@ -52,6 +52,8 @@ class Settings(BaseSettings):
         max_output_tokens: the tiers' caps.
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
+        checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
+        request_timeout: seconds that a request may compute; None: as long as it takes.
     """
 
     model_config = SettingsConfigDict(
@@ -63,6 +65,8 @@ class Settings(BaseSettings):
     default_max_tokens: Positive = 4_096
     max_output_tokens: TierCaps = TierCaps()
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

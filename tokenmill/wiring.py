@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConfig
@@ -26,7 +26,7 @@ from tokenmill.embedded import Output, dispatch, open_output
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.tracker import RunTracker
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
-from workers.shard_worker import ShardWorker
+from workers.shard_worker import ShardWorker, WorkerSettings
 
 MIN_TOKENS_PER_SEQUENCE = 256
 
@@ -63,6 +63,7 @@ class RunPlan:
         output: the job's folder.  fresh: forget the job that stands there.
         chat_template: replaces the model's own.
         price_per_hour: of this machine; None: no cost is shown.
+        worker: how the worker works.
     """
 
     inputs: InputRef
@@ -74,6 +75,7 @@ class RunPlan:
     chat_template: str | None = None
     fresh: bool = False
     price_per_hour: float | None = None
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             tracker.phase("loading the model")
             model = load(plan, pin, segments)
             tracker.computing()
-            ShardWorker(model, client, client, output.world.clock, observer=tracker).run(stop)
+            ShardWorker(model, client, client, output.world.clock, plan.worker, tracker).run(stop)
 
         manifest = dispatch(output, work, plan.price_per_hour)
         counts = _counts(output) if manifest is None else manifest.counts

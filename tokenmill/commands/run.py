@@ -123,6 +123,7 @@ def _plan(
     from schemas.job import Tier as JobTier
     from tokenmill import job_options
     from tokenmill.wiring import RunPlan
+    from workers.shard_worker import WorkerSettings
 
     settings = read_settings()
     wanted = job_options.job_settings(
@@ -140,6 +141,7 @@ def _plan(
         chat_template=template,
         fresh=fresh,
         price_per_hour=price_per_hour,
+        worker=WorkerSettings(request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds),
     )
 
 
