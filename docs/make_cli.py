@@ -34,7 +34,8 @@ for the `.jsonl` or the `.parquet` files in it.
 Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
-`TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … All of them are in `schemas/settings.py` and `schemas/limits.py`.
+`TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … All of them are in
+`schemas/settings.py` and `schemas/limits.py`.
 
 This page is what `--help` says; docs/make_cli.py writes it.
 """
