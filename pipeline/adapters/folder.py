@@ -8,6 +8,7 @@ object that counts as committed.)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
 
-from pipeline.adapters.durable import make_folders, sync_file, sync_folder, write_new
+from pipeline.adapters.durable import LOCAL_DISK, Disk, make_folders, write_durably
 from pipeline.adapters.keys import check_key, check_prefix, is_object_name
 from pipeline.adapters.private import PrivateFolder
 from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError
@@ -28,13 +29,15 @@ class FolderStore:
 
     Args:
         root: the folder.  read_only: only look; nothing is created in `root`, not even a temporary.
+        disk: how files are changed.
 
     Raises:
         StoreError: the folder can't be written, or doesn't keep what create-if-absent needs (hard links, sync, locks).
     """
 
-    def __init__(self, root: Path, *, read_only: bool = False) -> None:
+    def __init__(self, root: Path, *, read_only: bool = False, disk: Disk = LOCAL_DISK) -> None:
         self.root = root.absolute()
+        self._disk = disk
         self._private: PrivateFolder | None = None
         self._synced: set[Path] = set()
         if read_only:
@@ -42,8 +45,8 @@ class FolderStore:
                 raise StoreError(f"{root}: no such folder")
             return
         try:
-            _make_root(self.root)
-            self._private = PrivateFolder(self.root)
+            _make_root(disk, self.root)
+            self._private = PrivateFolder(self.root, disk)
             self._private.sweep_dead()
             self._probe(self._private)
         except (FileExistsError, NotADirectoryError) as error:
@@ -71,14 +74,14 @@ class FolderStore:
         temporary = private.new_path()
         try:
             if isinstance(data, Path):
-                _take_over(data, temporary)
+                self._take_over(data, temporary)
             else:
-                write_new(temporary, data)
+                write_durably(self._disk, temporary, data)
             return self._publish(temporary, final)
         except OSError as error:
             self._fail(f"can't create {key}", final, error)
         finally:
-            temporary.unlink(missing_ok=True)
+            self._remove(temporary)
 
     def read(self, key: str) -> bytes:
         """The whole object; raises `ObjectNotFound`."""
@@ -125,8 +128,8 @@ class FolderStore:
         path = self._path(key)
         self._writable()
         try:
-            path.unlink()
-            sync_folder(path.parent)
+            self._disk.unlink(path)
+            self._disk.sync_folder(path.parent)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -136,13 +139,13 @@ class FolderStore:
         """Create or overwrite at once; not synced, because only caches are written so."""
         temporary, path = self._writable().new_path(), self._path(key)
         try:
-            temporary.write_bytes(data)
+            self._disk.write_new(temporary, data)
             self._make_parent(path)
-            temporary.replace(path)
+            self._disk.rename(temporary, path)
         except OSError as error:
             self._fail(f"can't write {key}", path, error)
         finally:
-            temporary.unlink(missing_ok=True)
+            self._remove(temporary)
 
     def locate(self, key: str) -> str:
         """The object's path."""
@@ -172,7 +175,7 @@ class FolderStore:
         """Link the finished file to its final name: the one instant at which the object comes to be."""
         self._make_parent(final)
         try:
-            os.link(temporary, final)
+            self._disk.link(temporary, final)
             won = True
         except FileExistsError:
             # Over NFS a repeated request can report our own success as "exists".
@@ -180,14 +183,30 @@ class FolderStore:
             if not won and not final.is_file():
                 raise
         # The loser syncs too: it will act on the object's existence, perhaps before the winner has come this far.
-        sync_folder(final.parent)
+        self._disk.sync_folder(final.parent)
         return won
+
+    def _take_over(self, source: Path, temporary: Path) -> None:
+        """Move the given-away file to `temporary`, synced; copies across file systems."""
+        try:
+            self._disk.sync_file(source)
+            self._disk.rename(source, temporary)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(source, temporary)
+            self._disk.sync_file(temporary)
+            self._disk.unlink(source)
+
+    def _remove(self, temporary: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(temporary)
 
     def _make_parent(self, path: Path) -> None:
         folder = path.parent
         if folder in self._synced and folder.is_dir():
             return
-        make_folders(folder, below=self.root)
+        make_folders(self._disk, folder, below=self.root)
         self._synced.add(folder)
 
     def _walk(self, folder: str, beginning: str) -> Iterator[ObjectInfo]:
@@ -216,20 +235,20 @@ class FolderStore:
     def _probe(self, private: PrivateFolder) -> None:
         """Try what create-if-absent rests on, so that a folder which can't keep the promise is refused at the start."""
         first, second, final = private.new_path(), private.new_path(), private.new_path()
-        write_new(first, b"1")
-        write_new(second, b"2")
-        os.link(first, final)
+        write_durably(self._disk, first, b"1")
+        write_durably(self._disk, second, b"2")
+        self._disk.link(first, final)
         try:
-            os.link(second, final)
+            self._disk.link(second, final)
         except FileExistsError:
             pass
         else:
             raise StoreError(f"{self.root}: links replace files here, so commits would not be safe; use a local disk")
         if final.read_bytes() != b"1":
             raise StoreError(f"{self.root}: a refused link changed a file, so commits would not be safe")
-        sync_folder(private.path)
+        self._disk.sync_folder(private.path)
         for path in (first, second, final):
-            path.unlink()
+            self._disk.unlink(path)
 
     def _fail(self, what: str, path: Path, error: OSError) -> NoReturn:
         hint = _HINTS.get(error.errno or 0, "")
@@ -249,21 +268,8 @@ _HINTS = {
 }
 
 
-def _make_root(root: Path) -> None:
+def _make_root(disk: Disk, root: Path) -> None:
     if root.is_dir():
         return
     existing = next(parent for parent in root.parents if parent.exists())
-    make_folders(root, below=existing)
-
-
-def _take_over(source: Path, temporary: Path) -> None:
-    """Move the given-away file to `temporary`, synced; copies across file systems."""
-    try:
-        sync_file(source)
-        source.rename(temporary)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        shutil.copyfile(source, temporary)
-        sync_file(temporary)
-        source.unlink()
+    make_folders(disk, root, below=existing)

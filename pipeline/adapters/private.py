@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 from pathlib import Path
 
-from pipeline.adapters.locks import try_lock
+from pipeline.adapters.durable import Disk
 
 FOLDER = ".tmp"
 
@@ -20,15 +18,16 @@ FOLDER = ".tmp"
 class PrivateFolder:
     """Owns `root/.tmp/NAME/` until `close`. Raises OSError when the folder can't be made or locked."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self._disk = disk
         self._shared = root / FOLDER
         self._lock_path, self._descriptor = self._take_lock()
         self.path = self._lock_path.with_suffix("")
-        self.path.mkdir()
+        disk.make_folder(self.path)
 
     def new_path(self) -> Path:
         """A name that nobody has used; also safe after a fork."""
-        return self.path / f"{os.getpid()}-{secrets.token_hex(8)}"
+        return self.path / self._disk.new_name()
 
     def sweep_dead(self) -> int:
         """Remove what dead owners left behind; the number of owners swept."""
@@ -37,37 +36,38 @@ class PrivateFolder:
             if lock_path == self._lock_path:
                 continue
             try:
-                descriptor = try_lock(lock_path)
+                descriptor = self._disk.lock(lock_path)
             except FileNotFoundError:  # the last of the others closed just now and took the folder along
                 continue
             if descriptor is None:
                 continue
             try:
-                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
+                self._disk.remove_tree(lock_path.with_suffix(""))
+                with contextlib.suppress(FileNotFoundError):
+                    self._disk.unlink(lock_path)
                 swept += 1
             finally:
-                os.close(descriptor)
+                self._disk.unlock(descriptor)
         return swept
 
     def close(self) -> None:
         """Remove the corner and, when it was the last, the folder around it."""
         if self._descriptor < 0:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock_path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        self._disk.remove_tree(self.path)
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(self._lock_path)
+        self._disk.unlock(self._descriptor)
         self._descriptor = -1
         with contextlib.suppress(OSError):  # others are there, or have just removed it
-            self._shared.rmdir()
+            self._disk.remove_folder(self._shared)
 
     def _take_lock(self) -> tuple[Path, int]:
         while True:
-            path = self._shared / f"{os.getpid()}-{secrets.token_hex(8)}.lock"
-            with contextlib.suppress(FileExistsError):
-                self._shared.mkdir()
+            path = self._shared / f"{self._disk.new_name()}.lock"
+            self._disk.make_folder(self._shared)
             try:
-                descriptor = try_lock(path)
+                descriptor = self._disk.lock(path)
             except FileNotFoundError:  # an owner that closed took the empty folder along
                 continue
             if descriptor is None:
@@ -75,4 +75,4 @@ class PrivateFolder:
             # A sweeper may have met the file between its creation and our lock and have removed it.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return path, descriptor
-            os.close(descriptor)
+            self._disk.unlock(descriptor)
