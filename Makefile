@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 OUT ?= out/demo
+KILLS ?= 25
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +13,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all lint format bench clean
+.PHONY: help install run test test-models test-all chaos lint format bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long
 
 test-all: $(VENV)/.dev.stamp  ## run every test
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
+	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
 
 lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .
