@@ -1,7 +1,8 @@
 """The reconcile loop: what is wanted, minus what is committed, minus what a live worker holds, goes on the queue.
 
 The queue may lose and repeat, workers may die and race: each tick looks again at what is, so a lost message costs
-time and never a shard, and a doubled one costs a look. Ends a job by writing its manifest when all parts stand.
+time and never a shard, and a doubled one costs a look. Ends a job by writing its manifest when all parts stand, and
+makes the missing parts of one that was cancelled or whose deadline has passed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.manifest import add_counts, build_manifest, committed_usage
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef, Tier
+from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef, Tier
 
 _TIER_RANK = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
 _FAR = datetime.max.replace(tzinfo=UTC)
@@ -32,6 +34,9 @@ class DispatchSettings:
         patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time.
         sweep_every: between two full listings of the parts (in between only shards that were put are looked at).
         cache_every: between two writes of progress.json.
+        closing_every: between two looks whether a job was cancelled.
+        grace: after this long the shards of a job that is being closed are closed though workers hold them; until then
+            they are given back with all that was reached.
         tick_every: between two looks, in `run`.
         price_per_hour: of this machine, for the manifest's cost; None: no cost.
     """
@@ -40,6 +45,8 @@ class DispatchSettings:
     patience: float = 30.0
     sweep_every: float = 30.0
     cache_every: float = 2.0
+    closing_every: float = 1.0
+    grace: float = 10.0
     tick_every: float = 0.2
     price_per_hour: float | None = None
 
@@ -63,6 +70,9 @@ class _OpenJob:
     puts: dict[int, _Put] = field(default_factory=dict)
     next_sweep: float = 0.0
     next_cache: float = 0.0
+    closing: Closing | None = None
+    next_closing: float = 0.0  # when to look for it again
+    grace_ends: float = 0.0  # when nobody is waited for any more
     shown: JobStatus | None = None  # the status last told
     untold: bool = True  # something changed since the last telling
     uncached: bool = True
@@ -75,6 +85,17 @@ class _OpenJob:
     def ready(self) -> bool:
         """Nothing is dispatched before the whole plan and part 0 stand."""
         return self.planned and REJECTS in self.parts
+
+    @property
+    def whole(self) -> bool:
+        """All parts stand."""
+        return self.planned and REJECTS in self.parts and not self.open_shards
+
+    @property
+    def status(self) -> JobStatus:
+        if self.closing is not None:
+            return status_while(self.closing)
+        return JobStatus.IN_PROGRESS if self.ready else JobStatus.VALIDATING
 
     @property
     def order(self) -> tuple[int, datetime, datetime, str]:
@@ -133,7 +154,9 @@ class Dispatcher:
         held = self._heartbeats.held()
         for open_job in list(self._jobs.values()):
             self._look(open_job, now)
-            if open_job.ready and not open_job.open_shards:
+            if not open_job.whole:
+                self._close(open_job, held, now)
+            if open_job.whole:
                 self._end(open_job)
             else:
                 self._tell(open_job, now)
@@ -182,12 +205,34 @@ class Dispatcher:
             )
         )
 
+    # -- closing
+
+    def _close(self, open_job: _OpenJob, held: set[tuple[str, int]], now: float) -> None:
+        """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them."""
+        if open_job.closing is None:
+            if now < open_job.next_closing:
+                return
+            open_job.next_closing = now + self._settings.closing_every
+            open_job.closing = find_closing(open_job.ledger, open_job.job, self._world.clock.now())
+            if open_job.closing is None:
+                return
+            open_job.grace_ends = now + self._settings.grace
+            open_job.untold = True
+        for number, shard in list(open_job.open_shards.items()):
+            if (open_job.job.id, number) in held and now < open_job.grace_ends:
+                continue
+            if not open_job.ledger.has_part(number):
+                close_shard(open_job.ledger, open_job.job, shard, open_job.closing, self._world)
+            self._found(open_job, number)
+
     # -- putting
 
     def _put_missing(self, held: set[tuple[str, int]], now: float) -> None:
         """Fill the backlog, by tier, then deadline, then age of the job, then the planner's order."""
         waiting = 0
         for open_job in self._jobs.values():
+            if open_job.closing is not None:
+                continue
             for number, put in list(open_job.puts.items()):
                 if (open_job.job.id, number) in held:
                     put.held = True
@@ -197,7 +242,7 @@ class Dispatcher:
                 else:
                     waiting += 1
         for open_job in sorted(self._jobs.values(), key=lambda job: job.order):
-            if not open_job.ready:
+            if not open_job.ready or open_job.closing is not None:
                 continue
             for number in open_job.open_shards:
                 if waiting >= self._settings.backlog:
@@ -219,10 +264,9 @@ class Dispatcher:
 
     def _progress(self, open_job: _OpenJob) -> Progress:
         planned = sum(segment.total for segment in open_job.segments)
-        status = JobStatus.IN_PROGRESS if open_job.ready else JobStatus.VALIDATING
         return Progress(
             job=open_job.job.id,
-            status=status,
+            status=open_job.status,
             counts=add_counts(open_job.parts.values(), total=planned if open_job.ready else None),
             usage=committed_usage(open_job.parts.values()),
             shards_total=sum(len(segment.shards) for segment in open_job.segments),

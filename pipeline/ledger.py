@@ -113,6 +113,10 @@ class JobLedger:
         """Why the job ends before its time, if it does."""
         return self._read(CLOSING, Closing)
 
+    def create_closing(self, closing: Closing) -> bool:
+        """End the job before its time; False when a closing stands, which then counts."""
+        return self.create(CLOSING, closing.to_json())
+
     def progress(self) -> Progress | None:
         """The cached progress, true at its `as_of`; None when there is none (or none that can be read: it is only a
         cache)."""

@@ -14,11 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 import pyarrow as pa
 
 from pipeline.checkpoints import read_history
+from pipeline.closing import CLOSER, ending
 from pipeline.ledger import REJECTS, JobLedger, part_key
 from pipeline.ports import PipelineError
 from pipeline.records import EngineFacts
 from pipeline.results import PartEntry
-from schemas.job import Counts, FileEntry, Job, JobStatus, Manifest, PlanSegment, Usage
+from schemas.job import Counts, FileEntry, Job, Manifest, PlanSegment, Usage
 from schemas.results import RowStatus
 
 Interval = tuple[datetime, datetime]
@@ -82,7 +83,7 @@ def build_manifest(
     """The outcome of a job whose parts all stand; raises `BrokenInvariant`. Reads every part once, for its hash."""
     check_parts(ledger, job, segments, parts)
     ordered = [parts[number] for number in sorted(parts)]
-    usage = committed_usage(ordered)
+    counts, usage = add_counts(ordered), committed_usage(ordered)
     repeated, at_most = _repeated(ledger, ordered)
     usage += repeated
     finished_at = max(part.summary.committed_at for part in ordered)
@@ -90,8 +91,8 @@ def build_manifest(
     engine_seconds = _seconds(_engine_intervals(ordered))
     return Manifest(
         job=job.id,
-        status=JobStatus.COMPLETED,
-        counts=add_counts(ordered),
+        status=ending(counts),
+        counts=counts,
         usage=usage,
         repeated_at_most=usage.repeated + at_most,
         created_at=job.created_at,
@@ -121,9 +122,9 @@ def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int
     repeated, dead = 0, set[str]()
     troubled = ledger.troubled()
     for part in parts:
-        if part.number not in troubled:
-            continue
         summary = part.summary
+        if part.number not in troubled and summary.worker != CLOSER:
+            continue
         history = read_history(ledger, part.number)
         ended = {record.attempt_id: record.generated for record in ledger.ended(part.number)}
         for attempt in history.attempts:

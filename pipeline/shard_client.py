@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from pipeline.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.ledger import JobLedger, LedgerError
+from pipeline.part_builder import PartMaker, commit_part
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
-from pipeline.records import AttemptRecord, EndRecord, NoteRecord, PartSummary
-from pipeline.results import PartWriter, committed_tokens, part_schema, shard_results
+from pipeline.records import AttemptRecord, EndRecord, NoteRecord
 from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.job import Job, ShardRef
@@ -93,7 +93,8 @@ class ShardClient:
         """Make the shard's part; False when another attempt's part stands. Raises `PipelineError`."""
         known = self._jobs[work.job.id]
         table = pa.concat_tables([work.history.finished, finished.table()])
-        won = self._write_part(known.ledger, work, table, report)
+        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report)
+        won = commit_part(known.ledger, self._world, work.job.id, work.shard, work.table, table, work.history, maker)
         if not won:
             self._record_end(known.ledger, work, report.generated)
         self._forget(known.ledger, work)
@@ -160,39 +161,6 @@ class ShardClient:
         history = ShardHistory() if record.attempt == 1 else read_history(known.ledger, shard, before=record.attempt)
         table = pq.read_table(pa.BufferReader(data))
         return ShardWork(known.job, shard, record.attempt, attempt_id, table, now, history)
-
-    def _write_part(self, ledger: JobLedger, work: ShardWork, rows: pa.Table, report: ShardReport) -> bool:
-        """Build and commit the part of `rows`, which are in `FINISHED_SCHEMA`."""
-        path = self._world.scratch / f"part-{work.shard:05d}-{work.attempt_id}.parquet"
-        writer = PartWriter(path, part_schema(work.table.schema))
-        usage = committed_tokens(rows)
-        sampled = {**work.history.logged, work.attempt_id: report.generated}
-        repeated = max(0, sum(sampled.values()) - usage.completion)
-        try:
-            writer.append(shard_results(rows, work.table))
-            writer.finish(
-                PartSummary(
-                    job=work.job.id,
-                    part=work.shard,
-                    attempt=work.attempt,
-                    attempt_id=work.attempt_id,
-                    worker=self.worker,
-                    counts=writer.counts(),
-                    usage=usage.model_copy(update={"repeated": repeated}),
-                    started_at=work.started_at,
-                    committed_at=self._world.clock.now(),
-                    engine_started_at=report.engine_started_at,
-                    engine_finished_at=report.engine_finished_at,
-                    engine=dict(report.engine),
-                    versions=dict(report.versions),
-                    exposed=max([report.exposed, *work.history.exposed.values()]),
-                    accounted=sampled,
-                )
-            )
-        except BaseException:
-            writer.abandon()
-            raise
-        return ledger.create_part(work.shard, path)
 
     def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int) -> None:
         ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
