@@ -1,8 +1,9 @@
 """The reconcile loop: what is wanted, minus what is committed, minus what a live worker holds, goes on the queue.
 
 The queue may lose and repeat, workers may die and race: each tick looks again at what is, so a lost message costs
-time and never a shard, and a doubled one costs a look. Ends a job by writing its manifest when all parts stand, and
-makes the missing parts of one that was cancelled or whose deadline has passed.
+time and never a shard, and a doubled one costs a look. Shards are put as soon as their segment of the plan stands.
+Ends a job by writing its manifest when all parts stand, and makes the missing parts of one that was cancelled or whose
+deadline has passed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.manifest import add_counts, build_manifest, committed_usage
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
+from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef, Tier
@@ -66,6 +68,7 @@ class _OpenJob:
     job: Job
     segments: list[PlanSegment] = field(default_factory=list)
     open_shards: dict[int, ShardRef] = field(default_factory=dict)  # in plan order; committed ones are removed
+    open_rejects: dict[int, PlanSegment] = field(default_factory=dict)  # whose refused rows are no part yet
     parts: dict[int, PartEntry] = field(default_factory=dict)
     puts: dict[int, _Put] = field(default_factory=dict)
     next_sweep: float = 0.0
@@ -83,13 +86,13 @@ class _OpenJob:
 
     @property
     def ready(self) -> bool:
-        """Nothing is dispatched before the whole plan and part 0 stand."""
-        return self.planned and REJECTS in self.parts
+        """Nothing is dispatched before part 0 stands, so that the results can always be read."""
+        return REJECTS in self.parts
 
     @property
     def whole(self) -> bool:
         """All parts stand."""
-        return self.planned and REJECTS in self.parts and not self.open_shards
+        return self.planned and not self.open_shards and not self.open_rejects
 
     @property
     def status(self) -> JobStatus:
@@ -171,7 +174,14 @@ class Dispatcher:
                 open_job.segments.append(segment)
                 open_job.untold = True
                 open_job.open_shards.update((shard.number, shard) for shard in segment.shards)
-        if now >= open_job.next_sweep or not open_job.ready:
+                if segment.rejects is not None:
+                    open_job.open_rejects[segment.rejects.number] = segment
+                if segment.last:  # from here on all parts can be told from those that nobody planned
+                    open_job.next_sweep = now
+        for number, segment in list(open_job.open_rejects.items()):
+            commit_rejects(open_job.ledger, segment, self._world)
+            self._found(open_job, number)
+        if now >= open_job.next_sweep:
             open_job.next_sweep = now + self._settings.sweep_every
             standing: Iterable[int] = [number for number, _ in open_job.ledger.parts()]
         else:
@@ -179,7 +189,7 @@ class Dispatcher:
         for number in standing:
             if number in open_job.parts:
                 continue
-            if number == REJECTS or number in open_job.open_shards:
+            if number in open_job.open_shards:
                 self._found(open_job, number)
             elif open_job.planned:
                 raise LedgerError(
@@ -191,6 +201,7 @@ class Dispatcher:
         entry = read_part(open_job.ledger, number)
         open_job.parts[number] = entry
         open_job.open_shards.pop(number, None)
+        open_job.open_rejects.pop(number, None)
         open_job.puts.pop(number, None)
         open_job.untold = True
         self._events.emit(
@@ -264,13 +275,14 @@ class Dispatcher:
 
     def _progress(self, open_job: _OpenJob) -> Progress:
         planned = sum(segment.total for segment in open_job.segments)
+        shards = sum(len(segment.shards) for segment in open_job.segments)
         return Progress(
             job=open_job.job.id,
             status=open_job.status,
             counts=add_counts(open_job.parts.values(), total=planned if open_job.ready else None),
             usage=committed_usage(open_job.parts.values()),
-            shards_total=sum(len(segment.shards) for segment in open_job.segments),
-            shards_done=len(open_job.parts.keys() - {REJECTS}),
+            shards_total=shards,
+            shards_done=shards - len(open_job.open_shards),
             started_at=open_job.job.created_at,
             as_of=self._world.clock.now(),
         )

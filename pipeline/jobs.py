@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from pipeline.ledger import JOB, REJECTS, JobLedger, JobNotFound
+from pipeline.ledger import JOB, JobLedger, JobNotFound
 from pipeline.manifest import add_counts, committed_usage
 from pipeline.ports import ObjectStore, PipelineError
 from pipeline.results import read_part
@@ -98,7 +98,9 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
             shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of,
         )  # fmt: skip
     segments = list(ledger.segments())
-    parts = [read_part(ledger, number) for number, _ in ledger.parts()]
+    shards = {shard.number for segment in segments for shard in segment.shards}
+    planned = {number for segment in segments for number in segment.parts}
+    parts = [read_part(ledger, number) for number, _ in ledger.parts() if number in planned]
     return JobSummary(
         job.id,
         ledger.place(),
@@ -106,11 +108,11 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         status=status,
         counts=add_counts(parts, total=_total(segments)),
         usage=committed_usage(parts),
-        shards_done=sum(part.number != REJECTS for part in parts),
-        shards_total=sum(len(segment.shards) for segment in segments),
+        shards_done=sum(part.number in shards for part in parts),
+        shards_total=len(shards),
     )
 
 
 def _total(segments: list[PlanSegment]) -> int | None:
-    """Rows of the job, once the plan is whole."""
-    return sum(segment.total for segment in segments) if segments and segments[-1].last else None
+    """Rows of the job, as far as it is planned."""
+    return sum(segment.total for segment in segments) if segments else None

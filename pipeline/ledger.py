@@ -35,7 +35,7 @@ LATEST_VERSION = 1
 """Of the papers' formats, as far as this reader knows."""
 
 REJECTS = 0
-"""The part of the rows refused in planning."""
+"""The part of the rows that the first segment refused: it stands before any work begins."""
 
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _CHUNK = 1 << 20
@@ -58,6 +58,11 @@ def part_key(number: int) -> str:
 def shard_key(attempt: str, number: int) -> str:
     """Key of a shard below the job, written by the planner's `attempt`."""
     return f"{SHARDS}{attempt}/shards/{number:05d}.parquet"
+
+
+def rejects_key(attempt: str, number: int) -> str:
+    """Key below the job of what will be part `number`, of refused rows, written by the planner's `attempt`."""
+    return f"{SHARDS}{attempt}/rejects/{number:05d}.parquet"
 
 
 def segment_key(index: int) -> str:
@@ -243,17 +248,17 @@ class JobLedger:
         closing = self.closing()
         if closing is not None:
             return JobStatus.CANCELLING if closing.kind == "cancel" else JobStatus.FINALIZING
-        wanted = self.wanted_parts()
-        if wanted is None or not self.has_part(REJECTS):
+        if not self.has_part(REJECTS):
             return JobStatus.VALIDATING
+        wanted = self.wanted_parts()
         standing = {number for number, _ in self.parts()}
-        return JobStatus.FINALIZING if wanted <= standing else JobStatus.IN_PROGRESS
+        return JobStatus.FINALIZING if wanted is not None and wanted <= standing else JobStatus.IN_PROGRESS
 
     def wanted_parts(self) -> set[int] | None:
         """Numbers of the parts that a whole job has; None while the plan isn't complete."""
-        numbers, complete = {REJECTS}, False
+        numbers, complete = set[int](), False
         for segment in self.segments():
-            numbers.update(shard.number for shard in segment.shards)
+            numbers.update(segment.parts)
             complete = segment.last
         return numbers if complete else None
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from pipeline.checkpoints import read_history
 from pipeline.closing import CLOSER, ending
-from pipeline.ledger import REJECTS, JobLedger, part_key
+from pipeline.ledger import JobLedger, part_key
 from pipeline.ports import PipelineError
 from pipeline.records import EngineFacts
 from pipeline.results import PartEntry
@@ -51,8 +51,7 @@ def committed_usage(parts: Iterable[PartEntry]) -> Usage:
 
 def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], parts: Mapping[int, PartEntry]) -> None:
     """The invariants: each planned row has exactly one result, and the counts add up. Raises `BrokenInvariant`."""
-    wanted = {REJECTS: sum(segment.rejected for segment in segments)}
-    wanted.update((shard.number, shard.rows) for segment in segments for shard in segment.shards)
+    wanted = {number: rows for segment in segments for number, rows in segment.parts.items()}
     if wanted.keys() != parts.keys():
         odd = sorted(wanted.keys() ^ parts.keys())[:5]
         raise BrokenInvariant(f"{ledger.place()}: parts and plan differ, first in {odd}; the job is not ended")

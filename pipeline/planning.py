@@ -1,7 +1,7 @@
-"""Where the planner's plan goes: shards and segments into the ledger, refused rows into part 0.
+"""Where the planner's plan goes: shards, refused rows and segments into the ledger.
 
-Part 0 is committed when the whole plan stands and before anything is dispatched, so the results folder can always be
-read. A plan that was interrupted is made again: segments that stand are kept, and part 0 is written anew, whole.
+A segment's creation decides what counts for its rows, whoever else planned them; the part of its refused rows follows
+at once, from what was stored before. A plan that was interrupted goes on at the first segment that is missing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import hashlib
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.ledger import REJECTS, JobLedger, LedgerError, segment_key, shard_key
+from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
 from pipeline.pinning import source_files
 from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
 from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
+from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter
 from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment
 from schemas.tables import result_schema
@@ -32,12 +33,15 @@ class LedgerPlanSink:
         self._world = world
         self._started_at = world.clock.now()
         self.attempt = world.random.token(8).hex()
-        self._rejects = PartWriter(world.scratch / f"rejects-{self.attempt}.parquet", result_schema(carried))
-        self._done = False
+        self._schema = result_schema(carried)
+        self._rejects: PartWriter | None = None
 
     def existing_segment(self, index: int) -> PlanSegment | None:
-        """The segment that stands, if any."""
-        return self._ledger.segment(index)
+        """The segment that stands, if any, with the part of its refused rows."""
+        segment = self._ledger.segment(index)
+        if segment is not None:
+            commit_rejects(self._ledger, segment, self._world)
+        return segment
 
     def write_shard(self, number: int, table: pa.Table) -> StoredShard:
         """Store a shard under this attempt's name; counts once its segment stands."""
@@ -55,66 +59,89 @@ class LedgerPlanSink:
         return stored
 
     def write_rejected(self, table: pa.Table) -> None:
-        """Append rows to part 0."""
-        self._rejects.append(table)
+        """Append rows that the open segment refuses."""
+        self._refused().append(table)
+
+    def store_rejects(self, number: int) -> StoredShard:
+        """Store what was refused under this attempt's name, ready to become part `number`."""
+        writer = self._refused()
+        writer.finish(
+            PartSummary(
+                job=self._job.id,
+                part=number,
+                attempt_id=self.attempt,
+                worker=PLANNER,
+                counts=writer.counts(),
+                started_at=self._started_at,
+                committed_at=self._world.clock.now(),
+            )
+        )
+        key = rejects_key(self.attempt, number)
+        with writer.path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            stored = StoredShard(key, digest, stream.tell())
+        if not self._ledger.create(key, writer.path):
+            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this very planning stand already")
+        self._rejects = None
+        return stored
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
-        """Create the segment; returns the one that stands."""
+        """Create the segment; returns the one that stands, with the part of its refused rows."""
         if self._ledger.create_segment(segment):
+            commit_rejects(self._ledger, segment, self._world)
             return segment
-        standing = self._ledger.segment(segment.index)
+        standing = self.existing_segment(segment.index)
         if standing is None:
             raise LedgerError(
                 f"{self._ledger.place(segment_key(segment.index))}: vanished; is something deleting here?"
             )
         return standing
 
-    def commit_rejects(self) -> bool:
-        """Make part 0 from what was refused; False when another planner's stands (it holds the same rows)."""
-        self._done = True
-        self._rejects.finish(
-            PartSummary(
-                job=self._job.id,
-                part=REJECTS,
-                attempt_id=self.attempt,
-                worker=PLANNER,
-                counts=self._rejects.counts(),
-                started_at=self._started_at,
-                committed_at=self._world.clock.now(),
-            )
-        )
-        return self._ledger.create_part(REJECTS, self._rejects.path)
-
     def close(self) -> None:
-        """Remove the part that was not committed."""
-        if not self._done:
+        """Remove what was not stored."""
+        if self._rejects is not None:
             self._rejects.abandon()
 
+    def _refused(self) -> PartWriter:
+        if self._rejects is None:
+            path = self._world.scratch / f"rejects-{self.attempt}.parquet"
+            self._rejects = PartWriter(path, self._schema)
+        return self._rejects
 
-def plan_job(ledger: JobLedger, job: Job, world: World, count_tokens: TokenCounter | None = None) -> PlanSummary | None:
+
+def plan_job(
+    ledger: JobLedger,
+    job: Job,
+    world: World,
+    count_tokens: TokenCounter | None = None,
+    most_segments: int | None = None,
+) -> PlanSummary | None:
     """Plan a job, or what an interrupted planner left of it. None: the plan stands already, or the job has ended.
 
     Args:
         job: as `submit` returned it: the ledger's job, with the input where it lies now.
-        count_tokens: of a text, with the job's tokenizer; None: a rule of thumb.
+        count_tokens: of a text, with the job's tokenizer, for the first segment; None: a rule of thumb.
+        most_segments: return when so many stand (`on_invalid` "job" plans the whole job all the same).
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
         InputError: the input can't be read, or is another than was accepted.
     """
-    if ledger.manifest() is not None or (ledger.wanted_parts() is not None and ledger.has_part(REJECTS)):
+    if ledger.manifest() is not None:
+        return None
+    if ledger.wanted_parts() is not None:
+        for segment in ledger.segments():
+            commit_rejects(ledger, segment, world)
         return None
     source = open_source(source_files(job.input), job.input.format, job.settings.limits, _default_model(job))
     sink = LedgerPlanSink(ledger, job, world, source.carried)
     try:
-        summary = plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens)
-        sink.commit_rejects()
+        return plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
     except InvalidInput as error:
         _end_as_failed(ledger, job, world, error)
         raise
     finally:
         sink.close()
-    return summary
 
 
 def _default_model(job: Job) -> str | None:

@@ -34,7 +34,9 @@ class PlanSettings(BaseModel):
     """How a job is cut into segments and shards.
 
     Attributes:
-        segment_rows: input rows planned together; copies and prefix groups are found within a segment.
+        segment_rows: most input rows planned together; copies and prefix groups are found within a segment.
+        first_segment_rows: rows of the first segment; each next one has twice as many, up to the most. Work begins
+            when the first one stands.
         shard_tokens: estimated tokens (prompt and answer) a shard aims at: a minute or two of work.
         max_shard_rows: most rows a shard computes; copies come on top.
         min_group_rows: a prefix group of fewer rows is never split between shards.
@@ -46,7 +48,8 @@ class PlanSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    segment_rows: Positive = 1_000_000
+    segment_rows: Positive = 100_000
+    first_segment_rows: Positive = 10_000
     shard_tokens: Positive = 262_144
     max_shard_rows: Positive = 2_000
     min_group_rows: Positive = 256

@@ -9,6 +9,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
+from pipeline.planner.sizes import SegmentSizes
 from pipeline.ports import PipelineError
 from schemas.errors import RowError
 from schemas.job import JobError, PlanSegment
@@ -83,8 +84,8 @@ class RowSource(Protocol):
         """Columns carried through to the results, under their input names."""
         ...
 
-    def batches(self, segment_rows: int) -> Iterator[SourceBatch]:
-        """The lines in order; a batch ends wherever the row index reaches a multiple of `segment_rows`."""
+    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
+        """The lines in order; a batch ends wherever a segment does."""
         ...
 
 
@@ -101,7 +102,7 @@ class PlanSink(Protocol):
     """Where a plan goes. Calls come in input order, segment by segment."""
 
     def existing_segment(self, index: int) -> PlanSegment | None:
-        """The segment, if an earlier planner committed it; its shards are then not written again."""
+        """The segment, if an earlier planner committed it; it is then not planned again."""
         ...
 
     def write_shard(self, number: int, table: pa.Table) -> StoredShard:
@@ -110,12 +111,18 @@ class PlanSink(Protocol):
         ...
 
     def write_rejected(self, table: pa.Table) -> None:
-        """Append rows of part 0; `table` has `schemas.tables.result_schema(carried)`, sorted by row. Also called for
-        segments that existed already: part 0 is made whole each time a job is planned."""
+        """Append rows that the open segment refuses; `table` has `schemas.tables.result_schema(carried)`, sorted by
+        row."""
+        ...
+
+    def store_rejects(self, number: int) -> StoredShard:
+        """Store what was refused since the last call as it will be part `number`. Binding only once its segment is
+        committed."""
         ...
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
-        """Create the segment if absent; returns the one that stands (another planner's, when the race was lost)."""
+        """Create the segment if absent; returns the one that stands (another planner's, when the race was lost). Its
+        refused rows are a part from then on, and its shards may be worked on."""
         ...
 
 
@@ -124,7 +131,7 @@ class PlanSummary:
     """What a planned job amounts to.
 
     Attributes:
-        segments: those that stand.
+        segments: those that stand; the last of them says whether the plan is whole.
         total: rows that get a result.  rejected: of them, refused in planning.  unique: requests to compute.
         blank_lines: lines without anything.
         prompt_tokens, expected_tokens: estimates for the computed requests; `max_tokens` is the most they may generate.

@@ -11,6 +11,7 @@ from pipeline.planner.api import RowSource, TokenCounter
 from pipeline.planner.plan import limited
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.segment import SegmentBuilder
+from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import Validator
 from pipeline.ports import World
@@ -65,6 +66,7 @@ def measure(
     reasons: Counter[RowErrorCode] = Counter()
     totals: Counter[str] = Counter()
     builder = SegmentBuilder(None, models)
+    sizes = SegmentSizes.of(settings)
 
     def close() -> None:
         plan = builder.finish(settings, None)
@@ -78,13 +80,13 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
         validator = Validator(job, SeenIds(Path(folder)), estimator)
-        for batch in limited(source.batches(settings.segment_rows), job.settings.limit):
+        for batch in limited(source.batches(sizes), job.settings.limit):
             checked = validator.check(batch)
             reasons.update(rejected.error.code for rejected in checked.rejected)
             totals["rows"] += len(batch.rows)
             totals["blank"] += batch.end_row - batch.first_row - len(batch.rows)
             builder.add(checked)
-            if batch.end_row % settings.segment_rows == 0:
+            if batch.end_row == sizes.end(batch.first_row):
                 close()
                 builder = SegmentBuilder(None, models)
         close()

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow
 from pipeline.planner.reader import BATCH_ROWS, BLANK, parse_json
+from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
 from schemas.requests import CHAT_URL, COMPLETIONS_URL
@@ -53,7 +54,7 @@ class ParquetSource:
     def carried(self) -> pa.Schema | None:
         return self._carried
 
-    def batches(self, segment_rows: int) -> Iterator[SourceBatch]:
+    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
         row = 0
         for file in self._files:
             file_start = row
@@ -62,7 +63,7 @@ class ParquetSource:
                     table = table.cast(self._schema)
                     start = 0
                     while start < table.num_rows:
-                        count = min(table.num_rows - start, segment_rows - row % segment_rows)
+                        count = min(table.num_rows - start, sizes.end(row) - row)
                         yield self._batch(file, table.slice(start, count), row, row - file_start + 1)
                         start += count
                         row += count

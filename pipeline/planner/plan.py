@@ -1,4 +1,8 @@
-"""The planner's main loop: batch by batch through validation, segment by segment to the sink."""
+"""The planner's main loop: batch by batch through validation, segment by segment to the sink.
+
+A segment counts from the moment it is committed, and work on it begins, while the next one is still being read. Where
+an invalid line stops the whole job, segments are committed only after the last line was checked.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +15,39 @@ import pyarrow as pa
 from pipeline.planner.api import InvalidInput, PlanSink, PlanSummary, RowSource, SourceBatch, TokenCounter
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.segment import SegmentBuilder, Spill
+from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import CheckedBatch, Validator
 from pipeline.ports import World
-from schemas.job import Job, JobError, OnInvalid, PlanSegment, ShardRef
+from schemas.job import Job, JobError, OnInvalid, PlanSegment, RejectsRef, ShardRef
 from schemas.results import ResultRow, results_table
 from schemas.tables import result_schema
 
 
 def plan(
-    source: RowSource, job: Job, sink: PlanSink, world: World, *, attempt: str, counter: TokenCounter | None = None
+    source: RowSource,
+    job: Job,
+    sink: PlanSink,
+    world: World,
+    *,
+    attempt: str,
+    counter: TokenCounter | None = None,
+    most_segments: int | None = None,
 ) -> PlanSummary:
     """Plan a job: everything is in the sink when this returns.
 
-    Segments that an earlier planner committed are read again (their ids and refused rows count) but not cut again.
+    Of segments that an earlier planner committed only the ids are read again: later lines may repeat them.
 
     Args:
         attempt: this planner's name, under which the sink puts shards.
-        counter: the model's tokenizer, asked for a sample of the prompts; None: a rule of thumb.
+        counter: the model's tokenizer, asked for a sample of the first segment's prompts; None: a rule of thumb.
+        most_segments: return when so many stand. A job that invalid lines stop is planned whole all the same.
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
-        return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run()
+        return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
 
 
 def limited(batches: Iterator[SourceBatch], limit: int | None) -> Iterator[SourceBatch]:
@@ -73,20 +86,25 @@ class _Planning:
         self._validator = Validator(job, SeenIds(folder), estimator)
         self._errors: list[JobError] = []
         self._invalid = 0
-        self._number = 1  # of the next shard; 0 is the part of the rows refused here
+        self._sizes = SegmentSizes.of(job.settings.plan)
+        self._number = 0  # of the next part
         self._segments: list[PlanSegment] = []
 
     @property
     def _strict(self) -> bool:
         return self._job.settings.on_invalid is OnInvalid.JOB
 
-    def run(self) -> PlanSummary:
-        size = self._job.settings.plan.segment_rows
+    def run(self, most_segments: int | None) -> PlanSummary:
         segment = _Open(self, 0, 0)
-        for batch in limited(self._source.batches(size), self._job.settings.limit):
-            if batch.first_row // size != segment.index:
+        for batch in limited(self._source.batches(self._sizes), self._job.settings.limit):
+            if (index := self._sizes.index(batch.first_row)) != segment.index:
                 self._close(segment, last=False)
-                segment = _Open(self, batch.first_row // size, batch.first_row)
+                if not self._strict and len(self._segments) == most_segments:
+                    return summarize(self._segments)
+                segment = _Open(self, index, batch.first_row)
+            if segment.existing is not None:
+                self._validator.remember(batch)
+                continue
             checked = self._validator.check(batch)
             self._refuse(checked)
             segment.add(checked)
@@ -131,12 +149,14 @@ class _Planning:
         """Write a segment's shards and commit it; a strict job commits nothing before all of its lines are read."""
         if self._errors:
             return
-        if segment.existing is not None:
-            self._segments.append(segment.existing)
-        else:
+        standing = segment.existing
+        if standing is None:
             written = segment.write(last=last)
-            self._segments.append(written if self._strict else self._sink.commit_segment(written))
-        self._number += len(self._segments[-1].shards)
+            standing = written if self._strict else self._sink.commit_segment(written)
+        if standing.index == 0:
+            self._estimator.settle(standing.tokens_per_byte)
+        self._segments.append(standing)
+        self._number = max([self._number - 1, *standing.parts]) + 1
 
 
 class _Open:
@@ -163,8 +183,10 @@ class _Open:
     def write(self, *, last: bool) -> PlanSegment:
         planning = self._planning
         planned = self._builder.finish(planning._job.settings.plan, planning._source.carried)
+        rejects = self._rejects()
         refs: list[ShardRef] = []
-        for number, draft in enumerate(planned.shards(), start=planning._number):
+        first = planning._number + (rejects is not None)
+        for number, draft in enumerate(planned.shards(), start=first):
             stored = planning._sink.write_shard(number, draft.table)
             refs.append(
                 ShardRef(
@@ -187,14 +209,24 @@ class _Open:
             end_row=self._end_row,
             blank_lines=self._end_row - self._first_row - self._lines,
             rejected=self._rejected,
+            rejects=rejects,
             unique=planned.unique,
             prefix_groups=planned.prefix_groups,
             shared_prefix_tokens=planning._estimator.bytes_to_tokens(planned.shared_bytes),
             max_tokens=planned.max_tokens,
             sequences=planned.sequences,
+            tokens_per_byte=planning._estimator.tokens_per_byte,
             shards=tuple(refs),
             last=last,
         )
+
+    def _rejects(self) -> RejectsRef | None:
+        """Part 0 is there even when it is empty, so that the results can always be read."""
+        if self.index and not self._rejected:
+            return None
+        number = self._planning._number
+        stored = self._planning._sink.store_rejects(number)
+        return RejectsRef(number=number, key=stored.key, sha256=stored.sha256, size=stored.size, rows=self._rejected)
 
 
 def summarize(segments: list[PlanSegment]) -> PlanSummary:

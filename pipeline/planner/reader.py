@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow
+from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
 
@@ -45,17 +46,18 @@ class JsonlSource:
     def carried(self) -> None:
         return None
 
-    def batches(self, segment_rows: int) -> Iterator[SourceBatch]:
+    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
         row = 0
         for file in self._files:
-            for batch in self._file_batches(file, row, segment_rows):
+            for batch in self._file_batches(file, row, sizes):
                 row = batch.end_row
                 yield batch
 
-    def _file_batches(self, file: SourceFile, first_row: int, segment_rows: int) -> Iterator[SourceBatch]:
+    def _file_batches(self, file: SourceFile, first_row: int, sizes: SegmentSizes) -> Iterator[SourceBatch]:
         """Batch borders depend on the file's content alone, not on how its bytes happen to arrive."""
         name = file.name if len(self._files) > 1 else ""
         file_start = start = row = first_row
+        end = sizes.end(row)
         rows: list[SourceRow] = []
         size = 0
         for data in _lines(file, self._limits.max_line_bytes):
@@ -66,9 +68,9 @@ class JsonlSource:
                 rows.append(SourceRow(row, row - file_start + 1, value))
                 size += len(data or b"")
             row += 1
-            if row - start >= BATCH_ROWS or size >= BATCH_BYTES or row % segment_rows == 0:
+            if row - start >= BATCH_ROWS or size >= BATCH_BYTES or row == end:
                 yield SourceBatch(start, row, rows, name=name)
-                start, rows, size = row, [], 0
+                start, rows, size, end = row, [], 0, sizes.end(row)
         if row > start:
             yield SourceBatch(start, row, rows, name=name)
 

@@ -15,7 +15,7 @@ class TokenEstimator:
     """Tokens of prompts: exact for token ids, else estimated, or counted one by one when `exact`.
 
     Without a counter a token is taken for four bytes. With one, the ratio is that of the first prompts seen,
-    so the same input gives the same estimates.
+    so the same input gives the same estimates; what was learnt can be kept, and given to the next planner.
     """
 
     def __init__(self, counter: TokenCounter | None = None, *, exact: bool = False) -> None:
@@ -24,6 +24,18 @@ class TokenEstimator:
         self._sampled = 0
         self._tokens = 0
         self._bytes = 0
+        self._settled: float | None = None
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """The ratio that was learnt or given; None: the rule of thumb holds."""
+        return self._tokens / self._bytes if self._settled is None and self._bytes else self._settled
+
+    def settle(self, tokens_per_byte: float | None) -> None:
+        """Keep to this ratio, and sample no more."""
+        self._settled = tokens_per_byte
+        if not self._exact:
+            self._counter = None
 
     def prompt_tokens(self, body: ChatBody | CompletionBody, size: int) -> int:
         """Tokens of the body's prompt, at least 1. `size` in bytes, of its text."""
@@ -39,8 +51,7 @@ class TokenEstimator:
 
     def bytes_to_tokens(self, size: int) -> int:
         """An estimate for `size` bytes of text, in tokens."""
-        ratio = self._tokens / self._bytes if self._bytes else DEFAULT_TOKENS_PER_BYTE
-        return round(size * ratio)
+        return round(size * (self.tokens_per_byte or DEFAULT_TOKENS_PER_BYTE))
 
     @property
     def _counting(self) -> bool:

@@ -99,9 +99,14 @@ class Validator:
                 checked.rejected.append(Rejected(position, source.row, _inner(value, "custom_id"), model, located))
         return checked
 
+    def remember(self, batch: SourceBatch) -> None:
+        """Take in the custom_ids of lines that were checked by an earlier planner."""
+        named = _named(batch)
+        self._seen.add([name for _, name in named], [row.row for row, _ in named])
+
     def _repeated(self, batch: SourceBatch) -> dict[int, RowError]:
         """The rows whose custom_id an earlier row had."""
-        named = [(row, name) for row in batch.rows if (name := _inner(row.value, "custom_id"))]
+        named = _named(batch)
         firsts = self._seen.add([name for _, name in named], [row.row for row, _ in named])
         return {
             row.row: RowError(
@@ -178,6 +183,11 @@ def stored_and_hash(url: str, body: ChatBody | CompletionBody) -> tuple[bytes, b
         update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
     same = dump_body(body.model_copy(update=update)) if update else stored
     return stored, blake2b(same, digest_size=16, key=url.encode()).digest()
+
+
+def _named(batch: SourceBatch) -> list[tuple[SourceRow, str]]:
+    """The lines with a custom_id, and it."""
+    return [(row, name) for row in batch.rows if (name := _inner(row.value, "custom_id"))]
 
 
 def _where(batch: SourceBatch, row: int) -> str:

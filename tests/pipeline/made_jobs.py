@@ -11,14 +11,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.ledger import JobLedger, shard_key
+from pipeline.ledger import REJECTS, JobLedger, shard_key
 from pipeline.planning import LedgerPlanSink
 from pipeline.ports import World
 from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardReport, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, ShardRef, Usage
+from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, RejectsRef, ShardRef, Usage
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import result_schema, shard_schema
 
@@ -78,15 +78,16 @@ def plan_by_hand(
                 computed_rows=len(rows), model=MODEL, prompt_tokens=5 * len(rows), expected_tokens=7 * len(rows),
             )
         )  # fmt: skip
+    error = RowError(RowErrorCode.INVALID_JSON, "not JSON")
+    sink.write_rejected(results_table(ResultRow.refused(row, None, error) for row in rejected).cast(result_schema()))
+    stored = sink.store_rejects(REJECTS)
+    rejects = RejectsRef(number=REJECTS, key=stored.key, sha256=stored.sha256, size=stored.size, rows=len(rejected))
     total = sum(map(len, shards)) + len(rejected)
     segment = PlanSegment(
-        index=0, attempt=sink.attempt, first_row=0, end_row=total, rejected=len(rejected),
+        index=0, attempt=sink.attempt, first_row=0, end_row=total, rejected=len(rejected), rejects=rejects,
         unique=total - len(rejected), shards=tuple(refs), last=True,
     )  # fmt: skip
     assert sink.commit_segment(segment) == segment
-    error = RowError(RowErrorCode.INVALID_JSON, "not JSON")
-    sink.write_rejected(results_table(ResultRow.refused(row, None, error) for row in rejected).cast(result_schema()))
-    assert sink.commit_rejects()
     sink.close()
     return job
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.events import JobEvent
-from pipeline.ledger import JobLedger, part_key
+from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.ports import PipelineError
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardWork
@@ -229,23 +229,49 @@ def test_urgent_jobs_go_first(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_dispatched_before_the_plan_and_part_0_stand(house: House) -> None:
+def test_nothing_is_dispatched_before_its_segment_stands(house: House) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0]])
     store = house.world.store
-    for missing in (part_key(0), "plan/00000.json"):
-        kept = store.read(missing)
+    kept = store.read("plan/00000.json")
+    for missing in ("plan/00000.json", part_key(0)):
         store.delete(missing)
-        dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
-        dispatcher.add(house.ledger)
-        dispatcher.tick()
-        progress = dispatcher.progress(job.id)
-        assert house.queue.tasks == []
-        assert progress is not None
-        assert progress.status is JobStatus.VALIDATING
-        store.create(missing, kept)
-        dispatcher.tick()
-        assert len(house.queue.tasks) == 1
-        house.queue.tasks.clear()
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    progress = house.dispatcher.progress(job.id)
+    assert house.queue.tasks == []
+    assert progress is not None
+    assert progress.status is JobStatus.VALIDATING
+    store.create("plan/00000.json", kept)
+    house.dispatcher.tick()
+    assert len(house.queue.tasks) == 1
+
+
+def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stands_before_work_begins(
+    house: House,
+) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1, 2])
+    kept = house.world.store.read(part_key(0))
+    house.world.store.delete(part_key(0))
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    assert house.world.store.read(part_key(0)) == kept
+    assert len(house.queue.tasks) == 1
+    assert finish(house, house.client("w")).counts.failed == 2
+
+
+def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1])
+    segment = house.ledger.segment(0)
+    assert segment is not None
+    assert segment.rejects is not None
+    objects = broken_store(house).objects
+    objects[segment.rejects.key] += b"x"
+    del objects[part_key(0)]
+    house.dispatcher.add(house.ledger)
+    with pytest.raises(LedgerError, match="not those that were planned"):
+        house.dispatcher.tick()
+    assert part_key(0) not in objects
+    assert list(house.world.scratch.iterdir()) == []
 
 
 def test_a_job_of_refused_rows_only_ends_without_a_worker(house: House) -> None:

@@ -92,7 +92,10 @@ def test_given_a_plan_that_promises_more_rows_then_the_job_is_not_ended(house: H
     objects = broken_store(house).objects
     text = objects["plan/00000.json"].decode()
     objects["plan/00000.json"] = (
-        text.replace('"rejected": 1', '"rejected": 2').replace('"end_row": 6', '"end_row": 7').encode()
+        text.replace('"rejected": 1', '"rejected": 2')
+        .replace('"rows": 1', '"rows": 2')
+        .replace('"end_row": 6', '"end_row": 7')
+        .encode()
     )
     dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
     dispatcher.add(house.ledger)

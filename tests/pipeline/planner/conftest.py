@@ -35,6 +35,8 @@ class MemorySink:
         self.standing = dict(standing or {})
         self.shards: dict[int, pa.Table] = {}
         self.rejected: list[pa.Table] = []
+        self.rejects: dict[int, list[pa.Table]] = {}
+        self._stored = 0
         self.committed: list[PlanSegment] = []
 
     def existing_segment(self, index: int) -> PlanSegment | None:
@@ -52,6 +54,11 @@ class MemorySink:
         assert table.schema.equals(result_schema(self._carried))
         table.validate(full=True)
         self.rejected.append(table)
+
+    def store_rejects(self, number: int) -> StoredShard:
+        self.rejects[number] = self.rejected[self._stored :]
+        self._stored = len(self.rejected)
+        return StoredShard(f"rejects/{number}", "0" * 64, 0)
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
         self.committed.append(segment)

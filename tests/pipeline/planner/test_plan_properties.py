@@ -66,7 +66,11 @@ def test_every_plan(tools: Any, lines: list[Any], plan: dict[str, int]) -> None:
     assert {row["row"] for row in planned.rows} >= {n for n, line in enumerate(lines) if isinstance(line, dict) and n}
 
     by_number = {shard.number: shard for segment in planned.summary.segments for shard in segment.shards}
-    assert list(by_number) == list(range(1, len(by_number) + 1)) == sorted(planned.shards)
+    assert list(by_number) == sorted(planned.shards)
+    parts = [number for segment in planned.summary.segments for number in sorted(segment.parts)]
+    assert parts == list(range(len(parts))), "no number is left out or used twice"
+    refused = {segment.rejects.number: segment.rejects.rows for segment in planned.summary.segments if segment.rejects}
+    assert refused == {number: sum(map(len, tables)) for number, tables in planned.sink.rejects.items()}
     for number, rows in planned.shards.items():
         check_shard(rows, lines, plan)
         shard = by_number[number]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.planner import SourceBatch, SourceFile
 from pipeline.planner.reader import JsonlSource, nested_deeper
+from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError
 from schemas.limits import Limits
 
@@ -30,7 +31,7 @@ class Dripping(io.RawIOBase):
 
 def read(data: bytes, *, segment_rows: int = 1000, step: int = 1 << 20) -> list[SourceBatch]:
     file = SourceFile("in.jsonl", lambda: Dripping(data, step))
-    return list(JsonlSource([file], LIMITS).batches(segment_rows))
+    return list(JsonlSource([file], LIMITS).batches(SegmentSizes(segment_rows, segment_rows)))
 
 
 def values(batches: list[SourceBatch]) -> dict[int, Any]:
@@ -93,7 +94,7 @@ def test_a_line_is_measured_without_its_end_and_the_longest_is_still_read() -> N
 
 def test_several_files_number_their_lines_and_share_the_rows() -> None:
     files = [SourceFile(f"{n}.jsonl", lambda data=data: io.BytesIO(data)) for n, data in enumerate((b"1\n2", b"3\n"))]
-    batches = list(JsonlSource(files, LIMITS).batches(1000))
+    batches = list(JsonlSource(files, LIMITS).batches(SegmentSizes(1000, 1000)))
     assert [(row.row, row.line, batch.name) for batch in batches for row in batch.rows] == [
         (0, 1, "0.jsonl"),
         (1, 2, "0.jsonl"),

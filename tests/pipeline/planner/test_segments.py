@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.planner.sizes import SegmentSizes
+
 
 def data(tools: Any, count: int) -> bytes:
     """`count` lines; every 7th is bad, every 5th blank, and ids repeat after 20 lines."""
@@ -27,8 +29,13 @@ def test_segments_cover_the_input_and_number_their_shards_through(tools: Any) ->
         (index, 8 * index, min(8 * index + 8, 50), index == 6) for index in range(7)
     ]
     assert sum(segment.total for segment in segments) == planned.summary.total == 40
-    numbers = [shard.number for segment in segments for shard in segment.shards]
-    assert numbers == list(range(1, len(numbers) + 1))
+    numbers = [number for segment in segments for number in segment.parts]
+    assert numbers == list(range(len(numbers)))
+    # Part 0 is the first segment's refused rows, and each other segment that has some begins with a part of them.
+    refused = [sum(segment.first_row <= row < segment.end_row for row in planned.error_of) for segment in segments]
+    assert sum(refused) == len(planned.error_of)
+    assert [segment.rejects.rows for segment in segments] == refused
+    assert all(segment.rejects.number == min(segment.parts) for segment in segments)
     # An id that an earlier segment had is still known.
     assert planned.error_of[21] == (
         "duplicate_custom_id",
@@ -44,8 +51,8 @@ def test_the_last_segment_knows_that_it_is_last(tools: Any, count: int) -> None:
 
 
 def test_planning_goes_on_where_an_interrupted_planner_stopped(tools: Any) -> None:
-    """Given the first 3 segments stand, when the job is planned again, then only the others are cut, with the same
-    result, and part 0 is made whole."""
+    """Given the first 3 segments stand, when the job is planned again, then only the others are planned, with the
+    same result."""
     job = tools.job(plan={"segment_rows": 8, "max_shard_rows": 3})
     whole = tools.plan(data(tools, 50), job)
     standing = {segment.index: segment for segment in whole.sink.committed[:3]}
@@ -54,7 +61,54 @@ def test_planning_goes_on_where_an_interrupted_planner_stopped(tools: Any) -> No
     assert [segment.index for segment in again.sink.committed] == [3, 4, 5, 6]
     written = {shard.number for segment in whole.sink.committed[3:] for shard in segment.shards}
     assert again.shards == {number: rows for number, rows in whole.shards.items() if number in written}
-    assert again.error_of == whole.error_of
+    assert again.error_of == {row: error for row, error in whole.error_of.items() if row >= 24}
+
+
+def test_planning_stops_after_as_many_segments_as_are_wanted(tools: Any) -> None:
+    job = tools.job(plan={"segment_rows": 8})
+    whole = tools.plan(data(tools, 50), job)
+    some = tools.plan(data(tools, 50), job, most_segments=2)
+    assert some.sink.committed == whole.sink.committed[:2]
+    rest = tools.plan(data(tools, 50), job, sink=tools.sink(standing=some.sink.standing))
+    assert rest.summary == whole.summary
+
+
+def test_the_first_segments_are_small_and_grow_to_the_size_that_is_set(tools: Any) -> None:
+    lines = b"\n".join(tools.line(str(n)) for n in range(40))
+    planned = tools.plan(lines, tools.job(plan={"first_segment_rows": 3, "segment_rows": 10}))
+    assert [segment.end_row for segment in planned.sink.committed] == [3, 9, 19, 29, 39, 40]
+    assert [segment.index for segment in planned.sink.committed] == list(range(6))
+
+
+@pytest.mark.parametrize(("first", "most"), [(1, 1), (3, 10), (5, 5), (4, 64), (10_000, 100_000)])
+def test_each_row_lies_in_the_segment_that_its_borders_say(first: int, most: int) -> None:
+    sizes = SegmentSizes(first, most)
+    begin = index = 0
+    while begin < 20 * most:
+        end = sizes.end(begin)
+        assert end - begin == min(first * 2**index, most)
+        for row in (begin, (begin + end) // 2, end - 1):
+            assert (sizes.index(row), sizes.end(row)) == (index, end)
+        begin, index = end, index + 1
+
+
+def test_later_segments_are_estimated_with_what_the_first_one_taught(tools: Any) -> None:
+    """Given the first segment was planned with a tokenizer, when a planner without one goes on, then it estimates the
+    same, and a planner that has one asks it nothing more."""
+    asked: list[str] = []
+
+    def counter(text: str) -> int:
+        asked.append(text)
+        return len(text)
+
+    lines = b"\n".join(tools.line(str(n), f"question {n}") for n in range(30))
+    job = tools.job(plan={"segment_rows": 8})
+    whole = tools.plan(lines, job, counter=counter)
+    assert len(asked) == 8
+    standing = {0: whole.sink.committed[0]}
+    assert standing[0].tokens_per_byte == 1.0
+    again = tools.plan(lines, job, sink=tools.sink(standing=standing))
+    assert again.summary == whole.summary
 
 
 def test_a_lost_race_leaves_the_winners_segment(tools: Any) -> None:
