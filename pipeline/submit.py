@@ -133,7 +133,7 @@ def _check_place(ledger: JobLedger, standing: Job | None) -> None:
     if standing is None:
         for folder in OWN_FOLDERS:
             found = next(ledger.store.list(ledger.prefix + folder), None)
-            if found is not None:
+            if found is not None and ledger.find_job() is None:  # else another door has just been first
                 raise LedgerError(
                     f"{ledger.place(found.key.removeprefix(ledger.prefix))}: belongs to no job ({JOB} is missing); "
                     "remove it or choose another output"
