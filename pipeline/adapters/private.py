@@ -32,7 +32,9 @@ class PrivateFolder:
     def sweep_dead(self) -> int:
         """Remove what dead owners left behind; the number of owners swept."""
         swept = 0
-        for lock_path in sorted(self._shared.glob("*.lock")):
+        # A power cut may take the lock and leave the folder. An owner locks before it makes its folder.
+        for name in sorted({path.name.removesuffix(".lock") for path in self._shared.iterdir()}):
+            lock_path = self._shared / f"{name}.lock"
             if lock_path == self._lock_path:
                 continue
             try:
@@ -42,7 +44,7 @@ class PrivateFolder:
             if descriptor is None:
                 continue
             try:
-                self._disk.remove_tree(lock_path.with_suffix(""))
+                self._disk.remove_tree(self._shared / name)
                 with contextlib.suppress(FileNotFoundError):
                     self._disk.unlink(lock_path)
                 swept += 1
