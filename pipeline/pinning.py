@@ -1,24 +1,33 @@
-"""Fixing what a job reads: its files, their sizes and hashes, so that a changed input is noticed and never mixed in."""
+"""Fixing what a job reads: its files, their sizes and hashes, so that a changed input is noticed and never mixed in.
+
+Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the hash:
+while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are hashed again
+and are the same input if their bytes are. What is not noticed is a write within the clock tick in which the file was
+hashed, or one below the file system.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
-from schemas.job import InputFile, InputRef
-
-_CHUNK = 1 << 20
+from schemas.job import FileStamp, InputFile, InputRef
 
 
-def pin_input(path: Path) -> InputRef:
+def pin_input(path: Path, known: InputRef | None = None) -> InputRef:
     """A local file, or the .jsonl or .parquet files directly in a folder, hashed as a stream.
 
+    Args:
+        known: an earlier pinning; its files are hashed only if their stamps say that they may have changed.
+
     Raises:
-        InputError: it is missing, can't be read, or holds nothing that is an input.
+        InputError: it is missing, can't be read, changes while it is read, or holds nothing that is an input.
     """
     place = path.absolute()
     try:
@@ -28,7 +37,8 @@ def pin_input(path: Path) -> InputRef:
             raise InputError(f"{path}: no such file or folder; check the input's path")
         kind, chosen = choose_files(str(path), names, folder=folder)
         parent = place if folder else place.parent
-        return InputRef(uri=str(place), format=kind, files=tuple(_pin(parent / name) for name in chosen))
+        hashed = {} if known is None else {file.uri: file for file in known.files}
+        return InputRef(uri=str(place), format=kind, files=tuple(_pin(parent / name, hashed) for name in chosen))
     except OSError as error:
         raise InputError(f"{error.filename or path}: can't read the input: {error.strerror}") from error
 
@@ -38,13 +48,22 @@ def source_files(pinned: InputRef) -> list[SourceFile]:
     return [SourceFile(file.uri, partial(_open, file)) for file in pinned.files]
 
 
-def _pin(path: Path) -> InputFile:
-    digest, size = hashlib.sha256(), 0
+def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
+    known = hashed.get(str(path))
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return InputFile(uri=str(path), size=size, sha256=digest.hexdigest())
+        size, stamp = _look(stream)
+        if known is not None and known.sha256 is not None and (known.size, known.stamp) == (size, stamp):
+            return known
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if _look(stream) != (size, stamp):
+            raise InputError(f"{path}: changes while it is read; wait until it is written, and run again")
+    return InputFile(uri=str(path), size=size, sha256=digest, stamp=stamp)
+
+
+def _look(stream: BinaryIO) -> tuple[int, FileStamp]:
+    """Size and stamp of an open file."""
+    status = os.fstat(stream.fileno())
+    return status.st_size, FileStamp(mtime=status.st_mtime_ns, ctime=status.st_ctime_ns, inode=status.st_ino)
 
 
 def _open(file: InputFile) -> BinaryIO:

@@ -48,12 +48,25 @@ class InputFormat(StrEnum):
     PARQUET = "parquet"
 
 
+class FileStamp(Paper):
+    """Changes whenever a file's bytes do, and sometimes when they don't. Times in nanoseconds since 1970; `ctime` is the
+    system's own, which no program sets back."""
+
+    mtime: int
+    ctime: int
+    inode: Count
+
+
 class InputFile(Paper):
-    """One file of an input. `size` in bytes; `sha256` where it was computed."""
+    """One file of an input. `size` in bytes; `sha256` where it was computed.
+
+    `stamp` is what the file system said of the file when it was hashed: a file that still has it is not read again.
+    """
 
     uri: str
     size: Count
     sha256: Sha256 | None = None
+    stamp: FileStamp | None = None
 
 
 class InputRef(Paper):

@@ -23,7 +23,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import HEARTBEAT_SECONDS
-from schemas.job import Manifest
+from schemas.job import Manifest, Progress
 
 WORKER = "local"
 
@@ -54,10 +54,17 @@ def open_output(folder: Path) -> Iterator[Output]:
         yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store))
 
 
-def dispatch(output: Output, work: Callable[[ShardClient], None], price_per_hour: float | None) -> Manifest | None:
-    """Hand the planned job's open shards to `work`, on this thread, until the job ends or `work` returns.
+def dispatch(
+    output: Output,
+    begin: Callable[[Progress], None],
+    work: Callable[[ShardClient], None],
+    price_per_hour: float | None,
+) -> Manifest | None:
+    """Hand the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still be
+    planned meanwhile.
 
     Args:
+        begin: told how the job stands, before `work` is called.
         work: a worker's loop over the client, which is its source and its sink. Not called when no shard is open, so no
             model need be loaded for a job that lacks nothing but its manifest.
 
@@ -71,7 +78,9 @@ def dispatch(output: Output, work: Callable[[ShardClient], None], price_per_hour
     job = output.ledger.job().id
     dispatcher.add(output.ledger)
     dispatcher.tick()
-    if not dispatcher.finished():
+    progress = dispatcher.progress(job)
+    if progress is not None:
+        begin(progress)
         stop = threading.Event()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
             dispatching = pool.submit(dispatcher.run, stop)

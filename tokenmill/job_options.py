@@ -35,15 +35,27 @@ def choose_model(given: str, cache: Path) -> ChosenModel:
     return ChosenModel(name, models.pull(place, cache, say))
 
 
-def read_input(given: str) -> InputRef:
-    """The input's files with their sizes and hashes; raises `InputError` or the pipeline's own."""
+def read_input(given: str, out: Path | None = None) -> InputRef:
+    """The input's files with their sizes and hashes, for a job in `out`; raises `InputError` or the pipeline's own."""
     from pipeline.pinning import pin_input
 
     if not given:
         raise InputError("INPUT is empty; name a file or a folder")
     if "://" in given:
         raise InputError(f"{given}: only local files and folders can be read so far; download it first")
-    return pin_input(Path(given).expanduser())
+    return pin_input(Path(given).expanduser(), None if out is None else known_input(out))
+
+
+def known_input(out: Path) -> InputRef | None:
+    """What the job in `out` reads, once it is planned whole: before, it has to be read again anyway, and is hashed."""
+    from pipeline.adapters.folder import FolderStore
+    from pipeline.ledger import JobLedger
+
+    if not out.is_dir():
+        return None
+    ledger = JobLedger(FolderStore(out, read_only=True))
+    job = ledger.find_job()
+    return job.input if job is not None and ledger.wanted_parts() is not None else None
 
 
 def job_settings(

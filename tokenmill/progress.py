@@ -34,6 +34,7 @@ class RunSnapshot:
         prompt_tokens, cached_tokens, output_tokens: of this run so far; cached ones were not computed again.
         expected_tokens: output tokens that this run was expected to need when it began.
         seconds: since this run began to compute; 0 before.
+        planning: whether there may be more rows than are counted so far.
     """
 
     phase: str
@@ -46,6 +47,7 @@ class RunSnapshot:
     output_tokens: int = 0
     expected_tokens: int = 0
     seconds: float = 0.0
+    planning: bool = False
 
     @property
     def eta(self) -> float | None:
@@ -55,7 +57,7 @@ class RunSnapshot:
         how long answers really are, which was only expected.
         """
         rows, all_rows = self.done - self.before, self.total - self.before
-        if self.seconds < 1 or self.output_tokens == 0 or rows == 0:
+        if self.planning or self.seconds < 1 or self.output_tokens == 0 or rows == 0:
             return None
         by_tokens = self.seconds * max(0, self.expected_tokens - self.output_tokens) / self.output_tokens
         by_rows = self.seconds * (all_rows - rows) / rows
@@ -68,8 +70,9 @@ def describe(snapshot: RunSnapshot) -> str:
     if snapshot.seconds <= 0:
         return snapshot.phase
     failed = f" ({count(snapshot.failed)} failed)" if snapshot.failed else ""
+    more = "+" if snapshot.planning else ""
     words = [
-        f"{count(snapshot.done)}/{count(snapshot.total)} rows{failed}",
+        f"{count(snapshot.done)}/{count(snapshot.total)}{more} rows{failed}",
         f"{count(snapshot.prompt_tokens / snapshot.seconds)} tok/s in",
         f"{count(snapshot.output_tokens / snapshot.seconds)} tok/s out",
     ]

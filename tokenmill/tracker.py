@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
+from typing import Any
 
-from schemas.job import Counts
+from schemas.job import Counts, PlanSegment
 from tokenmill.progress import RunSnapshot
 from workers.progress import WorkerProgress
 
 
 class RunTracker:
-    """Told by the run's threads, asked by the display's; each hands over whole objects, so no lock is needed."""
+    """Told by the run's threads, asked by the display's. Snapshots are whole objects; a lock keeps one teller from
+    taking back what another has just told."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._base = RunSnapshot("starting")
         self._began: float | None = None
         self._progress: WorkerProgress | None = None
 
     def phase(self, name: str) -> None:
         """Something begins that has no figures yet."""
-        self._base = replace(self._base, phase=name)
+        self._tell(phase=name)
 
-    def planned(self, counts: Counts, expected_tokens: int) -> None:
-        """The plan stands: rows as they are when this run begins, and output tokens that the pending ones are expected
-        to need."""
+    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool = True) -> None:
+        """The plan stands, or (not `whole`) its beginning: rows as they are when this run begins, and output tokens
+        that the pending ones are expected to need."""
         done = counts.total - counts.pending
-        self._base = replace(
-            self._base,
+        self._tell(
             total=counts.total,
             done=done,
             before=done,
             failed=counts.failed,
             expected_tokens=expected_tokens,
+            planning=not whole,
         )
+
+    def more(self, segment: PlanSegment) -> None:
+        """One more segment of the plan stands."""
+        expected = sum(shard.expected_tokens for shard in segment.shards)
+        with self._lock:
+            base = self._base
+            self._base = replace(
+                base,
+                total=base.total + segment.total,
+                expected_tokens=base.expected_tokens + expected,
+                planning=not segment.last,
+            )
 
     def computing(self) -> None:
         """The engine is about to get its first row."""
-        self._base = replace(self._base, phase="computing")
+        self._tell(phase="computing")
         self._began = time.monotonic()
 
     @property
@@ -64,3 +80,7 @@ class RunTracker:
             output_tokens=progress.engine.generated,
             seconds=time.monotonic() - began,
         )
+
+    def _tell(self, **changes: Any) -> None:
+        with self._lock:
+            self._base = replace(self._base, **changes)

@@ -1,15 +1,17 @@
 """From what `run` was told to a finished job: the embedded form, everything in this process, on one folder.
 
 Nothing expensive happens before something cheap could refuse it: the input is looked at before a model is pulled, the
-model's header is read before a job is made of it, the plan stands before weights are loaded, and a job that has ended
-loads nothing.
+model's header is read before a job is made of it, the plan's first segment stands before weights are loaded, and a job
+that has ended loads nothing. What is left to plan is planned beside the work.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConfig
@@ -21,9 +23,10 @@ from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
-from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Tier
+from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Progress, Tier
 from tokenmill.embedded import Output, dispatch, open_output
 from tokenmill.job_options import ChosenModel, token_counter
+from tokenmill.planner_process import PlannerProcess
 from tokenmill.tracker import RunTracker
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
 from workers.shard_worker import ShardWorker, WorkerSettings
@@ -64,6 +67,8 @@ class RunPlan:
         chat_template: replaces the model's own.
         price_per_hour: of this machine; None: no cost is shown.
         worker: how the worker works.
+        deadline: counted from the job's acceptance; rows that have no answer by then expire.
+        retry_of: the id of the job whose rows are tried again.
     """
 
     inputs: InputRef
@@ -76,6 +81,8 @@ class RunPlan:
     fresh: bool = False
     price_per_hour: float | None = None
     worker: WorkerSettings = field(default_factory=WorkerSettings)
+    deadline: timedelta | None = None
+    retry_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class JobRun:
 
 
 Load = Callable[[RunPlan, ModelPin, list[PlanSegment]], LoadedModel]
-"""Loads the pinned model for the plan's segments."""
+"""Loads the pinned model for the plan's segments, as far as they stand."""
 
 
 def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
@@ -102,9 +109,7 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,
-        config=plan.engine.config(
-            tokens_per_sequence(segments), sum(segment.sequences for segment in segments) or None
-        ),
+        config=plan.engine.config(tokens_per_sequence(segments), sequences(segments)),
         revision=pin.revision,
         chat_template=plan.chat_template,
         digest=pin.digest,
@@ -123,20 +128,31 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     path = model_path(plan.model.source.path)
     open_source(source_files(plan.inputs), plan.inputs.format, plan.settings.limits, plan.model.name)
     pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
-    order = Order(input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier)
+    order = Order(
+        input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
+        retry_of=plan.retry_of,
+    )  # fmt: skip
     with open_output(plan.output) as output:
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
         manifest = output.ledger.manifest()
         if manifest is not None:
             return JobRun(manifest, manifest.counts, manifest.counts.total)
         counter = None
-        if output.ledger.wanted_parts() is None:  # else the plan stands, and there is nothing left to count
+        if output.ledger.segment(0) is None:  # else there is nothing left to count
             tracker.phase("planning")
             counter = token_counter(path, plan.chat_template)
-        plan_job(output.ledger, submitted.job, output.world, counter)
+        plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1)
         segments = list(output.ledger.segments())
-        before = _counts(output)
-        tracker.planned(before, expected_tokens(output, segments))
+        before, planner = 0, None
+
+        def begin(progress: Progress) -> None:
+            nonlocal before, planner
+            before = progress.counts.total - progress.counts.pending
+            tracker.planned(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
+            if not segments[-1].last:
+                planner = stack.enter_context(
+                    PlannerProcess(plan.output, output.ledger, plan.inputs, tracker.more, stop.set)
+                )
 
         def work(client: ShardClient) -> None:
             tracker.phase("loading the model")
@@ -144,9 +160,12 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             tracker.computing()
             ShardWorker(model, client, client, output.world.clock, plan.worker, tracker).run(stop)
 
-        manifest = dispatch(output, work, plan.price_per_hour)
+        with ExitStack() as stack:
+            manifest = dispatch(output, begin, work, plan.price_per_hour)
+            if planner is not None:
+                planner.check()
         counts = _counts(output) if manifest is None else manifest.counts
-        return JobRun(manifest, counts, 0 if submitted.created else before.total - before.pending)
+        return JobRun(manifest, counts, 0 if submitted.created else before)
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
@@ -168,15 +187,20 @@ def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
     return sum(s.expected_tokens for segment in segments for s in segment.shards if s.number not in standing)
 
 
+def sequences(segments: list[PlanSegment]) -> int | None:
+    """Of all computed requests; None while more may be planned."""
+    return sum(segment.sequences for segment in segments) or None if segments[-1].last else None
+
+
 def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:
     """The mean length of these sequences if each answer is as long as it may be: with a cache for that, running out of
     blocks, and computing something again for it, stays the exception."""
-    sequences = sum(segment.sequences for segment in segments)
-    if not sequences:
+    count = sum(segment.sequences for segment in segments)
+    if not count:
         return None
     prompt = sum(shard.prompt_tokens for segment in segments for shard in segment.shards)
     most = sum(segment.max_tokens for segment in segments)
-    return max(MIN_TOKENS_PER_SEQUENCE, -(-(prompt + most) // sequences))
+    return max(MIN_TOKENS_PER_SEQUENCE, -(-(prompt + most) // count))
 
 
 def _counts(output: Output) -> Counts:
