@@ -6,6 +6,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 OUT ?= out/demo
 KILLS ?= 25
+SEEDS ?= 20000
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,7 +14,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all chaos lint format bench clean
+.PHONY: help install run test test-models test-all chaos simulate lint format bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,9 @@ test-all: $(VENV)/.dev.stamp  ## run every test
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
+
+simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of crashes, races and power cuts over all cores
+	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 
 lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .

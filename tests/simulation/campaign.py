@@ -1,0 +1,111 @@
+"""Many histories: over all cores, with a summary that shows whether the faults really happened; and the smallest form
+of one that broke."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from tests.simulation.history import Outcome, simulate
+from tests.simulation.scenario import WEIGHTS, Scenario, draw
+
+CHUNK = 10
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a campaign saw. `broken`: seed -> what was broken."""
+
+    histories: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    broken: dict[int, str] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one more history."""
+        self.histories += 1
+        self.counters += outcome.counters
+        if outcome.broken is not None:
+            self.broken[outcome.seed] = outcome.broken
+
+    @property
+    def missing(self) -> list[str]:
+        """Kinds of faults that never struck."""
+        return [kind for kind in WEIGHTS if not self.counters[kind]]
+
+    def lines(self) -> Iterator[str]:
+        """The summary for people."""
+        yield f"{self.histories:,} histories, {len(self.broken)} broken"
+        faults = ", ".join(f"{kind} {self.counters[kind]:,}" for kind in WEIGHTS)
+        yield f"faults: {faults}"
+        rest = sorted(self.counters.keys() - WEIGHTS.keys())
+        yield ", ".join(f"{name} {self.counters[name]:,}" for name in rest)
+
+
+def run_seeds(
+    seeds: Sequence[int], *, processes: int | None = None, tell: Callable[[Summary], None] | None = None
+) -> Summary:
+    """Simulate the histories of these seeds.
+
+    Args:
+        processes: how many at once; None: one for each core.  tell: called now and then.
+    """
+    summary = Summary()
+    for number, outcome in enumerate(_outcomes(seeds, processes or os.cpu_count() or 1), start=1):
+        summary.add(outcome)
+        if tell is not None and number % 500 == 0:
+            tell(summary)
+    return summary
+
+
+def _outcomes(seeds: Sequence[int], processes: int) -> Iterator[Outcome]:
+    if processes == 1:
+        yield from map(run_seed, seeds)
+        return
+    # Spawned, not forked: arrow's threads do not survive a fork.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=CHUNK)
+
+
+def run_seed(seed: int) -> Outcome:
+    """The history of a seed, without its trace."""
+    return replace(simulate(draw(seed)), trace=[])
+
+
+def first_broken(seeds: Iterable[int]) -> Outcome | None:
+    """The first history that breaks, if any does."""
+    for seed in seeds:
+        outcome = simulate(draw(seed))
+        if outcome.broken is not None:
+            return outcome
+    return None
+
+
+def minimise(scenario: Scenario) -> Scenario:
+    """The scenario with everything left out that it doesn't need to break in the same way."""
+    kind = simulate(scenario).kind
+    assert kind, "nothing is broken"
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(scenario):
+            if simulate(candidate).kind == kind:
+                scenario, smaller = candidate, True
+                break
+    return scenario
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """Scenarios with one thing less."""
+    for at in range(len(scenario.faults)):
+        yield replace(scenario, faults=scenario.faults[:at] + scenario.faults[at + 1 :])
+    for name in ("planners", "dispatchers", "workers"):
+        if getattr(scenario, name) > 1:
+            yield replace(scenario, **{name: getattr(scenario, name) - 1})
+    if scenario.deadline is not None:
+        yield replace(scenario, deadline=None)
+    for at in reversed(range(len(scenario.lines))):
+        if len(scenario.lines) > 1:
+            yield replace(scenario, lines=scenario.lines[:at] + scenario.lines[at + 1 :])

@@ -1,0 +1,164 @@
+"""One history from beginning to end: built from a scenario, run, and judged."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from pipeline.pinning import pin_input
+from schemas.job import InputRef
+from tests.simulation.disk import Device
+from tests.simulation.house import JOB, PREFIX, House, input_file
+from tests.simulation.machine import Broken, Machine, Process, ProcessClock
+from tests.simulation.oracle import Oracle
+from tests.simulation.ports import Broker
+from tests.simulation.scenario import Fault, Scenario
+
+LIMIT = 400.0
+"""Simulated seconds from the last fault's end to the job's."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a history.
+
+    Attributes:
+        broken: the promise that was broken, or None.  digest: of the trace, and of every byte that was left.
+    """
+
+    seed: int
+    broken: str | None
+    digest: str
+    counters: Counter[str]
+    trace: list[str] = field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """What was broken, without where: failures of one kind are likely to have one cause."""
+        words = (self.broken or "").splitlines()[:1]
+        return re.sub(r"[0-9a-f]{16}|\d+", "#", words[0])[:60] if words else ""
+
+
+def memory_folder() -> Path | None:
+    """Where files cost no disk access, if the machine has such a place."""
+    place = Path("/dev/shm")
+    return place if place.is_dir() else None
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run one history."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory_folder()))
+    try:
+        return _simulate(scenario, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _simulate(scenario: Scenario, folder: Path) -> Outcome:
+    root, attic = folder / "root", folder / "attic"
+    root.mkdir()
+    attic.mkdir()
+    device = Device(root, attic, random.Random(f"{scenario.seed}/disk"))
+    acknowledged: set[str] = set()
+    oracle = Oracle(scenario, root / "jobs" / JOB, acknowledged, PREFIX)
+    machine = Machine(scenario.seed, scenario.faults, lambda: look(), LIMIT)
+    broker = Broker(machine, ProcessClock(Process("broker", machine, lambda _: None)))
+    house = House(scenario, machine, device, broker, pinned(input_file(folder, scenario)), acknowledged)
+    house.build()
+
+    def look() -> None:
+        oracle.deaths = machine.deaths
+        oracle.look()
+
+    def cut_power() -> None:
+        look()
+        unsynced = device.unsynced(oracle.folder / "results")
+        papers = device.unsynced(oracle.folder)
+        device.cut_power()
+        broker.clear()
+        oracle.power_was_cut(unsynced, papers)
+        look()
+
+    machine.power_cut = cut_power
+    machine.strikes = _strikes(house)
+    broken = None
+    try:
+        machine.run()
+        machine.add("sweeper", house.sweep)
+        machine.run()
+        sampled = machine.counters["tokens sampled"]
+        oracle.judge(sampled, bounded=not machine.counters["damage"])
+    except Broken as error:
+        broken = str(error)
+    finally:
+        machine.end()
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            machine.digest.update(path.read_bytes().replace(bytes(folder), b""))
+    counters = machine.counters
+    counters["port calls"] = machine.calls[""]
+    counters["completed" if oracle.outcome == "completed" else f"ended as {oracle.outcome}"] += 1
+    counters["deaths"], counters["looks"], counters["parts"] = machine.deaths, oracle.looks, len(oracle.parts)
+    return Outcome(scenario.seed, broken, machine.digest.hexdigest(), counters, machine.trace)
+
+
+def pinned(path: Path) -> InputRef:
+    """The input, without what differs from one disk to the next."""
+    whole = pin_input(path)
+    return whole.model_copy(update={"files": tuple(file.model_copy(update={"stamp": None}) for file in whole.files)})
+
+
+def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
+    """What faults do that are not the machine's own."""
+    broker, machine = house.broker, house.machine
+
+    def stop(process: Process, fault: Fault) -> None:
+        process.stopping = process.name.startswith("worker")
+
+    def lose(process: Process, fault: Fault) -> None:
+        broker.lose += 1
+
+    def double(process: Process, fault: Fault) -> None:
+        broker.double += 1
+
+    def late(process: Process, fault: Fault) -> None:
+        broker.late.append(fault.amount)
+
+    def reorder(process: Process, fault: Fault) -> None:
+        broker.reorder = True
+
+    def full(process: Process, fault: Fault) -> None:
+        house.device.full += 1
+
+    def forget(process: Process, fault: Fault) -> None:
+        broker.forget()
+
+    def plan(process: Process, fault: Fault) -> None:
+        machine.add(f"planner-at-{machine.calls['']}", house.plan)
+
+    def cancel(process: Process, fault: Fault) -> None:
+        machine.add(f"canceller-at-{machine.calls['']}", house.cancel)
+
+    def damage(process: Process, fault: Fault) -> None:
+        found = sorted((house.device.root / PREFIX / "work").glob("*/*-??????"))
+        if found:
+            path = machine.chance.choice(found)
+            data = bytearray(path.read_bytes())
+            if data:
+                data[machine.chance.randrange(len(data))] ^= 0xFF
+                path.write_bytes(data)
+
+    return {
+        "stop": stop, "lose": lose, "double": double, "late": late, "reorder": reorder, "full": full, "forget": forget,
+        "plan": plan, "cancel": cancel, "damage": damage,
+    }  # fmt: skip

@@ -1,0 +1,178 @@
+"""The processes of a simulated history: planners, dispatchers and workers, each the real parts over simulated ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger import JobLedger
+from pipeline.planning import plan_job
+from pipeline.ports import World
+from pipeline.shard_client import ShardClient
+from pipeline.submit import Order, submit
+from schemas.job import Closing, InputRef, JobSettings, PlanSettings
+from tests.simulation import model
+from tests.simulation.disk import Device, ProcessDisk
+from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
+from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
+from tests.simulation.scenario import Scenario
+from workers.shard_worker import ShardWorker, WorkerSettings
+
+JOB = "job-1"
+PREFIX = f"jobs/{JOB}/"
+IDLE_SECONDS = 0.5
+"""A worker that has nothing to do looks so often: sleeping longer than asked is what machines do."""
+
+
+class InlineHelper(Executor):
+    """Runs each task at once, on the caller's turn."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
+            future.set_exception(error)
+        return future
+
+
+@dataclass
+class Office:
+    """What one life of a process has in its hands."""
+
+    process: Process
+    world: World
+    ledger: JobLedger
+    queue: ProcessQueue
+    heartbeats: ProcessHeartbeats
+
+
+@dataclass
+class House:
+    """Everything that the processes of one history share.
+
+    Attributes:
+        input: the job's, pinned.  acknowledged: objects that some process was told to stand.
+        over: planners and dispatchers have come to their end, so the workers may go.
+    """
+
+    scenario: Scenario
+    machine: Machine
+    device: Device
+    broker: Broker
+    input: InputRef
+    acknowledged: set[str] = field(default_factory=set)
+
+    def build(self) -> None:
+        """Add the processes to the machine."""
+        chance = self.machine.chance
+        for number in range(self.scenario.planners):
+            self.machine.add(f"planner{number}", self.plan, chance.choice((0.0, 0.05, 5.0)) if number else 0.0)
+        for number in range(self.scenario.dispatchers):
+            self.machine.add(f"dispatcher{number}", self.dispatch)
+        for number in range(self.scenario.workers):
+            self.machine.add(f"worker{number}", self.work)
+
+    @property
+    def over(self) -> bool:
+        return all(process.done for process in self.machine.processes if not process.name.startswith("worker"))
+
+    @contextmanager
+    def office(self, process: Process, idle: float = 0.0) -> Iterator[Office]:
+        """Open the store, as a process does when it begins."""
+        disk = ProcessDisk(self.device, process)
+        with FolderStore(self.device.root, disk=disk) as folder:
+            store = ProcessStore(folder, process, self.acknowledged)
+            randomness = ProcessRandomness(self.scenario.seed, process)
+            world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
+            queue, heartbeats = ProcessQueue(self.broker, process), ProcessHeartbeats(self.broker, process)
+            yield Office(process, world, JobLedger(store, PREFIX), queue, heartbeats)
+
+    def order(self) -> Order:
+        """What every door orders."""
+        settings = PlanSettings(segment_rows=self.scenario.segment_rows, max_shard_rows=self.scenario.shard_rows)
+        deadline = self.scenario.deadline
+        return Order(
+            input=self.input,
+            models=(model.PIN,),
+            settings=JobSettings(plan=settings),
+            deadline=None if deadline is None else START + timedelta(seconds=deadline),
+        )
+
+    def plan(self, process: Process) -> None:
+        """A door and its planner."""
+        with self.office(process) as office:
+            job = submit(self.order(), office.ledger, office.world, job_id=JOB).job
+            plan_job(office.ledger, job, office.world)
+
+    def dispatch(self, process: Process) -> None:
+        """A dispatcher, until the job has ended."""
+        with self.office(process, idle=0.2) as office:
+            settings = DispatchSettings(
+                backlog=self.scenario.backlog, patience=5.0, sweep_every=6.0, cache_every=1.0, tick_every=0.5, grace=8.0
+            )
+            dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
+            while office.ledger.find_job() is None:
+                office.world.clock.sleep(1.0)
+            dispatcher.add(office.ledger)
+            dispatcher.run(cast(Any, _Never()))
+
+    def work(self, process: Process) -> None:
+        """A worker, until the others have ended."""
+        with self.office(process, idle=IDLE_SECONDS) as office:
+            client = ShardClient(
+                f"{process.name}-{process.life}",
+                office.world,
+                lambda _: office.ledger,
+                office.queue,
+                office.heartbeats,
+                lambda: self.over,
+            )
+            settings = WorkerSettings(
+                max_open_shards=self.scenario.max_open_shards, checkpoint_seconds=self.scenario.checkpoint_seconds
+            )
+            loaded = model.load(process, self.scenario)
+            worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, InlineHelper())
+            worker.run(cast(Any, _Asked(process)))
+
+    def cancel(self, process: Process) -> None:
+        """A user who has had enough."""
+        with self.office(process) as office:
+            while office.ledger.find_job() is None:
+                office.world.clock.sleep(1.0)
+            if office.ledger.manifest() is None:
+                office.ledger.create_closing(Closing(kind="cancel", at=office.world.clock.now()))
+
+    def sweep(self, process: Process) -> None:
+        """Opens and closes the store."""
+        with self.office(process):
+            pass
+
+
+class _Never:
+    def is_set(self) -> bool:
+        return False
+
+
+class _Asked:
+    """Set once the process was asked to end."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def is_set(self) -> bool:
+        return self._process.stopping
+
+
+def input_file(folder: Path, scenario: Scenario) -> Path:
+    """The job's input as a file."""
+    path = folder / "in.jsonl"
+    path.write_text("".join(line.text + "\n" for line in scenario.lines))
+    return path

@@ -1,0 +1,299 @@
+"""Judges a history from outside: it knows the input, works out every answer by itself, and reads the store's bytes with
+pyarrow and json. It shares no code with the ledger's, the results' or the manifest's readers.
+
+At random moments, after each death and at the end (`look`):
+    I4  all that lies under results/ is a whole Parquet file under a part's name
+    I1  no row is in two parts or twice in one, none is unknown, and each has the text and status that its line asks for
+    I2  a part that was seen never changes; none that a process was told to stand vanishes; nor does the manifest
+    I3  the counts of progress.json and manifest.json sum to their total
+    I1  the manifest stands only when all rows are there; a row is cancelled or expired only if closing.json says so
+At the end (`judge`):
+    I1  one row for each line that isn't blank
+    I3  the manifest's outcome, counts and token sums follow from the rows, its files' sizes and sha256 from the bytes
+    I5  repeated work: no more is reported than was lost, and no more was lost than the bound says
+    I7  the job has ended (the machine checks how soon), and a sweep leaves no temporary behind
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.simulation.machine import Broken
+from tests.simulation.scenario import Line, Scenario
+
+FIRST_CHARACTER = 4
+FIRST_WORD = 256
+WORDS = 60
+END = FIRST_WORD + WORDS - 1
+PART = re.compile(r"part-\d{5}\.parquet")
+LONELY_DEATHS = 4
+"""Deaths after which a row may be blamed: two in silence, one in company, one alone."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a row's result must be."""
+
+    status: str
+    error: str | None
+    custom_id: str | None
+    texts: tuple[str, ...] = ()
+    finish: str | None = None
+    prompt_tokens: int = 0
+    sampled: int = 0
+
+
+def expected(line: Line) -> Expected:
+    """Works a line's result out."""
+    if line.error is not None:
+        return Expected("failed", line.error, line.custom_id)
+    assert line.body is not None
+    body = line.body
+    if "messages" in body:
+        asked = [1, *_ids("user\n" + body["messages"][0]["content"]), 2, *_ids("\n"), 3, *_ids("assistant:")]
+    else:
+        asked = _ids(body["prompt"])
+    text, finish, sampled = _answer(len(asked), asked[-1], body["max_tokens"], body.get("stop", []))
+    choices = body.get("n", 1)
+    return Expected("succeeded", None, line.custom_id, (text,) * choices, finish, len(asked), sampled * choices)
+
+
+def _ids(text: str) -> list[int]:
+    return [FIRST_CHARACTER + ord(letter) for letter in text]
+
+
+def _answer(known: int, last: int, most: int, stops: list[str]) -> tuple[str, str, int]:
+    """Text, finish reason, and tokens sampled: each depends on the last one and on its place."""
+    text = ""
+    for sampled in range(1, most + 1):
+        last = FIRST_WORD + (last * 31 + known * 7) % WORDS
+        known += 1
+        if last == END:
+            return text, "stop", sampled
+        word = f" w{last - FIRST_WORD:02d}"
+        if word in stops:
+            return text, "stop", sampled
+        text += word
+    return text, "length", most
+
+
+@dataclass
+class Oracle:
+    """Watches one history.
+
+    Attributes:
+        folder: the job's, in the store.  deaths: so far.
+    """
+
+    scenario: Scenario
+    folder: Path
+    acknowledged: set[str]
+    prefix: str
+    parts: dict[str, bytes] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)
+    statuses: Counter[str] = field(default_factory=Counter)
+    papers: dict[str, bytes] = field(default_factory=dict)
+    outcome: str = "unfinished"
+    deaths: int = 0
+    looks: int = 0
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        self.wanted = {row: expected(line) for row, line in enumerate(self.scenario.lines) if line.text}
+
+    # -- at any moment
+
+    def look(self) -> None:
+        """Check what a reader sees now. Raises `Broken`."""
+        self.looks += 1
+        results = self.folder / "results"
+        standing = {path.name: path for path in results.iterdir()} if results.is_dir() else {}
+        for key in self.acknowledged:
+            if not (self.folder / key.removeprefix(self.prefix)).is_file():
+                raise Broken(f"I2: {key} was reported to stand, and is gone")
+        for name in self.parts:
+            if name not in standing:
+                raise Broken(f"I2: results/{name} is gone")
+        for name, path in sorted(standing.items()):
+            data = path.read_bytes()
+            if self.parts.setdefault(name, data) != data:
+                raise Broken(f"I2: results/{name} has changed")
+            if self.parts[name] is data:
+                self._read_part(name, data)
+        self._look_at_papers()
+
+    def power_was_cut(self, unsynced: set[str], papers: set[str]) -> None:
+        """Names in results/, and beside it, that may be gone: no process was told that they stand."""
+        for name in unsynced & self.parts.keys():
+            if not (self.folder / "results" / name).exists():
+                del self.parts[name]
+                self.rows = {row: part for row, part in self.rows.items() if part != name}
+        for name in papers & self.papers.keys():
+            if not (self.folder / name).exists():
+                del self.papers[name]
+
+    def _read_part(self, name: str, data: bytes) -> None:
+        if not PART.fullmatch(name):
+            raise Broken(f"I4: results/{name} is no part")
+        try:
+            rows = pq.read_table(io.BytesIO(data), use_threads=False).to_pylist()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise Broken(f"I4: results/{name} is not a whole Parquet file: {error}") from error
+        if [row["row"] for row in rows] != sorted({row["row"] for row in rows}):
+            raise Broken(f"I1: the rows of results/{name} repeat, or are out of order")
+        for row in rows:
+            at = row["row"]
+            if at in self.rows:
+                raise Broken(f"I1: row {at} is in {self.rows[at]} and in {name}")
+            self.rows[at] = name
+            self._check_row(at, row)
+
+    def _check_row(self, at: int, row: dict[str, Any]) -> None:
+        want = self.wanted.get(at)
+        if want is None:
+            raise Broken(f"I1: row {at} has a result, but no line")
+        if row["custom_id"] != want.custom_id:
+            raise Broken(f"I1: row {at} bears {row['custom_id']!r} instead of {want.custom_id!r}")
+        if self._closed(row["status"], row["error_code"]):
+            return
+        if row["error_code"] == "engine_error" and "died" in row["error_message"] and self.deaths >= LONELY_DEATHS:
+            return
+        if (row["status"], row["error_code"]) != (want.status, want.error):
+            raise Broken(f"I1: row {at} ended as {row['status']} ({row['error_code']}: {row['error_message']})")
+        if want.error is not None:
+            return
+        found = (row["text"], row["finish_reason"], row["prompt_tokens"], row["completion_tokens"])
+        if found != (want.texts[0], want.finish, want.prompt_tokens, want.sampled):
+            raise Broken(f"I1: row {at} is {found}, but should be {want}")
+        choices = json.loads(row["response"])["choices"]
+        texts = tuple(c["text"] if "text" in c else c["message"]["content"] for c in choices)
+        if texts != want.texts:
+            raise Broken(f"I1: row {at}: its response says {texts}, but should say {want.texts}")
+
+    def _closed(self, status: str, error: str | None) -> bool:
+        """Whether the row ended so because the job was closed."""
+        if (status, error) not in (("cancelled", "batch_cancelled"), ("expired", "batch_expired")):
+            return False
+        closing = _parse("closing.json", _bytes(self.folder / "closing.json") or b"{}")
+        return closing.get("kind") == {"cancelled": "cancel", "expired": "expire"}[status]
+
+    def _look_at_papers(self) -> None:
+        for name in ("job.json", "closing.json", "manifest.json"):
+            data = _bytes(self.folder / name)
+            if name in self.papers and data != self.papers[name]:
+                raise Broken(f"I2: {name} has changed or is gone")
+            if data is None or name in self.papers:
+                continue
+            self.papers[name] = data
+            paper = _parse(name, data)
+            if name == "manifest.json":
+                _check_sum(name, paper["counts"])
+                if self._missing():
+                    raise Broken(f"I1: manifest.json stands, but rows {self._missing()} have no result")
+        progress = _bytes(self.folder / "progress.json")
+        if progress is not None:
+            try:
+                counts = json.loads(progress)["counts"]
+            except ValueError:  # a cache that a power cut tore
+                return
+            _check_sum("progress.json", counts)
+
+    def _missing(self) -> list[int]:
+        return sorted(self.wanted.keys() - self.rows.keys())
+
+    # -- at the end
+
+    def judge(self, sampled: int, bounded: bool) -> None:
+        """Check the outcome; `sampled`: tokens that all engines sampled. `bounded`: whether all logs were kept."""
+        self.look()
+        if "manifest.json" not in self.papers:
+            raise Broken("I7: the job has no outcome")
+        if self._missing():
+            raise Broken(f"I1: rows {self._missing()} have no result")
+        manifest = _parse("manifest.json", self.papers["manifest.json"])
+        self.outcome = manifest["status"]
+        self._check_files(manifest)
+        self._check_counts(manifest, sampled, bounded)
+        root = self.folder.parent.parent
+        left = sorted(str(path.relative_to(root)) for path in (root / ".tmp").rglob("*"))
+        if left:
+            raise Broken(f"I7: a sweep leaves {left}")
+
+    def _check_files(self, manifest: dict[str, Any]) -> None:
+        listed = {entry["path"]: entry for entry in manifest["files"]}
+        if listed.keys() != {f"results/{name}" for name in self.parts}:
+            raise Broken(f"I3: the manifest lists {sorted(listed)}")
+        for name, data in self.parts.items():
+            entry = listed[f"results/{name}"]
+            facts = (len(data), hashlib.sha256(data).hexdigest(), list(self.rows.values()).count(name))
+            if (entry["size"], entry["sha256"], entry["rows"]) != facts:
+                raise Broken(f"I3: the manifest's entry of {name} is not what its bytes are")
+
+    def _check_counts(self, manifest: dict[str, Any], sampled: int, bounded: bool) -> None:
+        counts = manifest["counts"]
+        statuses: Counter[str] = Counter()
+        answered = set[int]()
+        for data in self.parts.values():
+            rows = pq.read_table(io.BytesIO(data), columns=["row", "status"], use_threads=False).to_pylist()
+            statuses.update(row["status"] for row in rows)
+            answered |= {row["row"] for row in rows if row["status"] == "succeeded"}
+        shown = {name: counts.get(name, 0) for name in ("succeeded", "failed", "expired", "cancelled")}
+        if counts["total"] != len(self.wanted) or {k: v for k, v in shown.items() if v} != dict(statuses):
+            raise Broken(f"I3: the manifest counts {counts}, but there are {dict(statuses)}")
+        ended = next((name for name in ("cancelled", "expired") if statuses[name]), "completed")
+        if manifest["status"] != ended:
+            raise Broken(f"I3: the job ended as {manifest['status']}, but its rows say {ended}")
+        usage = manifest["usage"]
+        committed = usage.get("completion", 0)
+        computed = self._computed(answered)
+        facts = (sum(want.prompt_tokens for want in computed), sum(want.sampled for want in computed))
+        if (usage.get("prompt", 0), committed) != facts:
+            raise Broken(f"I3: the manifest's usage is {usage}, but should be {facts}")
+        repeated, at_most = usage.get("repeated", 0), manifest.get("repeated_at_most", 0)
+        lost = sampled - committed
+        self.slack = at_most - lost
+        if bounded and repeated > max(0, lost):
+            raise Broken(f"I5: {repeated} tokens are reported as repeated, but {lost} were")
+        if at_most < repeated:
+            raise Broken(f"I5: at most {at_most} tokens are reported as repeated, but also {repeated}")
+
+    def _computed(self, answered: set[int]) -> list[Expected]:
+        """One for each request that was computed: copies within a segment are not."""
+        seen: dict[tuple[int, str], Expected] = {}
+        for row, want in self.wanted.items():
+            line = self.scenario.lines[row]
+            if row in answered:
+                name = json.dumps([line.url, line.body], sort_keys=True)
+                seen.setdefault((row // self.scenario.segment_rows, name), want)
+        return list(seen.values())
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _parse(name: str, data: bytes) -> dict[str, Any]:
+    try:
+        paper: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise Broken(f"I4: {name} is not whole: {error}") from error
+    return paper
+
+
+def _check_sum(name: str, counts: dict[str, int]) -> None:
+    parts = sum(value for key, value in counts.items() if key != "total")
+    if parts != counts.get("total", 0):
+        raise Broken(f"I3: the counts of {name} do not sum to their total: {counts}")

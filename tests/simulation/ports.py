@@ -1,0 +1,137 @@
+"""The pipeline's ports in the simulation: the real adapters, with a port call before each use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.ports import Clock, ObjectInfo, ShardTask
+from tests.simulation.machine import Machine, Process
+
+LIFETIME = 10.0
+"""Seconds of silence after which a worker counts as dead."""
+
+
+class ProcessStore:
+    """`ObjectStore` of one process: a real `FolderStore`. `acknowledged` gets the keys of objects that stand for
+    ever, as a create has reported."""
+
+    def __init__(self, store: FolderStore, process: Process, acknowledged: set[str]) -> None:
+        self._store = store
+        self._process = process
+        self._acknowledged = acknowledged
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        self._process.point("store.create", key)
+        won = self._store.create(key, data)
+        if "/work/" not in key:  # notes and checkpoints go when they are not needed any more
+            self._acknowledged.add(key)
+        return won
+
+    def read(self, key: str) -> bytes:
+        self._process.point("store.read", key)
+        return self._store.read(key)
+
+    def open(self, key: str) -> BinaryIO:
+        self._process.point("store.open", key)
+        return self._store.open(key)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        self._process.point("store.info", key)
+        return self._store.info(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._process.point("store.list", prefix)
+        return self._store.list(prefix)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        self._process.point("store.folders", prefix)
+        return self._store.folders(prefix)
+
+    def delete(self, key: str) -> None:
+        self._process.point("store.delete", key)
+        self._store.delete(key)
+
+    def replace(self, key: str, data: bytes) -> None:
+        self._process.point("store.replace", key)
+        self._store.replace(key, data)
+
+    def locate(self, key: str) -> str:
+        return key or "the store"
+
+
+@dataclass(slots=True)
+class Broker:
+    """What queue and heartbeats are to all processes: loses, repeats, delays and reorders when told to."""
+
+    machine: Machine
+    clock: Clock
+    tasks: list[tuple[float, ShardTask]] = field(default_factory=list)
+    beats: MemoryHeartbeats = field(init=False)
+    lose: int = 0
+    double: int = 0
+    late: list[float] = field(default_factory=list)
+    reorder: bool = False
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """All heartbeats are lost."""
+        self.beats = MemoryHeartbeats(self.clock, LIFETIME)
+
+    def clear(self) -> None:
+        """Everything is lost."""
+        self.tasks.clear()
+        self.forget()
+
+
+class ProcessQueue:
+    """`ShardQueue` of one process."""
+
+    def __init__(self, broker: Broker, process: Process) -> None:
+        self._broker = broker
+        self._process = process
+
+    def put(self, task: ShardTask) -> None:
+        self._process.point("queue.put", f"{task.shard}")
+        broker = self._broker
+        if broker.lose:
+            broker.lose -= 1
+            return
+        ready = broker.machine.now + (broker.late.pop() if broker.late else 0.0)
+        for _ in range(2 if broker.double else 1):
+            broker.tasks.append((ready, task))
+        broker.double = max(0, broker.double - 1)
+
+    def take(self, timeout: float) -> ShardTask | None:
+        self._process.point("queue.take")
+        broker = self._broker
+        ready = [at for at, (when, _) in enumerate(broker.tasks) if when <= broker.machine.now]
+        if not ready:
+            return None
+        at = ready[0]
+        if broker.reorder:
+            at, broker.reorder = broker.machine.chance.choice(ready), False
+        return broker.tasks.pop(at)[1]
+
+
+class ProcessHeartbeats:
+    """`Heartbeats` of one process."""
+
+    def __init__(self, broker: Broker, process: Process) -> None:
+        self._broker = broker
+        self._process = process
+
+    def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
+        shards = sorted(held)
+        self._process.point("heartbeats.beat", f"{shards}")
+        self._broker.beats.beat(worker, shards)
+
+    def held(self) -> set[tuple[str, int]]:
+        self._process.point("heartbeats.held")
+        return self._broker.beats.held()

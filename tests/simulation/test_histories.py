@@ -1,0 +1,60 @@
+"""300 simulated histories, those that once broke, and what the simulator itself must keep: one seed is one history, and
+an oracle that sees what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.campaign import run_seeds
+from tests.simulation.history import simulate
+from tests.simulation.scenario import Scenario, draw
+
+HERE = Path(__file__).parent
+KEPT = sorted((HERE / "kept").glob("*.json"))
+SEEDS = 300
+
+
+@pytest.mark.timeout(600)
+def test_given_faults_of_every_kind_when_300_histories_are_over_then_no_promise_is_broken() -> None:
+    summary = run_seeds(range(SEEDS), processes=min(2, os.cpu_count() or 1))
+    assert summary.broken == {}
+    assert summary.missing == []
+    for what in ("completed", "ended as cancelled", "ended as expired", "died of a full disk", "tokens sampled"):
+        assert summary.counters[what], f"it never happened: {what}"
+    assert summary.counters["deaths"] > SEEDS
+
+
+@pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
+def test_a_history_that_once_broke_does_not_break_again(path: Path) -> None:
+    assert simulate(Scenario.from_json(path.read_text())).broken is None
+
+
+def test_one_seed_is_one_history_to_the_byte() -> None:
+    seed = 17
+    assert draw(seed).faults
+    first, second = simulate(draw(seed)), simulate(draw(seed))
+    assert first.trace == second.trace
+    assert first.digest == second.digest
+    code = f"from tests.simulation.campaign import run_seed; print(run_seed({seed}).digest)"
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    elsewhere = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert elsewhere.stdout.strip() == first.digest, elsewhere.stderr
+
+
+def test_a_scenario_is_written_down_whole() -> None:
+    for seed in range(20):
+        assert Scenario.from_json(draw(seed).to_json()) == draw(seed)
+
+
+def test_without_faults_nothing_is_lost_and_nothing_repeated() -> None:
+    for seed in range(5):
+        outcome = simulate(replace(draw(seed), faults=(), deadline=None))
+        assert outcome.broken is None
+        assert outcome.counters["deaths"] == 0
+        assert outcome.counters["completed"] == 1
