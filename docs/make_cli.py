@@ -17,6 +17,7 @@ COMMANDS = (
     "bench",
     "jobs list",
     "jobs show",
+    "jobs cancel",
     "jobs export",
     "models list",
     "models pull",
@@ -30,6 +31,12 @@ failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted. [
 `run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt` or `messages`;
 other columns are carried through to the results, with the prefix `input_` where their names are taken. A folder stands
 for the `.jsonl` or the `.parquet` files in it.
+
+`run --deadline 6h` counts from when the job is made: the same command later goes on with the deadline that stands. At
+the deadline, and with `jobs cancel`, the job ends: what is finished is kept, also inside of shards, and each other row
+gets status `expired` or `cancelled`. That is an end like any other (exit code 0, a manifest, and the same command finds
+it); a closing that comes when every row has its result changes nothing, and the job is completed. `jobs cancel` has a
+run that is at the job end it, and else ends the job itself. Another deadline is another order, and is refused.
 
 Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,

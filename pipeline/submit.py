@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from pipeline.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
@@ -37,14 +37,15 @@ class DifferentJob(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a door wants: a job without id and time."""
+    """What a door wants: a job without id and time. A deadline given as an amount of time counts from acceptance: the
+    same order later means the same deadline as before."""
 
     input: InputRef
     models: tuple[ModelPin, ...]
     settings: JobSettings = field(default_factory=JobSettings)
     tenant: str = "default"
     tier: Tier = Tier.STANDARD
-    deadline: datetime | None = None
+    deadline: datetime | timedelta | None = None
     retry_of: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -77,9 +78,10 @@ def submit(
         standing = None
     now = world.clock.now()
     if standing is None:
+        deadline = now + order.deadline if isinstance(order.deadline, timedelta) else order.deadline
         job = Job(
             id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
-            models=order.models, settings=order.settings, created_at=now, deadline=order.deadline,
+            models=order.models, settings=order.settings, created_at=now, deadline=deadline,
             retry_of=order.retry_of, metadata=order.metadata,
         )  # fmt: skip
         if ledger.create_job(job):
@@ -143,6 +145,13 @@ def _check_place(ledger: JobLedger, standing: Job | None) -> None:
 def _differences(job: Job, order: Order) -> list[tuple[str, str, str]]:
     """What sets the order apart from the job; where the same bytes lie doesn't matter."""
     old, new = dict(_facts(job)), dict(_facts(order))
+    old["deadline"], new["deadline"] = job.deadline and job.deadline.isoformat(), None
+    if isinstance(order.deadline, timedelta):
+        new["deadline"] = f"{order.deadline} after acceptance"
+        if job.deadline is not None:
+            old["deadline"] = f"{job.deadline - job.created_at} after acceptance"
+    elif order.deadline is not None:
+        new["deadline"] = order.deadline.isoformat()
     absent = "absent"
     names = [*new, *(name for name in old if name not in new)]
     return [
@@ -168,7 +177,6 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
     yield from _flat("settings", order.settings.model_dump(mode="json"))
     yield "tenant", order.tenant
     yield "tier", order.tier.value
-    yield "deadline", order.deadline and order.deadline.isoformat()
     yield "retry_of", order.retry_of
     yield from _flat("metadata", order.metadata)
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+
+def amount_of_time(given: str) -> timedelta:
+    """Such as 6h, 30m or 2d."""
+    match = re.fullmatch(r"(\d{1,7})([smhd])", given.strip())
+    seconds = int(match.group(1)) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)] if match else 0
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise typer.BadParameter(f"{given!r} is no amount of time; give a number with s, m, h or d, such as 6h")
+    return timedelta(seconds=seconds)
 
 
 def price(given: str) -> float:
@@ -18,6 +29,27 @@ def price(given: str) -> float:
     if not 0 <= value < math.inf:
         raise typer.BadParameter(f"{given!r} is no price; give a number from 0")
     return value
+
+
+LONGEST_SECONDS = 10 * 365 * 86400
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def num_bytes(given: str) -> int:
+    """A size such as 4GB or 512MiB, in bytes."""
+    match = SIZE.fullmatch(given.strip())
+    if match is None:
+        raise typer.BadParameter(f"{given!r} is no size; give bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(match.group(1)) * UNITS[(match.group(2) or "").upper()])
+
+
+def folder(given: str) -> Path:
+    """A folder's path; an unset variable must not become the current folder."""
+    if not given:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(given)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
@@ -42,3 +74,40 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
+
+# What `run` and `jobs retry` share.
+
+OutputTo = Annotated[
+    Path,
+    typer.Option("--output", "-o", parser=folder, metavar="OUT", help="The job's folder. Results are in OUT/results."),
+]
+Deadline = Annotated[
+    timedelta | None,
+    typer.Option(
+        parser=amount_of_time,
+        metavar="TIME",
+        help="Such as 6h, 30m or 2d, from when the job is made: rows without an answer by then expire.",
+    ),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
+MaxOutputTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Refuse requests that ask for more, and give no more to those that don't say."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
+PricePerHour = Annotated[
+    float | None, typer.Option(parser=price, metavar="PRICE", help="Of this machine, for the cost in the summary.")
+]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
+KvCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=num_bytes,
+        metavar="SIZE",
+        help="Most memory for the KV cache, such as 4GB. Default: half of what is free.",
+    ),
+]

@@ -92,6 +92,30 @@ def test_another_order_is_refused_with_exactly_the_difference(
     assert ledger.job() == first
 
 
+def test_a_deadline_given_as_an_amount_of_time_is_counted_once(world: World, ledger: JobLedger) -> None:
+    world.clock.sleep(60.0)
+    first = submit(order(deadline=timedelta(hours=6)), ledger, world).job
+    assert first.deadline == START + timedelta(hours=6, minutes=1)
+    world.clock.sleep(3600.0)
+    again = submit(order(deadline=timedelta(hours=6)), ledger, world)
+    assert (again.created, again.job.deadline) == (False, first.deadline)
+    for other, told in (
+        (timedelta(hours=7), "deadline was 6:00:00 after acceptance, now 7:00:00 after acceptance"),
+        (None, f"deadline was {(START + timedelta(hours=6, minutes=1)).isoformat()}, now None"),
+    ):
+        with pytest.raises(DifferentJob) as caught:
+            submit(order(deadline=other), ledger, world)
+        assert told in str(caught.value)
+
+
+def test_a_deadline_given_as_a_time_is_compared_as_it_is(world: World, ledger: JobLedger) -> None:
+    submit(order(deadline=START + timedelta(hours=1)), ledger, world)
+    world.clock.sleep(60.0)
+    assert not submit(order(deadline=START + timedelta(hours=1)), ledger, world).created
+    with pytest.raises(DifferentJob, match=r"deadline was .* now "):
+        submit(order(deadline=START + timedelta(hours=2)), ledger, world)
+
+
 def test_the_same_weights_in_another_folder_are_the_same_model(world: World, ledger: JobLedger) -> None:
     first = submit(order(), ledger, world)
     moved = (ModelPin(name="tiny", source="/moved/tiny", digest="sha256:1", dtype="float32"),)

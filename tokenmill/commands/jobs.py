@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import output
-from tokenmill.errors import EXIT_USAGE, InputError
+from tokenmill.errors import EXIT_USAGE, InputError, UserError
 from tokenmill.options import Debug, Json, Output
+from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.jobs import JobSummary
@@ -75,6 +76,35 @@ def show_job(out: Output, as_json: Json = False, _debug: Debug = False) -> None:
         console.print(summary_table(summary.manifest))
         for wrong in summary.manifest.errors:
             console.print(f"line {wrong.line}: {wrong.code}: {wrong.message}", markup=False)
+
+
+@app.command("cancel", short_help="End a job before its time.")
+def cancel_job(out: Output, as_json: Json = False, _debug: Debug = False) -> None:
+    """End a job before its time: what is finished is kept, and each other row says that it was cancelled.
+
+    A run that is at the job ends it within seconds; else it is ended here, without a model. Cancelling a cancelled job
+    again changes nothing; one that ended otherwise can't be cancelled any more, and the exit code is 1.
+    """
+    from schemas.job import JobStatus
+    from tokenmill import summary
+    from tokenmill.cancellation import cancel_job
+
+    done = cancel_job(_existing(out), read_settings().price_per_hour)
+    manifest = done.manifest
+    if done.before and manifest is not None and manifest.status is not JobStatus.CANCELLED:
+        raise UserError(f"{out}: the job has ended already ({manifest.status}), so there is nothing to cancel")
+    if as_json:
+        status = "cancelling" if manifest is None else manifest.status
+        document = None if manifest is None else summary.as_document(manifest, out)
+        output.print_json({"id": done.job, "status": status, "manifest": document})
+    if manifest is None:
+        output.say(f"{out}: cancelled, but the run at this job has not ended it yet; 'tokenmill jobs show' tells when")
+        return
+    if done.before:
+        output.say(f"{out}: this job was cancelled before")
+    elif manifest.status is not JobStatus.CANCELLED:
+        output.say(f"{out}: too late to cancel, the job is {manifest.status}")
+    output.stderr().print(summary.last_line(manifest.counts, out), markup=False)
 
 
 @app.command("export", short_help="Results as JSONL.")
