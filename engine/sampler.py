@@ -161,11 +161,12 @@ class Sampler:
         """Write drawn tokens into `tokens` for these lines (int64 [n])."""
         params, row = self._params, rows[lines]
         top_k, top_p, min_p = params.top_k[row], params.top_p[row], params.min_p[row]
-        u = uniforms(params.seed[row], params.choice[row], positions[lines].astype(np.int64))
-        columns = (self._upload(column)[:, None] for column in (params.scale[row], top_k, top_p, min_p))
-        Draws(logits, peak, alive, tokens, lines, Filters(*columns), self._upload(u), self._space()).run(
-            top_k, top_p, min_p
+        u, inner = (
+            self._upload(uniforms(params.seed[row], params.choice[row], positions[lines].astype(np.int64), lane))
+            for lane in (0, 1)
         )
+        columns = (self._upload(column)[:, None] for column in (params.scale[row], top_k, top_p, min_p))
+        Draws(logits, peak, alive, tokens, lines, Filters(*columns), u, inner, self._space()).run(top_k, top_p, min_p)
 
     def _output(self, tokens: Tensor, alive: Tensor, sound: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
         """To the host: tokens int64 [S]; alive bool [S], lines with a token; sound bool [S], with finite logits."""

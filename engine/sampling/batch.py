@@ -4,7 +4,7 @@
 - top_k: only a list of the largest logits is looked at.
 - top_p: one pass for the total, then a list; where the list is too short or ends in a tie, the line is sorted.
 
-All ways give the same token, so which one a line takes does not matter to its result.
+The parameters alone decide the way; the two for top_p give the same token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draws:
         logits: float32 [S, vocab].  peak: float32 [S, 1], each line's maximum.
         alive: bool [S], lines whose maximum is finite; what the others draw is meaningless and harmless.
         tokens: int64 [S], written here.
-        lines: int64 [n], the drawing lines.  filters, u: of these, [n, 1] each and float64 [n].
+        lines: int64 [n], the drawing lines.  filters, u, inner: of these, [n, 1] each and float64 [n].
     """
 
     logits: Tensor
@@ -42,6 +42,7 @@ class Draws:
     lines: NDArray[np.int64]
     filters: Filters
     u: Tensor
+    inner: Tensor
     space: Workspace
 
     def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
@@ -70,7 +71,8 @@ class Draws:
             logits, peak, index = self._take(chunk)
             filters, u = self._settings(chunk)
             weights = self.space.weigh(logits, peak, filters.scale, min_weight=filters.min_p if any_min_p else None)
-            self.tokens[index] = self.space.pick(weights, u)
+            inner = self.inner[torch.from_numpy(chunk).to(self.logits.device)]
+            self.tokens[index] = self.space.pick_apart(weights, u, inner)
 
     def _from_list(self, part: NDArray[np.int64], widths: tuple[int, ...], with_total: bool) -> None:
         total = self._total(part) if with_total and len(part) else None

@@ -176,6 +176,21 @@ class Workspace:
         token = torch.searchsorted(blocks[line, block[:, 0]].cumsum(-1), inside, right=True)
         return (block * BLOCK + torch.clamp(token, max=BLOCK - 1))[:, 0]
 
+    def pick_apart(self, weights: Tensor, u: Tensor, inner: Tensor) -> Tensor:
+        """A token of each line from `weigh`: the block by `u`, then the token inside it by a uniform of its own.
+
+        Whoever computes the logits again in another batch gets them with an error in their last digits. One running sum
+        over the whole vocabulary would carry that error to every token behind it, and most tokens are narrower than it.
+        Inside a block only the block's own error counts, relative to the block.
+
+        Args:
+            weights: int64 [n, padded vocab].  u, inner: float64 [n] in [0, 1).
+        """
+        blocks = _blocks(weights, BLOCK)
+        block = pick(blocks.sum(-1), u)
+        line = torch.arange(len(weights), device=weights.device)
+        return block * BLOCK + pick(blocks[line, block], inner)
+
     def log_partition(self, logits: Tensor, peak: Tensor) -> Tensor:
         """log(sum(exp(logits))) of each line, float64 [n]; n is at most `lines`.
 

@@ -1,8 +1,8 @@
 """Counter-based randomness: the uniform of a draw is a function of (seed, choice, position) and of nothing else.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) enciphers a counter
-under a key. Here the key is the seed, the counter is (position, choice, 0, 0), so there is no stream to advance, save
-or restore: preemption, batch mates and other workers cannot change a draw.
+under a key. Here the key is the seed, the counter is (position, choice, lane, 0), so there is no stream to advance,
+save or restore: preemption, batch mates and other workers cannot change a draw.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def philox4x32(
 
 
 def uniforms(
-    seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64]
+    seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64], lane: int = 0
 ) -> NDArray[np.float64]:
-    """One uniform in [0, 1), with 53 random bits, of each (folded seed, choice, position); float64 [S] from [S]s."""
+    """One uniform in [0, 1), with 53 random bits, of each (folded seed, choice, position); float64 [S] from [S]s. Each
+    `lane` gives others."""
     zero = np.zeros(len(seeds), dtype=np.uint64)
-    words = philox4x32((positions.astype(np.uint64), choices.astype(np.uint64), zero, zero), seeds)
+    words = philox4x32((positions.astype(np.uint64), choices.astype(np.uint64), zero + np.uint64(lane), zero), seeds)
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
     scaled: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return scaled
