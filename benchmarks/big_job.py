@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -41,26 +42,18 @@ from workers.model_host import LoadedModel, ModelLimits, dtype_name, engine_fact
 from workers.tokenizer import Tokenizer
 
 OUTPUT_TOKENS = 8
-ROW_BYTES = 1000
 NUM_BLOCKS = 8192
-WORDS = (
-    "a able about across after all almost also among an and any are as at be because been but by can could dear did do "
-    "does either else ever every for from get got had has have he her hers him his how however i if in into is it its "
-    "just least let like likely may me might most must my neither no nor not of off often on only or other our own "
-    "rather said say says she should since so some than that the their them then there these they this to too was us "
-    "wants we were what when where which while who whom why will with would yet you your invoice river copper Tuesday "
-    "harbour seventeen ledger window quietly northern pressure mountain kitchen orange electric"
-).split()
 
 
 def write_input(path: Path, rows: int, seed: int) -> int:
     """Seeded requests of about 1 KB, all different; the bytes written."""
     chance = random.Random(seed)
-    systems = [" ".join(chance.choices(WORDS, k=40)) for _ in range(50)]
+    words = re.findall(r"[A-Za-z]{2,9}", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"))
+    systems = [" ".join(chance.choices(words, k=40)) for _ in range(50)]
     with path.open("wb") as out:
         for row in range(rows):
             system = systems[chance.randrange(len(systems))]
-            user = f"{row}: " + " ".join(chance.choices(WORDS, k=96))
+            user = f"{row}: " + " ".join(chance.choices(words, k=96))
             messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
             body = {"model": "model", "messages": messages, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
             body["ignore_eos"] = True
