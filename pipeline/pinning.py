@@ -1,9 +1,9 @@
 """Fixing what a job reads: its files, their sizes and hashes, so that a changed input is noticed and never mixed in.
 
-Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the hash:
-while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are hashed again
-and are the same input if their bytes are. What is not noticed is a write within the clock tick in which the file was
-hashed, or one below the file system.
+Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the
+hash: while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are
+hashed again, and are the same input if their bytes are. What is not noticed is a write within the clock tick in which
+the file was hashed, or one below the file system.
 """
 
 from __future__ import annotations

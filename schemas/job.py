@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from schemas.limits import Limits, PlanSettings
+from schemas.selection import RowSelection
 
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -49,8 +50,8 @@ class InputFormat(StrEnum):
 
 
 class FileStamp(Paper):
-    """Changes whenever a file's bytes do, and sometimes when they don't. Times in nanoseconds since 1970; `ctime` is the
-    system's own, which no program sets back."""
+    """Changes whenever a file's bytes do, and sometimes when they don't. Times in nanoseconds since 1970; `ctime` is
+    the system's own, which no program sets back."""
 
     mtime: int
     ctime: int
@@ -107,6 +108,7 @@ class JobSettings(Paper):
         seed: of sampled requests that bring none; the draw of each row is keyed by it and the row.
         on_invalid: what an invalid line does.
         limit: read only so many rows of the input.
+        rows: answer these only, under the index that they have in the input; None: all.
         default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
         max_output_tokens: a request that asks for more is refused.
     """
@@ -114,6 +116,7 @@ class JobSettings(Paper):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     on_invalid: OnInvalid = OnInvalid.ROW
     limit: Annotated[int, Field(ge=1)] | None = None
+    rows: RowSelection | None = None
     default_max_tokens: Annotated[int, Field(ge=1)] = 4_096
     max_output_tokens: Annotated[int, Field(ge=1)] = 131_072
     limits: Limits = Limits()
@@ -188,6 +191,7 @@ class PlanSegment(Paper):
     Attributes:
         attempt: the planner's, under whose name the shards lie.
         blank_lines: lines without anything, skipped: they have a row index but no result.
+        unselected: lines that the job leaves out.
         rejected: rows refused in planning.  rejects: their results; None when a segment behind the first has none.
         unique: requests that are computed.
         prefix_groups: groups of requests that share a prefix worth keeping.
@@ -205,6 +209,7 @@ class PlanSegment(Paper):
     first_row: Count
     end_row: Count
     blank_lines: Count = 0
+    unselected: Count = 0
     rejected: Count
     rejects: RejectsRef | None = None
     unique: Count
@@ -219,10 +224,10 @@ class PlanSegment(Paper):
     @model_validator(mode="after")
     def _adds_up(self) -> PlanSegment:
         planned = sum(shard.rows for shard in self.shards)
-        if planned + self.rejected + self.blank_lines != self.end_row - self.first_row:
+        if planned + self.rejected != self.total:
             raise ValueError(
                 f"segment {self.index} covers {self.end_row - self.first_row} lines, but has {planned} in shards, "
-                f"{self.rejected} rejected and {self.blank_lines} blank"
+                f"{self.rejected} rejected, {self.blank_lines} blank and {self.unselected} left out"
             )
         if sum(shard.computed_rows for shard in self.shards) != self.unique:
             raise ValueError(f"segment {self.index}: shards compute other than {self.unique} rows")
@@ -235,7 +240,7 @@ class PlanSegment(Paper):
     @property
     def total(self) -> int:
         """Rows that get a result."""
-        return self.end_row - self.first_row - self.blank_lines
+        return self.end_row - self.first_row - self.blank_lines - self.unselected
 
     @property
     def parts(self) -> dict[int, int]:

@@ -89,6 +89,11 @@ class PlannerProcess:
             if stream is not None:
                 stream.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def check(self) -> None:
         """Raises `PipelineError` when planning couldn't go on."""
         if self._failure is not None:

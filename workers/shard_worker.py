@@ -104,6 +104,7 @@ class ShardWorker:
         self._suspects = Suspects()
         self._owner: dict[str, OpenShard] = {}
         self._preparing: Future[PreparedShard | None] | None = None
+        self._prepared: PreparedShard | None = None  # waits until there is too little left to do
         self._committing: dict[Future[bool], ShardWork] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._logging: Future[None] | None = None
@@ -139,7 +140,7 @@ class ShardWorker:
 
     @property
     def _finished(self) -> bool:
-        return self._source_finished and not (self._shards or self._preparing or self._committing)
+        return self._source_finished and not (self._shards or self._prepared or self._preparing or self._committing)
 
     def _turn(self, helper: Executor) -> None:
         """One turn of the loop: at most one step of the engine."""
@@ -155,11 +156,15 @@ class ShardWorker:
         self._tell(helper)
 
     def _fetch_ahead(self, helper: Executor) -> None:
-        """Have the next shard fetched and prepared, when there is too little left to do."""
-        if self._preparing or self._source_finished or len(self._shards) >= self._settings.max_open_shards:
-            return
+        """Open the prepared shard when there is too little left to do, and have the one after it fetched and prepared
+        meanwhile: preparing takes time, in which the engine should not run dry."""
+        room = len(self._shards) < self._settings.max_open_shards
         ready = sum(len(shard.waiting) for shard in self._shards) + self._engine.num_waiting
-        if ready < self._watermark and self._clock.monotonic() >= self._next_look:
+        if self._prepared is not None and room and ready < self._watermark:
+            shard, self._prepared = self._prepared, None
+            self._open(shard)
+        idle = self._preparing is None and self._prepared is None
+        if idle and not self._source_finished and self._clock.monotonic() >= self._next_look:
             self._preparing = helper.submit(self._fetch)
 
     def _fetch(self) -> PreparedShard | None:
@@ -177,7 +182,7 @@ class ShardWorker:
             if shard is None:
                 self._next_look = self._clock.monotonic() + IDLE_SECONDS
             else:
-                self._open(shard)
+                self._prepared = shard
                 self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
                 logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
         for future in [future for future in self._committing if future.done()]:
@@ -192,6 +197,7 @@ class ShardWorker:
         if self._beating is not None and self._beating.done():
             closing, self._beating = self._beating.result(), None
             if closing:
+                self._unprepare()
                 self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
 
     def _open(self, prepared: PreparedShard) -> None:
@@ -352,6 +358,7 @@ class ShardWorker:
         if now >= self._next_beat and self._beating is None:
             self._next_beat = now + HEARTBEAT_SECONDS
             held = [shard.work for shard in self._shards] + list(self._committing.values())
+            held += [] if self._prepared is None else [self._prepared.work]
             self._beating = helper.submit(self._sink.holding, held)
         if self._observer is not None and now >= self._next_report:
             self._next_report = now + self._settings.report_seconds
@@ -362,13 +369,18 @@ class ShardWorker:
         held = len(self._shards) + len(self._committing)
         return WorkerProgress(self._counts, self._engine.stats(), queued, held, stopped)
 
+    def _unprepare(self) -> None:
+        """Count the prepared shard to the open ones, so that it is given back with them."""
+        if self._prepared is not None:
+            self._shards.append(OpenShard.open(self._prepared))
+            self._prepared = None
+
     def _drain(self, helper: Executor) -> None:
         """Commit what is done, log and give back the rest, and leave the engine empty."""
         self._commit_done(helper)
         if self._preparing is not None:
-            prepared, self._preparing = self._preparing.result(), None
-            if prepared is not None:
-                self._shards.append(OpenShard.open(prepared))
+            self._prepared, self._preparing = self._preparing.result(), None
+        self._unprepare()
         self._give_back(list(self._shards), helper)
         while self._engine.has_work:
             self._engine.step()
