@@ -106,7 +106,7 @@ def _plan(
         settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit, max_output_tokens=max_output_tokens
     )
     template = job_options.read_template(chat_template)
-    inputs = job_options.read_input(input_)
+    inputs = job_options.read_input(input_, None if fresh else out.expanduser())
     return RunPlan(
         inputs=inputs,
         model=job_options.choose_model(model, settings.model_cache),
