@@ -174,7 +174,8 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
         if pin.digest is not None:  # the same weights may lie elsewhere
             del facts["source"]
         yield from _flat(name, facts)
-    yield from _flat("settings", order.settings.model_dump(mode="json"))
+    yield from _flat("settings", order.settings.model_dump(mode="json", exclude={"rows"}))
+    yield "settings.rows", order.settings.rows and str(order.settings.rows)
     yield "tenant", order.tenant
     yield "tier", order.tier.value
     yield "retry_of", order.retry_of

@@ -167,7 +167,7 @@ class _Open:
         self.existing = planning._sink.existing_segment(index)
         self._planning = planning
         self._first_row = self._end_row = first_row
-        self._lines = self._rejected = 0
+        self._lines = self._rejected = self._unselected = 0
         self._path = planning._folder / f"segment-{index}.arrow"
         if self.existing is None:
             spill = Spill(self._path, planning._source.carried)
@@ -177,6 +177,7 @@ class _Open:
         self._end_row = checked.batch.end_row
         self._lines += len(checked.batch.rows)
         self._rejected += len(checked.rejected)
+        self._unselected += checked.unselected
         if self.existing is None:
             self._builder.add(checked)
 
@@ -208,6 +209,7 @@ class _Open:
             first_row=self._first_row,
             end_row=self._end_row,
             blank_lines=self._end_row - self._first_row - self._lines,
+            unselected=self._unselected,
             rejected=self._rejected,
             rejects=rejects,
             unique=planned.unique,

@@ -60,11 +60,12 @@ class Rejected(NamedTuple):
 
 @dataclass(slots=True)
 class CheckedBatch:
-    """One batch, sorted into valid and rejected lines; both in input order."""
+    """One batch, sorted into valid and rejected lines; both in input order. `unselected` lines are left out."""
 
     batch: SourceBatch
     valid: list[Checked] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+    unselected: int = 0
 
 
 class Validator:
@@ -75,6 +76,7 @@ class Validator:
         self._models = [model.name for model in job.models]
         self._seen = seen
         self._estimator = estimator
+        self._selected = None if job.settings.rows is None else job.settings.rows.mask()
         self._keys = {
             (model, url): blake2b(f"{url}\x00{model}".encode(), digest_size=16).digest()
             for model in self._models
@@ -85,6 +87,9 @@ class Validator:
         checked = CheckedBatch(batch)
         repeated = self._repeated(batch)
         for position, source in enumerate(batch.rows):
+            if not self._wanted(source.row):
+                checked.unselected += 1
+                continue
             value = source.value
             try:
                 if isinstance(value, RowError):
@@ -98,6 +103,10 @@ class Validator:
                 model = _inner(value, "body", "model")
                 checked.rejected.append(Rejected(position, source.row, _inner(value, "custom_id"), model, located))
         return checked
+
+    def _wanted(self, row: int) -> bool:
+        """Whether the job answers the row. Those that it leaves out count as users of their custom_ids all the same."""
+        return self._selected is None or (row < len(self._selected) and bool(self._selected[row]))
 
     def remember(self, batch: SourceBatch) -> None:
         """Take in the custom_ids of lines that were checked by an earlier planner."""
