@@ -94,6 +94,8 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     broken = None
     try:
         machine.run()
+        machine.note("the power is cut once more, when all is done")
+        cut_power()
         machine.add("sweeper", house.sweep)
         machine.run()
         sampled = machine.counters["tokens sampled"]

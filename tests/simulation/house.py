@@ -74,7 +74,9 @@ class House:
         """Add the processes to the machine."""
         chance = self.machine.chance
         for number in range(self.scenario.planners):
-            self.machine.add(f"planner{number}", self.plan, chance.choice((0.0, 0.05, 5.0)) if number else 0.0)
+            self.machine.add(
+                "planner" + "-again" * number, self.plan, chance.choice((0.0, 0.05, 5.0)) if number else 0.0
+            )
         for number in range(self.scenario.dispatchers):
             self.machine.add(f"dispatcher{number}", self.dispatch)
         for number in range(self.scenario.workers):
@@ -97,7 +99,10 @@ class House:
 
     def order(self) -> Order:
         """What every door orders."""
-        settings = PlanSettings(segment_rows=self.scenario.segment_rows, max_shard_rows=self.scenario.shard_rows)
+        scenario = self.scenario
+        settings = PlanSettings(
+            segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=scenario.shard_tokens
+        )
         deadline = self.scenario.deadline
         return Order(
             input=self.input,
@@ -107,9 +112,12 @@ class House:
         )
 
     def plan(self, process: Process) -> None:
-        """A door and its planner."""
+        """A door and its planner: the first segment, then the rest. Each life counts tokens in its own way, so plans
+        that race are different ones."""
         with self.office(process) as office:
             job = submit(self.order(), office.ledger, office.world, job_id=JOB).job
+            longer = (process.life + len(process.name)) % 3
+            plan_job(office.ledger, job, office.world, lambda text: len(text) << longer, most_segments=1)
             plan_job(office.ledger, job, office.world)
 
     def dispatch(self, process: Process) -> None:

@@ -60,6 +60,7 @@ class Scenario:
     lines: tuple[Line, ...]
     segment_rows: int
     shard_rows: int
+    shard_tokens: int
     planners: int
     dispatchers: int
     workers: int
@@ -93,6 +94,7 @@ def draw(seed: int) -> Scenario:
         lines=tuple(_lines(chance, rows)),
         segment_rows=chance.choice((3, 6, 100)),
         shard_rows=chance.randint(2, 5),
+        shard_tokens=chance.choice((30, 80, 100_000)),
         planners=chance.choice((1, 1, 2)),
         dispatchers=chance.choice((1, 1, 1, 2)),
         workers=chance.choice((1, 2, 2, 3)),

@@ -1,0 +1,69 @@
+"""Bugs planted on purpose: each must break a history soon, or the simulator sees nothing.
+
+A patch that no longer applies fails here: make it again from the same mistake in today's code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PACKAGES = ("schemas", "engine", "pipeline", "workers", "tests/simulation")
+SEEDS = 1_000
+
+FOUND_AS = {
+    "commit-before-the-bytes-are-durable": "I2",
+    "manifest-before-the-last-part": "I",
+    "o-excl-commits": "I4",
+    "plan-without-segment": "",
+    "retry-that-rewrites-a-part": "I2",
+}
+"""Patch -> how the message of the broken history begins, after the seed."""
+
+
+def copied(folder: Path) -> Path:
+    """The source, to be broken."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def plant(name: str, folder: Path) -> None:
+    """Apply the patch, whole and where it belongs, or fail."""
+    patch = HERE / "planted" / f"{name}.patch"
+    done = subprocess.run(["git", "apply", "-v", str(patch)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{patch.name} does not apply to today's code; make it again: {done.stderr}"
+
+
+def test_all_patches_are_tried() -> None:
+    assert {path.stem for path in (HERE / "planted").glob("*.patch")} == FOUND_AS.keys()
+
+
+@pytest.mark.parametrize("name", FOUND_AS)
+def test_each_planted_bug_still_applies(name: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    before = {path: path.read_bytes() for path in folder.rglob("*.py")}
+    plant(name, folder)
+    assert any(path.read_bytes() != data for path, data in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FOUND_AS)
+def test_each_planted_bug_is_found_within_1000_seeds(name: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    plant(name, folder)
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", str(SEEDS), "--first"]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, f"nothing was found: {done.stdout}{done.stderr}"
+    seed, _, what = done.stdout.partition(": ")
+    assert seed.startswith("seed "), done.stdout + done.stderr
+    assert what.startswith(FOUND_AS[name]), what
