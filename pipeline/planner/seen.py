@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGEST_BYTES = 16
-RUN_IDS = 1 << 18
-RUNS_TO_MERGE = 8
+RUN_IDS = 1 << 17
+RUNS_TO_MERGE = 16
 MAX_LEVEL = 1  # merging needs twice the merged run's memory: 100 MB
 DIGEST = np.dtype(f"S{DIGEST_BYTES}")  # numpy drops trailing zero bytes, from both sides of every comparison
 

@@ -7,6 +7,7 @@ object, and because the shard wants the checked body, not the line.
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,10 +56,13 @@ class Spill:
 
 
 class SpillReader:
-    """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time."""
+    """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time, and they
+    are let go after each look, so that memory doesn't follow the size of the segment."""
 
     def __init__(self, path: Path, starts: NDArray[np.int64]) -> None:
-        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
         self._starts = starts
 
     def take(self, indices: NDArray[np.int64]) -> pa.Table:
@@ -74,7 +78,10 @@ class SpillReader:
             parts.append(part)
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
-        return pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
+        taken = pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
