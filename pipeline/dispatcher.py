@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
-from pipeline.manifest import add_counts, build_manifest, committed_usage
+from pipeline.manifest import Tally, build_manifest
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
@@ -70,6 +70,9 @@ class _OpenJob:
     open_shards: dict[int, ShardRef] = field(default_factory=dict)  # in plan order; committed ones are removed
     open_rejects: dict[int, PlanSegment] = field(default_factory=dict)  # whose refused rows are no part yet
     parts: dict[int, PartEntry] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)  # of the parts
+    planned_rows: int = 0
+    planned_shards: int = 0
     puts: dict[int, _Put] = field(default_factory=dict)
     next_sweep: float = 0.0
     next_cache: float = 0.0
@@ -172,6 +175,8 @@ class Dispatcher:
         if not open_job.planned:
             for segment in open_job.ledger.segments(len(open_job.segments)):
                 open_job.segments.append(segment)
+                open_job.planned_rows += segment.total
+                open_job.planned_shards += len(segment.shards)
                 open_job.untold = True
                 open_job.open_shards.update((shard.number, shard) for shard in segment.shards)
                 if segment.rejects is not None:
@@ -200,6 +205,7 @@ class Dispatcher:
     def _found(self, open_job: _OpenJob, number: int) -> None:
         entry = read_part(open_job.ledger, number)
         open_job.parts[number] = entry
+        open_job.tally.add(entry)
         open_job.open_shards.pop(number, None)
         open_job.open_rejects.pop(number, None)
         open_job.puts.pop(number, None)
@@ -274,15 +280,13 @@ class Dispatcher:
         return None if open_job is None else self._progress(open_job)
 
     def _progress(self, open_job: _OpenJob) -> Progress:
-        planned = sum(segment.total for segment in open_job.segments)
-        shards = sum(len(segment.shards) for segment in open_job.segments)
         return Progress(
             job=open_job.job.id,
             status=open_job.status,
-            counts=add_counts(open_job.parts.values(), total=planned if open_job.ready else None),
-            usage=committed_usage(open_job.parts.values()),
-            shards_total=shards,
-            shards_done=shards - len(open_job.open_shards),
+            counts=open_job.tally.counts(open_job.planned_rows if open_job.ready else None),
+            usage=open_job.tally.usage(),
+            shards_total=open_job.planned_shards,
+            shards_done=open_job.planned_shards - len(open_job.open_shards),
             started_at=open_job.job.created_at,
             as_of=self._world.clock.now(),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from pipeline.ledger import JOB, JobLedger, JobNotFound
-from pipeline.manifest import add_counts, committed_usage
+from pipeline.manifest import Tally
 from pipeline.ports import ObjectStore, PipelineError
 from pipeline.results import read_part
 from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment, Usage
@@ -100,15 +100,16 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     segments = list(ledger.segments())
     shards = {shard.number for segment in segments for shard in segment.shards}
     planned = {number for segment in segments for number in segment.parts}
-    parts = [read_part(ledger, number) for number, _ in ledger.parts() if number in planned]
+    parts = [number for number, _ in ledger.parts() if number in planned]
+    tally = Tally(read_part(ledger, number) for number in parts)
     return JobSummary(
         job.id,
         ledger.place(),
         job=job,
         status=status,
-        counts=add_counts(parts, total=_total(segments)),
-        usage=committed_usage(parts),
-        shards_done=sum(part.number in shards for part in parts),
+        counts=tally.counts(_total(segments)),
+        usage=tally.usage(),
+        shards_done=sum(number in shards for number in parts),
         shards_total=len(shards),
     )
 

@@ -30,23 +30,30 @@ class BrokenInvariant(PipelineError):
     damaged store."""
 
 
-def add_counts(parts: Iterable[PartEntry], *, total: int | None = None) -> Counts:
-    """Rows by status over parts; with `total`, those without a result yet are pending."""
-    sums = dict.fromkeys((status.value for status in RowStatus), 0)
-    for part in parts:
-        for name in sums:
-            sums[name] += getattr(part.summary.counts, name)
-    done = sum(sums.values())
-    return Counts(total=done if total is None else total, pending=0 if total is None else total - done, **sums)
+class Tally:
+    """Rows and tokens of parts, added up one by one."""
 
+    def __init__(self, parts: Iterable[PartEntry] = ()) -> None:
+        self._rows = dict.fromkeys((status.value for status in RowStatus), 0)
+        self._tokens = dict.fromkeys(Usage.model_fields, 0)
+        for part in parts:
+            self.add(part)
 
-def committed_usage(parts: Iterable[PartEntry]) -> Usage:
-    """Tokens of what is committed."""
-    sums = dict.fromkeys(Usage.model_fields, 0)
-    for part in parts:
-        for name in sums:
-            sums[name] += getattr(part.summary.usage, name)
-    return Usage(**sums)
+    def add(self, part: PartEntry) -> None:
+        for name in self._rows:
+            self._rows[name] += getattr(part.summary.counts, name)
+        for name in self._tokens:
+            self._tokens[name] += getattr(part.summary.usage, name)
+
+    def counts(self, total: int | None = None) -> Counts:
+        """Rows by status; with `total`, those without a result yet are pending."""
+        done = sum(self._rows.values())
+        pending = 0 if total is None else total - done
+        return Counts(total=done if total is None else total, pending=pending, **self._rows)
+
+    def usage(self) -> Usage:
+        """Tokens of what is committed."""
+        return Usage(**self._tokens)
 
 
 def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], parts: Mapping[int, PartEntry]) -> None:
@@ -64,7 +71,7 @@ def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], pa
             raise BrokenInvariant(f"{where}: belongs to job {part.summary.job}, not to {job.id}; the job is not ended")
     rows_in = sum(segment.total for segment in segments)
     rows_out = sum(part.rows for part in parts.values())
-    counts = add_counts(parts.values())
+    counts = Tally(parts.values()).counts()
     if not rows_in == rows_out == counts.total:
         raise BrokenInvariant(
             f"{ledger.place()}: {rows_in} rows in, {rows_out} rows out, {counts.total} counted; the job is not ended"
@@ -82,7 +89,8 @@ def build_manifest(
     """The outcome of a job whose parts all stand; raises `BrokenInvariant`. Reads every part once, for its hash."""
     check_parts(ledger, job, segments, parts)
     ordered = [parts[number] for number in sorted(parts)]
-    counts, usage = add_counts(ordered), committed_usage(ordered)
+    tally = Tally(ordered)
+    counts, usage = tally.counts(), tally.usage()
     repeated, at_most = _repeated(ledger, ordered)
     usage += repeated
     finished_at = max(part.summary.committed_at for part in ordered)
