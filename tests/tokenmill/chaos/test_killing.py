@@ -10,6 +10,8 @@ import pytest
 
 from tests.tokenmill.chaos.killing import Setup, compare, long_answer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def setup(place: Path, model_folder: Path) -> Setup:
