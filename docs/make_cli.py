@@ -18,6 +18,7 @@ COMMANDS = (
     "jobs list",
     "jobs show",
     "jobs cancel",
+    "jobs retry",
     "jobs export",
     "models list",
     "models pull",
@@ -37,6 +38,13 @@ the deadline, and with `jobs cancel`, the job ends: what is finished is kept, al
 gets status `expired` or `cancelled`. That is an end like any other (exit code 0, a manifest, and the same command finds
 it); a closing that comes when every row has its result changes nothing, and the job is completed. `jobs cancel` has a
 run that is at the job end it, and else ends the job itself. Another deadline is another order, and is refused.
+
+`jobs retry OUT --output NEW` makes a job of the rows of OUT that failed, expired or were cancelled, with the input,
+model and settings of OUT. Rows keep their index (`row`) and custom_id. Refusals of the line (`invalid_json`,
+`invalid_request`, `duplicate_custom_id`, `unsupported_url`, `unsupported_parameter`) would only come again and are left
+out, and so are those of the model (`context_length_exceeded`, `model_not_found`) unless `--model` names another;
+`--include-invalid` tries them all the same. A retry can be retried. `jobs export OUT RETRY… --merged` joins them, in
+input order: each line of OUT once, with the first answer that there is, else with the latest reason why there is none.
 
 Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,

@@ -1,7 +1,8 @@
 """Results as OpenAI batch output lines.
 
 In the order of the parts it is one pass. In input order the parts, each sorted by row, are merged; only some are open
-at a time, and larger jobs are merged in rounds through private files: memory doesn't grow with them.
+at a time, and larger jobs are merged in rounds through private files: memory doesn't grow with them. A job and its
+retries are merged in the same way, for they number their rows alike; of each row's results the best one is kept.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import heapq
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,22 +24,30 @@ import orjson
 import pyarrow.parquet as pq
 
 from pipeline.ledger import JobLedger, part_key
-from pipeline.ports import StoreError
+from pipeline.ports import PipelineError, StoreError
 from schemas.results import RowStatus
 
 FAN_IN = 32
 BATCH_ROWS = 256
+_Part = tuple[int, JobLedger, int]
+"""Place of the job among those that are merged, its ledger, the part's number."""
 _COLUMNS = ["row", "custom_id", "status", "status_code", "response", "error_code", "error_message"]
-_HEADER = struct.Struct("<q?I")
+_HEADER = struct.Struct("<q?II")
+
+
+class NotItsRetry(PipelineError):
+    """Raised when a job that is to be merged is no retry of the others."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """One line of the output: its row in the input, whether the row succeeded, and the bytes without newline."""
+    """One line of the output: its row in the input, whether the row succeeded, the bytes without newline, and the place
+    of its job among those that are merged."""
 
     row: int
     succeeded: bool
     data: bytes
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +64,35 @@ def export(
     *,
     errors_to: Path | None = None,
     in_input_order: bool = False,
+    retries: Sequence[JobLedger] = (),
     fan_in: int = FAN_IN,
 ) -> Exported:
     """Write what is committed as JSONL; each file appears whole, replacing an older one.
 
     Args:
         errors_to: where rows that didn't succeed go instead.
+        retries: of the job, or of each other: of each row the result that succeeded, else that of the latest job, in
+            input order.
         in_input_order: sort by row; takes as much scratch space beside `to` as the output when there are many parts.
         fan_in: most sorted runs that are merged, and so open, at a time.
 
     Raises:
         JobNotFound: no job stands there.  StoreError: a file can't be written.
+        NotItsRetry: one of `retries` isn't.
     """
-    job = ledger.job().id
-    numbers = [number for number, _ in ledger.parts()]
+    parts = [
+        (place, one, number)
+        for place, one in enumerate([ledger, *in_order(ledger, retries)])
+        for number, _ in one.parts()
+    ]
     counts = {True: 0, False: 0}
     try:
         with ExitStack() as stack:
             good = stack.enter_context(_NewFile(to))
             bad = good if errors_to is None else stack.enter_context(_NewFile(errors_to))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent)))
-            for line in (
-                _ordered(ledger, job, numbers, folder, fan_in) if in_input_order else _chained(ledger, job, numbers)
-            ):
+            lines = _ordered(parts, folder, fan_in) if in_input_order or retries else _chained(parts)
+            for line in _best(lines) if retries else lines:
                 counts[line.succeeded] += 1
                 (good if line.succeeded else bad).write(line.data + b"\n")
     except OSError as error:
@@ -83,15 +100,39 @@ def export(
     return Exported(counts[True], counts[False])
 
 
-def part_lines(ledger: JobLedger, job: str, number: int) -> Iterator[Line]:
+def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
+    """The retries of a job, and theirs, the earliest first. Raises `NotItsRetry` when one of them isn't."""
+    jobs = sorted(((one.job(), one) for one in retries), key=lambda pair: (pair[0].created_at, pair[0].id))
+    known = {ledger.job().id}
+    for job, one in jobs:
+        if job.id in known:
+            raise NotItsRetry(f"{one.place()}: holds job {job.id}, which is given already; name each folder once")
+        if job.retry_of not in known:
+            of = "no retry" if job.retry_of is None else f"a retry of {job.retry_of}"
+            raise NotItsRetry(
+                f"{one.place()}: holds {of}, not one of {ledger.place()}; name the first job's folder first, and all "
+                "retries between"
+            )
+        known.add(job.id)
+    return [one for _, one in jobs]
+
+
+def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[Line]:
     """A part's lines in row order, read in batches."""
+    job = ledger.job().id
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
         for batch in pq.ParquetFile(stream, pre_buffer=False).iter_batches(BATCH_ROWS, columns=_COLUMNS):
             for result in batch.to_pylist():
-                yield _line(job, result)
+                yield _line(job, result, place)
 
 
-def _line(job: str, result: dict[str, Any]) -> Line:
+def _best(lines: Iterable[Line]) -> Iterator[Line]:
+    """Of each row's lines (side by side) the one that counts: an answer, the earliest; else the latest reason."""
+    for _, found in groupby(lines, key=attrgetter("row")):
+        yield max(found, key=lambda line: (line.succeeded, -line.place if line.succeeded else line.place))
+
+
+def _line(job: str, result: dict[str, Any], place: int) -> Line:
     """Ids are derived from the row's identity, so that exporting twice gives the same bytes."""
     identity = hashlib.sha256(f"{job}/{result['row']}".encode()).hexdigest()
     response = error = None
@@ -109,23 +150,20 @@ def _line(job: str, result: dict[str, Any]) -> Line:
         "response": response,
         "error": error,
     }
-    return Line(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values))
+    return Line(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), place)
 
 
-def _chained(ledger: JobLedger, job: str, numbers: Sequence[int]) -> Iterator[Line]:
-    for number in numbers:
-        yield from part_lines(ledger, job, number)
+def _chained(parts: Sequence[_Part]) -> Iterator[Line]:
+    for part in parts:
+        yield from part_lines(*part)
 
 
-def _ordered(ledger: JobLedger, job: str, numbers: Sequence[int], folder: Path, fan_in: int) -> Iterator[Line]:
+def _ordered(parts: Sequence[_Part], folder: Path, fan_in: int) -> Iterator[Line]:
     """Merge in rounds: as long as there are too many sorted runs, groups of them become one run in a private file."""
-    if len(numbers) <= fan_in:
-        yield from heapq.merge(*(part_lines(ledger, job, number) for number in numbers))
+    if len(parts) <= fan_in:
+        yield from heapq.merge(*(part_lines(*part) for part in parts))
         return
-    runs = [
-        _spill(heapq.merge(*(part_lines(ledger, job, number) for number in group)), folder)
-        for group in _groups(numbers, fan_in)
-    ]
+    runs = [_spill(heapq.merge(*(part_lines(*part) for part in group)), folder) for group in _groups(parts, fan_in)]
     while len(runs) > fan_in:
         runs = [_spill(heapq.merge(*map(_run_lines, group)), folder) for group in _groups(runs, fan_in)]
     yield from heapq.merge(*map(_run_lines, runs))
@@ -139,7 +177,7 @@ def _spill(lines: Iterator[Line], folder: Path) -> Path:
     descriptor, name = tempfile.mkstemp(dir=folder)
     with open(descriptor, "wb") as stream:
         for line in lines:
-            stream.write(_HEADER.pack(line.row, line.succeeded, len(line.data)))
+            stream.write(_HEADER.pack(line.row, line.succeeded, line.place, len(line.data)))
             stream.write(line.data)
     return Path(name)
 
@@ -147,13 +185,13 @@ def _spill(lines: Iterator[Line], folder: Path) -> Path:
 def _run_lines(path: Path) -> Iterator[Line]:
     with path.open("rb") as stream:
         while header := stream.read(_HEADER.size):
-            row, succeeded, length = _HEADER.unpack(header)
-            yield Line(row, succeeded, stream.read(length))
+            row, succeeded, place, length = _HEADER.unpack(header)
+            yield Line(row, succeeded, stream.read(length), place)
     path.unlink()
 
 
 class _NewFile:
-    """A file that replaces its predecessor only when it is whole."""
+    """A file that replaces its predecessor only when it is whole. Raises `StoreError` that names the file itself."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,13 +199,26 @@ class _NewFile:
         self._stream: BinaryIO | None = None
 
     def __enter__(self) -> BinaryIO:
-        self._stream = self._temporary.open("wb")
+        if self._path.is_dir():
+            raise StoreError(f"{self._path}: can't export: it is a folder; name a file")
+        if not self._path.parent.is_dir():
+            raise StoreError(f"{self._path}: can't export: there is no folder {self._path.parent}; make it first")
+        try:
+            self._stream = self._temporary.open("wb")
+        except OSError as error:
+            raise self._failed(error) from error
         return self._stream
 
     def __exit__(self, kind: object, error: object, at: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
-        if kind is None:
-            self._temporary.replace(self._path)
-        else:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+            if kind is None:
+                self._temporary.replace(self._path)
+        except OSError as failure:
+            raise self._failed(failure) from failure
+        finally:
             self._temporary.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError(f"{self._path}: can't export: {error.strerror or error}; choose another place or free space")

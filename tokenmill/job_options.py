@@ -65,11 +65,8 @@ def job_settings(
     from schemas.job import JobSettings, OnInvalid, Tier
 
     cap = settings.max_output_tokens.of(Tier(tier))
-    if max_output_tokens is not None and max_output_tokens > cap:
-        raise UserError(
-            f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
-            f"lower it, or raise TOKENMILL_MAX_OUTPUT_TOKENS__{tier.upper()}"
-        )
+    if max_output_tokens is not None:
+        check_cap(max_output_tokens, cap, tier)
     return JobSettings(
         seed=seed,
         on_invalid=OnInvalid(on_invalid),
@@ -79,6 +76,15 @@ def job_settings(
         limits=settings.limits,
         plan=settings.plan,
     )
+
+
+def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:
+    """Whether --max-output-tokens is within the tier's cap. Raises `UserError`."""
+    if max_output_tokens > cap:
+        raise UserError(
+            f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
+            f"lower it, or raise TOKENMILL_MAX_OUTPUT_TOKENS__{tier.upper()}"
+        )
 
 
 def read_template(path: Path | None) -> str | None:

@@ -25,6 +25,7 @@ from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
 from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Progress, Tier
 from tokenmill.embedded import Output, dispatch, open_output
+from tokenmill.errors import ModelError
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.planner_process import PlannerProcess
 from tokenmill.tracker import RunTracker
@@ -69,6 +70,7 @@ class RunPlan:
         worker: how the worker works.
         deadline: counted from the job's acceptance; rows that have no answer by then expire.
         retry_of: the id of the job whose rows are tried again.
+        digest: what the model must be, weights and chat template; None: any.
     """
 
     inputs: InputRef
@@ -83,6 +85,7 @@ class RunPlan:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     deadline: timedelta | None = None
     retry_of: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,11 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     path = model_path(plan.model.source.path)
     open_source(source_files(plan.inputs), plan.inputs.format, plan.settings.limits, plan.model.name)
     pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
+    if plan.digest is not None and pin.digest != plan.digest:
+        raise ModelError(
+            f"{path}: its weights or its chat template are not those that answered in {plan.retry_of}; "
+            "give the same --chat-template, or choose a model with --model"
+        )
     order = Order(
         input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         retry_of=plan.retry_of,

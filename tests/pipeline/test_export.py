@@ -144,6 +144,17 @@ def test_a_failed_export_leaves_the_old_file(world: World, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "scratch"]
 
 
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(world: World, tmp_path: Path) -> None:
+    ledger = JobLedger(world.store)
+    plan_by_hand(ledger, world, [[0]])
+    nowhere, folder = tmp_path / "missing" / "x.jsonl", tmp_path / "scratch"
+    with pytest.raises(StoreError) as caught:
+        export(ledger, nowhere)
+    assert str(caught.value) == f"{nowhere}: can't export: there is no folder {nowhere.parent}; make it first"
+    with pytest.raises(StoreError, match="scratch: can't export: it is a folder; name a file"):
+        export(ledger, folder)
+
+
 def test_a_root_lists_its_jobs_the_newest_first_and_survives_a_bad_one(world: World) -> None:
     ids = []
     for index in range(3):

@@ -24,6 +24,7 @@ from schemas.job import (
     Manifest,
     ModelPin,
     PlanSegment,
+    RejectsRef,
     ShardRef,
     Usage,
 )
@@ -55,6 +56,7 @@ def segment(**fields: Any) -> PlanSegment:
         "end_row": 7,
         "blank_lines": 1,
         "rejected": 1,
+        "rejects": RejectsRef(number=0, key="r", sha256=SHA, size=1, rows=1),
         "unique": 4,
         "shards": (SHARD,),
         "last": True,
@@ -86,7 +88,9 @@ def test_a_job_out_of_bounds_is_refused(fields: dict[str, Any]) -> None:
         job(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"rejected": 2}, {"blank_lines": 0}, {"unique": 5}, {"end_row": 8}])
+@pytest.mark.parametrize(
+    "fields", [{"rejected": 2}, {"blank_lines": 0}, {"unselected": 1}, {"unique": 5}, {"end_row": 8}]
+)
 def test_a_segment_that_loses_or_invents_rows_is_refused(fields: dict[str, Any]) -> None:
     assert segment().total == 6
     with pytest.raises(ValidationError):

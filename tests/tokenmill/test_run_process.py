@@ -154,6 +154,7 @@ def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_comm
         "jobs list",
         "jobs show",
         "jobs cancel",
+        "jobs retry",
         "jobs export",
         "models",
         "models list",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill import output
+from tokenmill.commands.retry import retry
 from tokenmill.errors import EXIT_USAGE, InputError, UserError
 from tokenmill.options import Debug, Json, Output
 from tokenmill.settings import read_settings
@@ -107,9 +109,16 @@ def cancel_job(out: Output, as_json: Json = False, _debug: Debug = False) -> Non
     output.stderr().print(summary.last_line(manifest.counts, out), markup=False)
 
 
+app.command("retry", short_help="Answer the rows that got no answer, as a new job.")(retry)
+
+
 @app.command("export", short_help="Results as JSONL.")
 def export_job(
     out: Output,
+    retries: Annotated[
+        list[Path] | None, typer.Argument(metavar="RETRY", help="With --merged: the folders of its retries.")
+    ] = None,
+    *,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="JSONL in the form of OpenAI's batch output.")],
     errors_to: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where rows that did not succeed go instead.")
@@ -117,16 +126,33 @@ def export_job(
     in_input_order: Annotated[
         bool, typer.Option("--in-input-order", help="In the order of the input, not in that of the parts.")
     ] = False,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Join OUT and its retries: of each request the best result, in input order."),
+    ] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Write what is committed so far as JSONL, one line a request."""
+    """Write what is committed so far as JSONL, one line a request.
+
+    With --merged each line of OUT is there once: an answer if one of the jobs has it, else the last reason why not.
+    """
     from pipeline.adapters.folder import FolderStore
     from pipeline.export import export
     from pipeline.jobs import find_ledger
 
-    with FolderStore(_existing(out), read_only=True) as store:
-        done = export(find_ledger(store), to, errors_to=errors_to, in_input_order=in_input_order)
+    if merged != bool(retries):
+        raise UserError(
+            f"{out}: --merged joins a job with its retries; name their folders behind OUT"
+            if merged
+            else f"{out}: more than one folder is given; --merged joins them"
+        )
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(FolderStore(_existing(place), read_only=True)) for place in [out, *(retries or ())]
+        ]
+        first, *others = [find_ledger(store) for store in stores]
+        done = export(first, to, errors_to=errors_to, in_input_order=in_input_order, retries=others)
     if as_json:
         output.print_json({"to": to, "errors_to": errors_to, "succeeded": done.succeeded, "others": done.others})
         return
@@ -169,6 +195,10 @@ def _facts(summary: JobSummary) -> list[tuple[str, object]]:
             ("tier", summary.job.tier),
             ("created", summary.job.created_at.isoformat(timespec="seconds")),
         ]
+        if summary.job.deadline is not None:
+            facts.append(("deadline", summary.job.deadline.isoformat(timespec="seconds")))
+        if summary.job.retry_of is not None:
+            facts.append(("retry of", summary.job.retry_of))
     if summary.manifest is None and summary.counts is not None:
         counts = summary.counts
         facts += [

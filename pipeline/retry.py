@@ -1,0 +1,113 @@
+"""Which rows of a job that has ended are worth another try.
+
+A row that ended because time or the user said so, or because something broke, may succeed the next time. One that was
+refused for what its line says will be refused again: it is left out, unless it is asked for. Refusals that also depend
+on the model are tried again when another model is to answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from pipeline.ledger import JobLedger, part_key
+from pipeline.ports import PipelineError
+from schemas.errors import RowErrorCode
+from schemas.job import Job, JobStatus
+from schemas.results import RowStatus
+from schemas.selection import RowSelection
+
+RETRIED: Final = frozenset({RowStatus.FAILED, RowStatus.EXPIRED, RowStatus.CANCELLED})
+
+LINE_REFUSALS: Final = frozenset(
+    {
+        RowErrorCode.INVALID_JSON,
+        RowErrorCode.INVALID_REQUEST,
+        RowErrorCode.DUPLICATE_CUSTOM_ID,
+        RowErrorCode.UNSUPPORTED_URL,
+        RowErrorCode.UNSUPPORTED_PARAMETER,
+    }
+)
+"""Said of the line alone: the same line is refused again."""
+
+MODEL_REFUSALS: Final = frozenset(
+    {RowErrorCode.CONTEXT_LENGTH_EXCEEDED, RowErrorCode.MODEL_NOT_FOUND, RowErrorCode.CONTENT_FILTER}
+)
+"""Said of the line and the model: the same model refuses it again."""
+
+_BATCH_ROWS = 65_536
+
+
+class NothingToRetry(PipelineError):
+    """Raised when a job has no rows that another try could change, or has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What a job leaves to try again.
+
+    Attributes:
+        job: the first one.  rows: chosen of its input.
+        left_out: rows that would be refused again, by their error code.
+    """
+
+    job: Job
+    rows: RowSelection
+    left_out: dict[str, int]
+
+
+def choose_rows(
+    ledger: JobLedger,
+    only: Collection[RowStatus] = RETRIED,
+    *,
+    include_invalid: bool = False,
+    other_model: bool = False,
+) -> Retry:
+    """The rows of an ended job that are to be tried again; memory is a byte for each row of the input.
+
+    Args:
+        only: rows of these statuses.
+        include_invalid: also those that are refused for what they are.
+        other_model: another model will answer than did.
+
+    Raises:
+        NothingToRetry: the job has not ended, was refused as a whole, or has no such row.
+    """
+    job, manifest = ledger.job(), ledger.manifest()
+    if manifest is None:
+        raise NothingToRetry(
+            f"{ledger.place()}: the job has not ended; the command that began it goes on, 'jobs cancel' ends it"
+        )
+    if manifest.status is JobStatus.FAILED:
+        raise NothingToRetry(f"{ledger.place()}: the job was refused as a whole; correct its input and run it")
+    refused = LINE_REFUSALS if other_model else LINE_REFUSALS | MODEL_REFUSALS
+    chosen = np.zeros(0, dtype=np.bool_)
+    left_out: Counter[str] = Counter()
+    for number, _ in ledger.parts():
+        with ledger.store.open(ledger.prefix + part_key(number)) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS, columns=["row", "status", "error_code"]):
+                rows = []
+                for row, status, code in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    if status not in only:
+                        continue
+                    if code in refused and not include_invalid:
+                        left_out[code] += 1
+                    else:
+                        rows.append(row)
+                if rows:
+                    if (end := max(rows) + 1) > len(chosen):
+                        chosen = np.concatenate([chosen, np.zeros(end - len(chosen), dtype=np.bool_)])
+                    chosen[rows] = True
+    selection = RowSelection.of(chosen)
+    if selection is None:
+        why = ", ".join(f"{count} {code}" for code, count in sorted(left_out.items()))
+        raise NothingToRetry(
+            f"{ledger.place()}: no row is worth another try"
+            + (f" ({why}: refused for what they are; --include-invalid tries them all the same)" if why else "")
+        )
+    return Retry(job, selection, dict(left_out))
