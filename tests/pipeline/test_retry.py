@@ -191,7 +191,7 @@ def retry(world: World, source: Path, place: str, before: House, job: Job) -> Ho
     return begin(world, source, place, choose_rows(before.ledger).rows, of=job.id)
 
 
-def test_given_two_retries_of_one_job_when_one_has_not_ended_then_what_stands_is_merged(
+def test_given_some_retries_of_one_job_when_one_has_not_ended_then_answers_win_and_else_the_latest_reason(
     world: World, source: Path, tmp_path: Path
 ) -> None:
     first = begin(world, source, "first")
@@ -199,15 +199,17 @@ def test_given_two_retries_of_one_job_when_one_has_not_ended_then_what_stands_is
     job = first.ledger.job()
     one = retry(world, source, "one", first, job)
     other = retry(world, source, "other", first, job)
+    last = retry(world, source, "last", first, job)
     work(one, dict.fromkeys(range(4), RowErrorCode.REQUEST_TIMEOUT))
     work(other, {}, shards=1)
+    work(last, dict.fromkeys(range(30), RowErrorCode.ENGINE_ERROR))
 
     answered = {row for row, status in statuses(other.ledger).items() if status == "succeeded"}
     assert 0 < len(answered) < 26
-    export(first.ledger, tmp_path / "all", retries=[other.ledger, one.ledger])
+    export(first.ledger, tmp_path / "all", retries=[last.ledger, other.ledger, one.ledger])
     failed = {row: line["error"]["code"] for row, line in enumerate(lines_of(tmp_path / "all")) if line["error"]}
     failed = {row: code for row, code in failed.items() if code not in ("invalid_json", "duplicate_custom_id")}
-    assert failed == {row: "request_timeout" for row in range(4) if row not in answered}
+    assert failed == {row: "engine_error" for row in range(4) if row not in answered}
 
 
 def test_given_an_interrupted_plan_of_a_retry_when_planned_again_then_it_is_the_same(
