@@ -95,7 +95,13 @@ class FolderStore:
         """A seekable stream over the object; raises `ObjectNotFound`."""
         path = self._path(key)
         try:
-            return path.open("rb")
+            with contextlib.ExitStack() as undo:
+                stream = undo.enter_context(path.open("rb"))
+                if self._private is not None:
+                    # Its writer may have died between the link and the sync. What is built on it must not outlive it.
+                    self._disk.sync_folder(path.parent)
+                undo.pop_all()
+            return stream
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ObjectNotFound(f"{path}: no such object") from error
         except OSError as error:

@@ -99,7 +99,11 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         machine.add("sweeper", house.sweep)
         machine.run()
         sampled = machine.counters["tokens sampled"]
-        oracle.judge(sampled, bounded=not machine.counters["damage"])
+        oracle.judge(sampled, machine.sampled_when_whole, bounded=not machine.counters["damage"])
+        if oracle.slack < 0 and not machine.counters["damage"]:
+            machine.counters["over"] += 1
+            machine.counters["over by"] -= oracle.slack
+            machine.note(f"OVER by {oracle.slack}")
     except Broken as error:
         broken = str(error)
     finally:

@@ -121,6 +121,7 @@ class Machine:
         self.digest = hashlib.blake2b(digest_size=16)
         self.last_fault = 0.0
         self.deaths = 0
+        self.sampled_when_whole = 0  # tokens, when a part was committed last
         self.power_cut: Callable[[], None] = lambda: None
         self.strikes: dict[str, Callable[[Process, Fault], None]] = {}
         self._look = look
@@ -250,6 +251,7 @@ class Machine:
         self.note(f"FAULT {fault.kind} {fault.amount:g} at {process.name}")
         if fault.kind == "kill":
             self.kill(process, again=fault.amount)
+            self._look()
         elif fault.kind == "power":
             self.cut_power(fault)
         elif fault.kind == "pause":

@@ -213,8 +213,13 @@ class Oracle:
 
     # -- at the end
 
-    def judge(self, sampled: int, bounded: bool) -> None:
-        """Check the outcome; `sampled`: tokens that all engines sampled. `bounded`: whether all logs were kept."""
+    def judge(self, sampled: int, sampled_when_whole: int, bounded: bool) -> None:
+        """Check the outcome.
+
+        Args:
+            sampled: tokens that all engines sampled.  sampled_when_whole: likewise, when the last part was committed.
+            bounded: whether all logs were kept as they were written.
+        """
         self.look()
         if "manifest.json" not in self.papers:
             raise Broken("I7: the job has no outcome")
@@ -223,7 +228,7 @@ class Oracle:
         manifest = _parse("manifest.json", self.papers["manifest.json"])
         self.outcome = manifest["status"]
         self._check_files(manifest)
-        self._check_counts(manifest, sampled, bounded)
+        self._check_counts(manifest, sampled, sampled_when_whole, bounded)
         root = self.folder.parent.parent
         left = sorted(str(path.relative_to(root)) for path in (root / ".tmp").rglob("*"))
         if left:
@@ -239,7 +244,7 @@ class Oracle:
             if (entry["size"], entry["sha256"], entry["rows"]) != facts:
                 raise Broken(f"I3: the manifest's entry of {name} is not what its bytes are")
 
-    def _check_counts(self, manifest: dict[str, Any], sampled: int, bounded: bool) -> None:
+    def _check_counts(self, manifest: dict[str, Any], sampled: int, when_whole: int, bounded: bool) -> None:
         counts = manifest["counts"]
         statuses: Counter[str] = Counter()
         answered = set[int]()
@@ -261,7 +266,7 @@ class Oracle:
             raise Broken(f"I3: the manifest's usage is {usage}, but should be {facts}")
         repeated, at_most = usage.get("repeated", 0), manifest.get("repeated_at_most", 0)
         lost = sampled - committed
-        self.slack = at_most - lost
+        self.slack = at_most - (when_whole - committed)
         if bounded and repeated > max(0, lost):
             raise Broken(f"I5: {repeated} tokens are reported as repeated, but {lost} were")
         if at_most < repeated:

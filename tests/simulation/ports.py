@@ -28,6 +28,9 @@ class ProcessStore:
     def create(self, key: str, data: bytes | Path) -> bool:
         self._process.point("store.create", key)
         won = self._store.create(key, data)
+        if won and "/results/" in key:
+            machine = self._process.machine
+            machine.sampled_when_whole = machine.counters["tokens sampled"]
         if "/work/" not in key:  # notes and checkpoints go when they are not needed any more
             self._acknowledged.add(key)
         return won
