@@ -35,6 +35,7 @@ from engine.models.load import describe_model
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.job_options import ChosenModel, known_input
+from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import EngineOptions, RunPlan, run_job, tokens_per_sequence
@@ -77,10 +78,15 @@ def peak_rss(pid: int | str = "self") -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def children() -> list[int]:
-    """Processes that this one has started, with the planner among them."""
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in found]
+def children(pid: int) -> list[int]:
+    """Processes that this one's threads have started: the planner."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += map(int, task.read_text().split())
+        except OSError:  # the thread is gone
+            continue
+    return found
 
 
 class Null:
@@ -113,33 +119,20 @@ class Null:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One run; a line of JSON says what it took. Writes peaks of its planner to the notes as they grow."""
+    """One run; a line of JSON says what it took. Logs go elsewhere: nobody reads a pipe before the run has ended."""
+    log_to_stderr()
     null = Null()
     out = Path(args.output)
     begun = time.time()
-    planner_peak = 0
-    ended = threading.Event()
-
-    def watch() -> None:
-        nonlocal planner_peak
-        while not ended.wait(0.2):
-            planner_peak = max([planner_peak, *map(peak_rss, children())])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        plan = RunPlan(
-            inputs=pin_input(Path(args.input), known_input(out)),
-            model=ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),
-            output=out,
-            tier=Tier.STANDARD,
-            settings=JobSettings(),
-            engine=EngineOptions(threads=1),
-        )
-        done = run_job(plan, RunTracker(), threading.Event(), null.load)
-    finally:
-        ended.set()
-        watcher.join()
+    plan = RunPlan(
+        inputs=pin_input(Path(args.input), known_input(out)),
+        model=ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),
+        output=out,
+        tier=Tier.STANDARD,
+        settings=JobSettings(),
+        engine=EngineOptions(threads=1),
+    )
+    done = run_job(plan, RunTracker(), threading.Event(), null.load)
     assert done.manifest is not None
     counts = done.manifest.counts
     facts = {
@@ -151,7 +144,6 @@ def child(args: argparse.Namespace) -> None:
         "repeated_tokens": done.manifest.usage.repeated,
         "prompt_tokens": done.manifest.usage.prompt,
         "peak_rss_bytes": peak_rss(),
-        "planner_peak_rss_bytes": planner_peak,
         "bytes_read_before_loading": null.read_before_loading,
         "seconds_to_loaded": null.loaded_at - begun,
     }
@@ -180,9 +172,10 @@ def start(args: argparse.Namespace, source: Path, out: Path) -> subprocess.Popen
 def follow(process: subprocess.Popen[str], out: Path, kill_after: int | None) -> dict[str, Any]:
     """Wait for the child, or kill it when so many rows are committed."""
     begun = time.time()
-    peak, first_rows, killed = 0, None, None
+    peak, planner_peak, first_rows, killed = 0, 0, None, None
     while process.poll() is None:
         peak = max(peak, peak_rss(process.pid))
+        planner_peak = max([planner_peak, *map(peak_rss, children(process.pid))])
         done = rows_committed(out)
         if done and first_rows is None:
             first_rows = time.time() - begun
@@ -202,7 +195,8 @@ def follow(process: subprocess.Popen[str], out: Path, kill_after: int | None) ->
         if process.returncode:
             raise SystemExit(f"the run ended with code {process.returncode}")
         facts |= json.loads(said.splitlines()[-1])
-    return facts | {"peak_rss_bytes": max(peak, facts.get("peak_rss_bytes", 0))}
+    facts["peak_rss_bytes"] = max(peak, facts.get("peak_rss_bytes", 0))
+    return facts | {"planner_peak_rss_bytes": planner_peak}
 
 
 def check(out: Path, rows: int) -> dict[str, Any]:

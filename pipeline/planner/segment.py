@@ -57,7 +57,7 @@ class Spill:
 
 class SpillReader:
     """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time, and they
-    are let go after each look, so that memory doesn't follow the size of the segment."""
+    are let go batch by batch, so that memory doesn't follow the size of the segment."""
 
     def __init__(self, path: Path, starts: NDArray[np.int64]) -> None:
         with path.open("rb") as file:
@@ -76,12 +76,11 @@ class SpillReader:
             number = int(batches[begin])
             part = self._file.get_batch(number).take(pa.array(ordered[begin:end] - self._starts[number]))
             parts.append(part)
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._map.madvise(mmap.MADV_DONTNEED)
         back = np.empty(len(order), dtype=np.int64)
         back[order] = np.arange(len(order))
-        taken = pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-        return taken
+        return pa.Table.from_batches(parts).combine_chunks().take(pa.array(back))
 
 
 @dataclass(frozen=True, slots=True)
