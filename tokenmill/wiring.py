@@ -145,11 +145,10 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         manifest = output.ledger.manifest()
         if manifest is not None:
             return JobRun(manifest, manifest.counts, manifest.counts.total)
-        counter = None
-        if output.ledger.segment(0) is None:  # else there is nothing left to count
+        if output.ledger.segment(0) is None:
             tracker.phase("planning")
             counter = token_counter(path, plan.chat_template)
-        plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1)
+            plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1)
         segments = list(output.ledger.segments())
         before, planner = 0, None
 
