@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,24 @@ CHUNK = 10
 
 @dataclass(slots=True)
 class Summary:
-    """What a campaign saw. `broken`: seed -> what was broken."""
+    """What a campaign saw.
+
+    Attributes:
+        broken: seed -> what was broken.
+        seconds: simulated, from the end of a history's last fault to the end of its job.
+    """
 
     histories: int = 0
     counters: Counter[str] = field(default_factory=Counter)
     broken: dict[int, str] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         """Count one more history."""
         self.histories += 1
         self.counters += outcome.counters
+        if any(outcome.counters[kind] for kind in WEIGHTS):
+            self.seconds.append(outcome.seconds)
         if outcome.broken is not None:
             self.broken[outcome.seed] = outcome.broken
 
@@ -40,6 +49,13 @@ class Summary:
         yield f"{self.histories:,} histories, {len(self.broken)} broken"
         faults = ", ".join(f"{kind} {self.counters[kind]:,}" for kind in WEIGHTS)
         yield f"faults: {faults}"
+        if self.seconds:
+            ordered = sorted(self.seconds)
+            late = ordered[len(ordered) * 99 // 100]
+            yield (
+                f"simulated seconds from the last fault to the job's end: median {statistics.median(ordered):.0f}, "
+                f"99 % within {late:.0f}, at most {ordered[-1]:.0f}"
+            )
         rest = sorted(self.counters.keys() - WEIGHTS.keys())
         yield ", ".join(f"{name} {self.counters[name]:,}" for name in rest)
 

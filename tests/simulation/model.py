@@ -82,6 +82,8 @@ class SteppedEngine:
 
     def add(self, request: Request) -> None:
         self._engine.add(request)
+        resumed = sum(len(choice.token_ids) for choice in request.partial)
+        self._process.machine.counters["tokens resumed"] += resumed
 
     def cancel(self, request_id: str) -> bool:
         return self._engine.cancel(request_id)

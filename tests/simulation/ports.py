@@ -28,12 +28,19 @@ class ProcessStore:
     def create(self, key: str, data: bytes | Path) -> bool:
         self._process.point("store.create", key)
         won = self._store.create(key, data)
-        if won and "/results/" in key:
-            machine = self._process.machine
-            machine.sampled_when_whole = machine.counters["tokens sampled"]
+        self._count(key, won)
         if "/work/" not in key:  # notes and checkpoints go when they are not needed any more
             self._acknowledged.add(key)
         return won
+
+    def _count(self, key: str, won: bool) -> None:
+        machine = self._process.machine
+        if "/results/" in key:
+            machine.counters["commits" if won else "commits that lost the race"] += 1
+            if won:
+                machine.sampled_when_whole = machine.counters["tokens sampled"]
+        elif "/attempt-" in key and won and not key.endswith("-0001.json"):
+            machine.counters["shards taken again"] += 1
 
     def read(self, key: str) -> bytes:
         self._process.point("store.read", key)

@@ -25,7 +25,15 @@ def test_given_faults_of_every_kind_when_300_histories_are_over_then_no_promise_
     summary = run_seeds(range(SEEDS), processes=min(2, os.cpu_count() or 1))
     assert summary.broken == {}
     assert summary.missing == []
-    for what in ("completed", "ended as cancelled", "ended as expired", "died of a full disk", "tokens sampled"):
+    for what in (
+        "commits that lost the race",
+        "completed",
+        "ended as cancelled",
+        "ended as expired",
+        "died of a full disk",
+        "tokens resumed",
+        "shards taken again",
+    ):
         assert summary.counters[what], f"it never happened: {what}"
     assert summary.counters["deaths"] > SEEDS
 

@@ -6,6 +6,7 @@ A patch that no longer applies fails here: make it again from the same mistake i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,13 +20,13 @@ PACKAGES = ("schemas", "engine", "pipeline", "workers", "tests/simulation")
 SEEDS = 1_000
 
 FOUND_AS = {
-    "commit-before-the-bytes-are-durable": "I2",
-    "manifest-before-the-last-part": "I",
-    "o-excl-commits": "I4",
-    "plan-without-segment": "",
-    "retry-that-rewrites-a-part": "I2",
+    "commit-before-the-bytes-are-durable": r"I[24]: results/",
+    "manifest-before-the-last-part": r"I1: manifest.json stands|I3: the manifest lists",
+    "o-excl-commits": r"I4: |is not JSON|is not a whole Parquet file",
+    "plan-without-segment": r"no such part is planned|I1: ",
+    "retry-that-rewrites-a-part": r"I2: results/part-\d+.parquet has changed",
 }
-"""Patch -> how the message of the broken history begins, after the seed."""
+"""Patch -> what the message of the broken history says."""
 
 
 def copied(folder: Path) -> Path:
@@ -66,4 +67,4 @@ def test_each_planted_bug_is_found_within_1000_seeds(name: str, tmp_path: Path) 
     assert done.returncode == 1, f"nothing was found: {done.stdout}{done.stderr}"
     seed, _, what = done.stdout.partition(": ")
     assert seed.startswith("seed "), done.stdout + done.stderr
-    assert what.startswith(FOUND_AS[name]), what
+    assert re.search(FOUND_AS[name], what.splitlines()[0]), what
