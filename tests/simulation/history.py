@@ -14,7 +14,11 @@ from pathlib import Path
 
 import structlog
 
+from pipeline.adapters.folder import FolderStore
+from pipeline.jobs import summarize_job
+from pipeline.ledger import JobLedger, JobNotFound
 from pipeline.pinning import pin_input
+from pipeline.ports import PipelineError
 from schemas.job import InputRef
 from tests.simulation.disk import Device
 from tests.simulation.house import JOB, PREFIX, House, input_file
@@ -81,6 +85,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     def look() -> None:
         oracle.deaths = machine.deaths
         oracle.look()
+        _list_jobs(root, exact=oracle.looks % 4 == 0)
 
     def cut_power() -> None:
         look()
@@ -115,6 +120,17 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     counters["completed" if oracle.outcome == "completed" else f"ended as {oracle.outcome}"] += 1
     counters["deaths"], counters["looks"], counters["parts"] = machine.deaths, oracle.looks, len(oracle.parts)
     return Outcome(scenario.seed, broken, machine.digest.hexdigest(), counters, seconds, machine.trace)
+
+
+def _list_jobs(root: Path, *, exact: bool) -> None:
+    """Look as a user of the command line does: whatever stands at this moment must be readable."""
+    ledger = JobLedger(FolderStore(root, read_only=True), PREFIX)
+    try:
+        summarize_job(ledger, exact=exact)
+    except JobNotFound:
+        return
+    except PipelineError as error:
+        raise Broken(f"I4: a listing fails: {error}") from error
 
 
 def pinned(path: Path) -> InputRef:
