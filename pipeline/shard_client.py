@@ -127,9 +127,12 @@ class ShardClient:
         self._let_go(work.job.id, work.shard)
 
     def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
-        """The heartbeat: the worker lives and works on exactly these; returns the jobs that are being closed."""
-        self._heartbeats.beat(self.worker, {(work.job.id, work.shard) for work in shards})
-        jobs = {work.job.id for work in shards}
+        """The heartbeat: the worker lives and works on these; returns the jobs that are being closed. A shard that was
+        taken, and that the worker has not begun, is held too."""
+        with self._lock:
+            held = self._held | {(work.job.id, work.shard) for work in shards}
+            self._heartbeats.beat(self.worker, held)
+        jobs = {job for job, _ in held}
         return frozenset(job for job in jobs if self._jobs[job].ledger.closing() is not None)
 
     # -- inside

@@ -123,8 +123,8 @@ class ShardSink(Protocol):
         ...
 
     def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
-        """The heartbeat: the worker lives and works on exactly these. Called every `HEARTBEAT_SECONDS` or oftener.
-        Returns the jobs among them that are being closed: their shards are to be logged and given back."""
+        """The heartbeat: the worker lives and works on these. Called every `HEARTBEAT_SECONDS` or oftener. Returns the
+        jobs of all shards held that are being closed: their shards are to be logged and given back."""
         ...
 
 

@@ -97,12 +97,14 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
     assert again.attempt == 2
 
 
-def test_a_heartbeat_that_forgets_a_shard_does_not_make_it_come_twice(bench: Bench) -> None:
+def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(bench: Bench) -> None:
     client = bench.client("w")
     assert bench.take(client) is not None
-    client.holding([])
-    assert bench.beats.held() == set()
+    assert client.holding([]) == frozenset()
+    assert bench.beats.held() == {(bench.job, 1)}
     assert bench.take(client) is None
+    bench.ledger.create_closing(Closing(kind="cancel", at=bench.world.clock.now()))
+    assert client.holding([]) == {bench.job}
 
 
 def test_nothing_is_taken_from_a_job_that_closes(bench: Bench) -> None:
