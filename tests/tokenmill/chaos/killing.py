@@ -63,11 +63,12 @@ class Story:
 
 @dataclass(frozen=True)
 class Setup:
-    """How the command is run. `patience`: the longest time until a kill, seconds."""
+    """How the command is run. `patience`: the longest time until a kill, seconds; None: so that the kills are spread
+    over the job."""
 
     model: str
     folder: Path
-    patience: float
+    patience: float | None
     options: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -124,14 +125,33 @@ def answers(out: Path) -> dict[int, tuple[Any, ...]]:
     return found
 
 
-def disturb(setup: Setup, source: Path, out: Path, chance: random.Random, kills: int, how: signal.Signals) -> Story:
+def undisturbed(setup: Setup, source: Path, out: Path) -> tuple[float, float]:
+    """Run the job; seconds until its first shard was begun, and until it ended."""
+    process, begun = setup.start(source, out), time.monotonic()
+    while process.poll() is None and not any(out.glob("work/0*/attempt-*")):
+        time.sleep(0.01)
+    started = time.monotonic() - begun
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return started, time.monotonic() - begun
+
+
+def patience_for(kills: int, startup: float, whole: float) -> float:
+    """The longest time until a kill, drawn evenly, with which four fifths of the work are done when all have come."""
+    share = 0.8 * (whole - startup) / kills  # mean work of a life: (patience - startup)^2 / (2 patience)
+    return startup + share + (share * share + 2 * share * startup) ** 0.5
+
+
+def disturb(
+    setup: Setup, source: Path, out: Path, chance: random.Random, kills: int, how: signal.Signals, patience: float
+) -> Story:
     """Start the command and end it at a random moment, so many times; then let it run to its end."""
     story, committed = Story(), dict[str, str]()
     for life in range(kills + 1):
         process, begun = setup.start(source, out), time.monotonic()
-        until = begun + (chance.uniform(0.05, setup.patience) if life < kills else 1e9)
+        until = begun + (chance.uniform(0.05, patience) if life < kills else 1e9)
         while process.poll() is None and time.monotonic() < until:
-            time.sleep(min(chance.uniform(0.05, setup.patience / 3), max(0.0, until - time.monotonic())))
+            time.sleep(min(chance.uniform(0.05, patience / 3), max(0.0, until - time.monotonic())))
             look(out)
             story.looks += 1
         if process.poll() is None:
@@ -195,12 +215,9 @@ def compare(setup: Setup, rows: int, max_tokens: int, seed: int, kills: int, how
     source = setup.folder / "requests.jsonl"
     write_requests(source, setup.model.split("=")[0], rows, max_tokens)
     calm, stormy = setup.folder / "calm", setup.folder / f"stormy-{how.name}"
-    begun = time.monotonic()
-    process = setup.start(source, calm)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    unbroken = time.monotonic() - begun
-    story = disturb(setup, source, stormy, random.Random(seed), kills, how)
+    startup, unbroken = undisturbed(setup, source, calm)
+    patience = setup.patience or patience_for(kills, startup, unbroken)
+    story = disturb(setup, source, stormy, random.Random(seed), kills, how, patience)
     expected, got = answers(calm), answers(stormy)
     assert set(got) == set(range(rows)), "not one row for each request"
     assert got == expected, {row: (expected[row], got[row]) for row in expected if expected[row] != got[row]}
@@ -214,6 +231,7 @@ def compare(setup: Setup, rows: int, max_tokens: int, seed: int, kills: int, how
         "killed_after_seconds": [life.seconds for life in story.lives[:-1]],
         "rows_committed_at_each_kill": [life.rows for life in story.lives[:-1]],
         "readers_opened": story.looks,
+        "startup_seconds": round(startup, 1),
         "unbroken_seconds": round(unbroken, 1),
         "completion_tokens": usage["completion"],
         "repeated": usage["repeated"],
@@ -225,9 +243,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=25)
-    parser.add_argument("--rows", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--patience", type=float, default=12.0, help="the longest time until a kill, seconds")
+    parser.add_argument("--rows", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--patience", type=float, help="the longest time until a kill, seconds; by default it fits")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--signals", default="KILL,TERM,INT", help="the first with all kills, the others with a fifth")
     parser.add_argument("--long", type=int, default=1500, help="tokens of the long answer; 0: none")

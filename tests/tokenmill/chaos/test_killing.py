@@ -18,7 +18,7 @@ def setup(place: Path, model_folder: Path) -> Setup:
     """Small steps and frequent logs, so that there is something to interrupt."""
     options = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
     environment = (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"), ("TOKENMILL_CHECKPOINT_SECONDS", "0.05"))
-    return Setup(f"tiny={model_folder}", place, 7.0, options, environment)
+    return Setup(f"tiny={model_folder}", place, None, options, environment)
 
 
 def test_given_kills_at_random_moments_when_started_again_then_the_answers_are_those_of_an_unbroken_run(
