@@ -85,7 +85,7 @@ def read_history(ledger: JobLedger, shard: int, *, before: int | None = None) ->
     return ShardHistory(
         finished=finished,
         running=_running(by_attempt.values(), done),
-        logged={name: sum(point.head.generated for point in found) for name, found in by_attempt.items()},
+        logged={name: max((p.head.generated for p in found), default=0) for name, found in by_attempt.items()},
         exposed={name: max((p.head.exposed for p in found), default=0) for name, found in by_attempt.items()},
         attempts=attempts,
         silent=_silent(ledger, shard, attempts, by_attempt),

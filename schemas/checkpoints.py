@@ -60,7 +60,7 @@ class CheckpointHead(Paper):
     Attributes:
         sequence: counts the attempt's checkpoints, from 0.
         final: the attempt gave the shard back; it did not die.
-        generated: tokens that the attempt sampled since its last checkpoint.
+        generated: tokens that the attempt has sampled so far; says what all earlier ones said, which may be gone.
         exposed: tokens that its engine sampled since then, for all shards together: what a death can cost.
     """
 

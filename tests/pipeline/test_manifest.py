@@ -9,7 +9,10 @@ import pytest
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.manifest import BrokenInvariant
+from pipeline.ports import ShardTask
 from pipeline.submit import submit
+from pipeline.worker_api import CheckpointWork
+from schemas.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
 from tests.pipeline.simulation import MemoryStore, simulated_world
@@ -65,6 +68,26 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
     house.world.clock.sleep(LIFETIME + 1)
     manifest = finish(house, house.client("w"))
     assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, EXPOSED)
+
+
+def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
+    house: House,
+) -> None:
+    plan_by_hand(house.ledger, house.world, [[0, 1]])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    slow = house.client("slow")
+    work = slow.take(0)
+    assert work is not None
+    nothing = FinishedRows([], [])
+    slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
+    house.queue.put(ShardTask(work.job.id, work.shard))
+    client = house.client("w")
+    again = client.take(0)
+    assert again is not None
+    slow.checkpoint(work, CheckpointWork(nothing, [], generated=8, exposed=8))
+    assert client.commit(again, computed(again), report(again))
+    assert finish(house, client).usage.repeated == 18
 
 
 def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -> None:
