@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.simulation.campaign import Summary, first_broken, minimise, run_seeds
-from tests.simulation.history import simulate
+from tests.simulation.history import Outcome, simulate
 from tests.simulation.scenario import Scenario, draw
 
 
@@ -49,16 +49,19 @@ def main() -> int:
 def _campaign(seeds: range, processes: int | None) -> int:
     begun = time.monotonic()
 
-    def tell(summary: Summary) -> None:
-        print(f"{summary.histories:,} of {len(seeds):,}, {len(summary.broken)} broken", file=sys.stderr)
+    def tell(summary: Summary, outcome: Outcome) -> None:
+        if outcome.broken is not None:
+            print(f"seed {outcome.seed}: {outcome.broken}", file=sys.stderr)
+        if summary.histories % 500 == 0:
+            print(f"{summary.histories:,} of {len(seeds):,}, {len(summary.broken)} broken", file=sys.stderr)
 
     summary = run_seeds(seeds, processes=processes, tell=tell)
     seconds = time.monotonic() - begun
     for line in summary.lines():
         print(line)
     print(f"{seconds:.0f} s, {summary.histories / seconds:.1f} histories a second")
-    for seed, what in sorted(summary.broken.items())[:20]:
-        print(f"seed {seed}: {what}")
+    if summary.broken:
+        print(f"broken: {', '.join(map(str, sorted(summary.broken)))}")
     if summary.missing:
         print(f"these faults never struck: {', '.join(summary.missing)}")
     return int(bool(summary.broken or summary.missing))

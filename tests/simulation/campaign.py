@@ -61,18 +61,18 @@ class Summary:
 
 
 def run_seeds(
-    seeds: Sequence[int], *, processes: int | None = None, tell: Callable[[Summary], None] | None = None
+    seeds: Sequence[int], *, processes: int | None = None, tell: Callable[[Summary, Outcome], None] | None = None
 ) -> Summary:
     """Simulate the histories of these seeds.
 
     Args:
-        processes: how many at once; None: one for each core.  tell: called now and then.
+        processes: how many at once; None: one for each core.  tell: called after each.
     """
     summary = Summary()
-    for number, outcome in enumerate(_outcomes(seeds, processes or os.cpu_count() or 1), start=1):
+    for outcome in _outcomes(seeds, processes or os.cpu_count() or 1):
         summary.add(outcome)
-        if tell is not None and number % 500 == 0:
-            tell(summary)
+        if tell is not None:
+            tell(summary, outcome)
     return summary
 
 

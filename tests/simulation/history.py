@@ -107,6 +107,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         machine.add("sweeper", house.sweep)
         machine.run()
         sampled = machine.counters["tokens sampled"]
+        oracle.lives = sum(process.life for process in machine.processes if process.name.startswith("worker"))
         oracle.judge(sampled, machine.sampled_when_whole, bounded=not machine.counters["damage"])
     except Broken as error:
         broken = str(error)
@@ -116,6 +117,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         if path.is_file():
             machine.digest.update(path.read_bytes().replace(bytes(folder), b""))
     counters = machine.counters
+    counters["lost more than its bound"] = int(oracle.over_the_bound)
     counters["port calls"] = machine.calls[""]
     counters["completed" if oracle.outcome == "completed" else f"ended as {oracle.outcome}"] += 1
     counters["deaths"], counters["looks"], counters["parts"] = machine.deaths, oracle.looks, len(oracle.parts)

@@ -10,7 +10,8 @@ At random moments, after each death and at the end (`look`):
 At the end (`judge`):
     I1  one row for each line that isn't blank
     I3  the manifest's outcome, counts and token sums follow from the rows, its files' sizes and sha256 from the bytes
-    I5  repeated work: no more is reported than was lost, and no more was lost than the bound and a step for each death
+    I5  repeated work: no more is reported than was lost; and no more was lost than is reported and an interval for each
+        life of a worker
     I7  the job has ended (the machine checks how soon), and a sweep leaves no temporary behind
 """
 
@@ -92,7 +93,8 @@ class Oracle:
     """Watches one history.
 
     Attributes:
-        folder: the job's, in the store.  deaths: so far.
+        folder: the job's, in the store.  deaths: so far.  lives: of workers, in all.
+        over_the_bound: more was lost than `repeated_at_most`, which goes by the intervals that were logged.
     """
 
     scenario: Scenario
@@ -106,6 +108,8 @@ class Oracle:
     outcome: str = "unfinished"
     deaths: int = 0
     looks: int = 0
+    lives: int = 0
+    over_the_bound: bool = False
 
     def __post_init__(self) -> None:
         self.wanted = {row: expected(line) for row, line in enumerate(self.scenario.lines) if line.text}
@@ -269,10 +273,12 @@ class Oracle:
             raise Broken(f"I5: {repeated} tokens are reported as repeated, but {lost} were")
         if at_most < repeated:
             raise Broken(f"I5: at most {at_most} tokens are reported as repeated, but also {repeated}")
-        # The bound is what intervals have cost that were logged; one that was not may have been a step longer.
-        step = self.scenario.max_num_seqs * self.deaths
-        if bounded and when_whole - committed > at_most + step:
-            raise Broken(f"I5: {when_whole - committed} tokens were repeated, but at most {at_most} are reported")
+        # What each life of a worker may not have logged: an interval, the step that ended it, and one more.
+        steps = self.scenario.checkpoint_seconds / self.scenario.step_seconds + 2
+        unlogged = self.lives * steps * self.scenario.max_num_seqs
+        if bounded and when_whole - committed > repeated + unlogged:
+            raise Broken(f"I5: {when_whole - committed} tokens were repeated, but only {repeated} are reported")
+        self.over_the_bound = when_whole - committed > at_most
 
     def _computed(self, answered: set[int]) -> list[Expected]:
         """One for each request that was computed: copies within a segment are not."""
