@@ -26,19 +26,20 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) examples/show_results.py $(OUT)
 
 test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
 test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long runs
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev.stamp  ## run every test
-	$(PY) -m pytest $(PYTEST_ARGS)
+test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
+	$(PY) -m pytest -m "not exhaustive" $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of crashes, races and power cuts over all cores
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
 
 lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .
