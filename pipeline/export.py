@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from pipeline.ledger import JobLedger, part_key
 from pipeline.ports import PipelineError, StoreError
+from schemas.job import Job
 from schemas.results import RowStatus
 
 FAN_IN = 32
@@ -77,9 +78,11 @@ def export(
         fan_in: most sorted runs that are merged, and so open, at a time.
 
     Raises:
-        JobNotFound: no job stands there.  StoreError: a file can't be written.
+        JobNotFound: no job stands there.  StoreError: a file can't be written, or both are the same file.
         NotItsRetry: one of `retries` isn't.
     """
+    if errors_to is not None and errors_to.resolve() == to.resolve():
+        raise StoreError(f"{errors_to}: is where the rows that succeeded go too; name another file for the others")
     parts = [
         (place, one, number)
         for place, one in enumerate([ledger, *in_order(ledger, retries)])
@@ -101,20 +104,30 @@ def export(
 
 
 def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
-    """The retries of a job, and theirs, the earliest first. Raises `NotItsRetry` when one of them isn't."""
-    jobs = sorted(((one.job(), one) for one in retries), key=lambda pair: (pair[0].created_at, pair[0].id))
-    known = {ledger.job().id}
-    for job, one in jobs:
-        if job.id in known:
+    """The retries of a job, and theirs, the earliest first. Raises `NotItsRetry` when one of them isn't.
+
+    Each comes after the job that it is a retry of: clocks, which may be set back between two jobs, only decide between
+    retries of which neither came from the other.
+    """
+    left: dict[str, tuple[Job, JobLedger]] = {}
+    done = [ledger.job().id]
+    for job, one in sorted(((one.job(), one) for one in retries), key=lambda pair: (pair[0].created_at, pair[0].id)):
+        if job.id in left or job.id in done:
             raise NotItsRetry(f"{one.place()}: holds job {job.id}, which is given already; name each folder once")
-        if job.retry_of not in known:
+        left[job.id] = (job, one)
+    ordered: list[JobLedger] = []
+    while left:
+        following = next((id_ for id_, (job, _) in left.items() if job.retry_of in done), None)
+        if following is None:
+            job, one = min(left.values(), key=lambda pair: pair[0].retry_of in left)  # the first link that is missing
             of = "no retry" if job.retry_of is None else f"a retry of {job.retry_of}"
             raise NotItsRetry(
                 f"{one.place()}: holds {of}, not one of {ledger.place()}; name the first job's folder first, and all "
                 "retries between"
             )
-        known.add(job.id)
-    return [one for _, one in jobs]
+        ordered.append(left.pop(following)[1])
+        done.append(following)
+    return ordered
 
 
 def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[Line]:

@@ -126,6 +126,21 @@ def test_errors_can_go_to_their_own_file(world: World, tmp_path: Path) -> None:
     assert [line["custom_id"] for line in lines_of(tmp_path / "bad")] == [None, "id-4"]
 
 
+@pytest.mark.parametrize("other", ["out", "./scratch/../out", "link/out"])
+def test_given_one_file_for_both_when_exported_then_it_is_refused_and_the_old_one_stays(
+    world: World, tmp_path: Path, other: str
+) -> None:
+    ledger = JobLedger(world.store)
+    plan_by_hand(ledger, world, [[1, 2, 3, 4]], rejected=[0])
+    compute(world, ledger)
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(StoreError, match=r"out: is where the rows that succeeded go too; name another file"):
+        export(ledger, tmp_path / "out", errors_to=tmp_path / other)
+    assert (tmp_path / "out").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "scratch"]
+
+
 def test_an_unfinished_job_exports_what_stands(world: World, tmp_path: Path) -> None:
     ledger = JobLedger(world.store)
     plan_by_hand(ledger, world, [[0], [1], [2]])

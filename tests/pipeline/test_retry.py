@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.dispatcher import Dispatcher
-from pipeline.export import NotItsRetry, export
+from pipeline.export import NotItsRetry, export, in_order
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
@@ -185,9 +185,29 @@ def test_given_a_chain_of_retries_when_merged_then_each_row_has_its_best_result_
     assert not (tmp_path / "no").exists()
 
 
-def retry(world: World, source: Path, place: str, before: House, job: Job) -> House:
-    """A job of the rows that `before` did not answer."""
-    world.clock.sleep(60.0)
+@pytest.mark.parametrize("seconds", [60.0, -3600.0, 0.0])
+def test_given_a_clock_that_was_set_back_between_retries_when_merged_then_the_latest_is_still_the_last_of_the_chain(
+    world: World, source: Path, tmp_path: Path, seconds: float
+) -> None:
+    codes = [RowErrorCode.ENGINE_ERROR, RowErrorCode.REQUEST_TIMEOUT, RowErrorCode.CONTENT_FILTER]
+    first = begin(world, source, "first")
+    work(first, {20: RowErrorCode.ENGINE_ERROR, 30: RowErrorCode.ENGINE_ERROR})
+    chain = [first]
+    for number, code in enumerate(codes):
+        chain.append(retry(world, source, f"retry-{number}", chain[-1], chain[-1].ledger.job(), seconds))
+        work(chain[-1], {20: code, 30: code})
+
+    retries = [house.ledger for house in (chain[2], chain[3], chain[1])]
+    assert in_order(first.ledger, retries) == [house.ledger for house in chain[1:]]
+    export(first.ledger, tmp_path / "all", retries=retries)
+    assert lines_of(tmp_path / "all")[20]["error"]["code"] == codes[-1]
+    with pytest.raises(NotItsRetry, match=f"retry-1.*: holds a retry of {chain[1].ledger.job().id}, not one of"):
+        in_order(first.ledger, [chain[2].ledger, chain[3].ledger])
+
+
+def retry(world: World, source: Path, place: str, before: House, job: Job, seconds: float = 60.0) -> House:
+    """A job of the rows that `before` did not answer, made so many seconds later."""
+    world.clock.sleep(seconds)
     return begin(world, source, place, choose_rows(before.ledger).rows, of=job.id)
 
 
