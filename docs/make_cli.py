@@ -36,8 +36,9 @@ for the `.jsonl` or the `.parquet` files in it.
 `run --deadline 6h` counts from when the job is made: the same command later goes on with the deadline that stands. At
 the deadline, and with `jobs cancel`, the job ends: what is finished is kept, also inside of shards, and each other row
 gets status `expired` or `cancelled`. That is an end like any other (exit code 0, a manifest, and the same command finds
-it); a closing that comes when every row has its result changes nothing, and the job is completed. `jobs cancel` has a
-run that is at the job end it, and else ends the job itself. Another deadline is another order, and is refused.
+it); a closing that comes when every row has its result changes nothing: the job is completed, and `jobs cancel` exits
+with 1. It has a run that is at the job end it, and else ends the job itself. Another deadline is another order, and is
+refused.
 
 `jobs retry OUT --output NEW` makes a job of the rows of OUT that failed, expired or were cancelled, with the input,
 model and settings of OUT. Rows keep their index (`row`) and custom_id. Refusals of the line (`invalid_json`,

@@ -93,8 +93,9 @@ def cancel_job(out: Output, as_json: Json = False, _debug: Debug = False) -> Non
 
     done = cancel_job(_existing(out), read_settings().price_per_hour)
     manifest = done.manifest
-    if done.before and manifest is not None and manifest.status is not JobStatus.CANCELLED:
-        raise UserError(f"{out}: the job has ended already ({manifest.status}), so there is nothing to cancel")
+    if manifest is not None and manifest.status is not JobStatus.CANCELLED:
+        when = "has ended already" if done.before else "ended before it could be cancelled"
+        raise UserError(f"{out}: the job {when} ({manifest.status}), so there is nothing to cancel")
     if as_json:
         status = "cancelling" if manifest is None else manifest.status
         document = None if manifest is None else summary.as_document(manifest, out)
@@ -104,8 +105,6 @@ def cancel_job(out: Output, as_json: Json = False, _debug: Debug = False) -> Non
         return
     if done.before:
         output.say(f"{out}: this job was cancelled before")
-    elif manifest.status is not JobStatus.CANCELLED:
-        output.say(f"{out}: too late to cancel, the job is {manifest.status}")
     output.stderr().print(summary.last_line(manifest.counts, out), markup=False)
 
 
