@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,9 +47,9 @@ class ShardHistory:
         running: row -> its choices, of rows that no attempt finished, each from its first token.
         logged: attempt id -> tokens that it is known to have sampled.
         exposed: attempt id -> the most tokens that its engine sampled between two checkpoints.
-        attempts: all of them, in order.
-        silent: how many of the latest attempts died in a row without having logged anything.
-        cornered: rows that were being computed together, and no others, when the latest attempt died.
+        attempts: all that began, in order.
+        silent: how many of the latest attempts died in a row before they had got any further.
+        cornered: the rows, and no others, that were being computed when the latest attempt died.
         blamed: rows that were being computed alone when an attempt died -> how often.
         keys: of the checkpoints, by attempt id.
     """
@@ -69,18 +69,22 @@ class ShardHistory:
         return frozenset(self.finished["row"].to_pylist())
 
 
-def read_history(ledger: JobLedger, shard: int, *, before: int | None = None) -> ShardHistory:
-    """Read what attempts left (with `before`, only those below that number count as ended). A checkpoint that vanishes
-    or is damaged is passed over, the latter with a warning."""
+def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
+    """Read what attempts left. A checkpoint that vanishes or is damaged is passed over, the latter with a warning."""
     names = _Names.of(ledger, shard)
     by_attempt: dict[str, list[Checkpoint]] = {}
     for attempt_id, keys in names.checkpoints.items():
         found = [checkpoint for key in keys if (checkpoint := _read(ledger, key)) is not None]
         by_attempt[attempt_id] = sorted(found, key=lambda checkpoint: checkpoint.head.sequence)
-    attempts = tuple(record for record in ledger.attempts(shard) if before is None or record.attempt < before)
+    attempts = tuple(ledger.attempts(shard))
+    ended = {record.attempt_id for record in ledger.ended(shard)}
     finished = _finished(by_attempt.values())
     done = frozenset(finished["row"].to_pylist())
-    last_words = {name: _last_words(ledger, notes, by_attempt.get(name, [])) for name, notes in names.notes.items()}
+    last_words = {
+        name: _last_words(ledger, notes, by_attempt.get(name, []))
+        for name, notes in names.notes.items()
+        if name not in ended
+    }
     cornered = last_words.get(attempts[-1].attempt_id, frozenset()) if attempts else frozenset()
     return ShardHistory(
         finished=finished,
@@ -88,8 +92,8 @@ def read_history(ledger: JobLedger, shard: int, *, before: int | None = None) ->
         logged={name: max((p.head.generated for p in found), default=0) for name, found in by_attempt.items()},
         exposed={name: max((p.head.exposed for p in found), default=0) for name, found in by_attempt.items()},
         attempts=attempts,
-        silent=_silent(ledger, shard, attempts, by_attempt),
-        cornered=cornered if len(cornered) > 1 else frozenset(),
+        silent=_silent(attempts, by_attempt.keys() | ended),
+        cornered=cornered,
         blamed=Counter(row for rows in last_words.values() if len(rows) == 1 for row in rows),
         keys={name: tuple(keys) for name, keys in names.checkpoints.items()},
     )
@@ -158,17 +162,10 @@ def _length(choices: Iterable[LoggedChoice]) -> int:
     return sum(len(choice.token_ids) for choice in choices)
 
 
-def _silent(
-    ledger: JobLedger, shard: int, attempts: tuple[AttemptRecord, ...], by_attempt: Mapping[str, list[Checkpoint]]
-) -> int:
-    """How many of the latest attempts left neither a checkpoint nor word that they ended."""
-    ended = {record.attempt_id for record in ledger.ended(shard)}
-    count = 0
-    for attempt in reversed(attempts):
-        if by_attempt.get(attempt.attempt_id) or attempt.attempt_id in ended:
-            break
-        count += 1
-    return count
+def _silent(attempts: tuple[AttemptRecord, ...], heard: Set[str]) -> int:
+    """How many of the latest attempts left neither a checkpoint nor word that they ended. A checkpoint tells that rows
+    got further: there is none without a new token or a finished row, and none in an attempt's first second."""
+    return len(attempts) - max((at for at, record in enumerate(attempts, 1) if record.attempt_id in heard), default=0)
 
 
 def _last_words(ledger: JobLedger, notes: list[str], log: list[Checkpoint]) -> frozenset[int]:

@@ -192,9 +192,9 @@ class JobLedger:
 
     # -- attempts and runs
 
-    def begin_attempt(self, shard: int, make: Callable[[int], AttemptRecord]) -> AttemptRecord:
-        """Record that a shard is tried (once more); `make` gets the attempt's number."""
-        number = 1
+    def begin_attempt(self, shard: int, make: Callable[[int], AttemptRecord], *, first: int = 1) -> AttemptRecord:
+        """Record that a shard is tried (once more); `make` gets the attempt's number, `first` or the next free one."""
+        number = first
         while True:
             record = make(number)
             if self.create(work_key(shard, f"attempt-{number:04d}.json"), record.to_json()):

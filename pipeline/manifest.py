@@ -123,8 +123,8 @@ def build_manifest(
 def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int]:
     """Tokens that were sampled for nothing and are in no part's usage, and a bound for what nobody logged.
 
-    An attempt that died lost what it had sampled since its last checkpoint; attempts of one session died together, and
-    lost at most what an engine samples between two checkpoints.
+    An attempt that died lost what it had sampled since its last durable checkpoint: the interval whose checkpoint was
+    being written, and the one after. Attempts of one session died together.
     """
     repeated, dead = 0, set[str]()
     troubled = ledger.troubled()
@@ -140,7 +140,7 @@ def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int
             repeated += max(0, sampled - summary.accounted.get(name, 0))
             if name != summary.attempt_id and name not in ended:
                 dead.add(attempt.session)
-    return Usage(repeated=repeated), len(dead) * max((part.summary.exposed for part in parts), default=0)
+    return Usage(repeated=repeated), 2 * len(dead) * max((part.summary.exposed for part in parts), default=0)
 
 
 def _run_intervals(ledger: JobLedger, job: Job, parts: Sequence[PartEntry], end: datetime) -> list[Interval]:

@@ -61,7 +61,7 @@ class ShardClient:
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
         self._session = world.random.token(8).hex()
-        self._sequences: dict[str, int] = {}  # attempt id -> notes and checkpoints written
+        self._sequences: dict[str, int] = {}  # attempts that began -> notes and checkpoints written
         self._generated: dict[str, int] = {}  # attempt id -> tokens that its checkpoints tell of
 
     # -- ShardSource
@@ -78,7 +78,7 @@ class ShardClient:
                 continue
             self._hold(task.job, task.shard)
             try:
-                return self._begin(known, task.shard)
+                return self._open(known, task.shard)
             except BaseException:
                 self._let_go(task.job, task.shard)
                 raise
@@ -100,6 +100,21 @@ class ShardClient:
             self._record_end(known.ledger, work, report.generated)
         self._forget(known.ledger, work)
         return won
+
+    def begin(self, work: ShardWork) -> None:
+        """Record the attempt: from here on rows of the shard may be in the engine."""
+        self._jobs[work.job.id].ledger.begin_attempt(
+            work.shard,
+            lambda number: AttemptRecord(
+                attempt=number,
+                attempt_id=work.attempt_id,
+                worker=self.worker,
+                session=self._session,
+                started_at=self._world.clock.now(),
+            ),
+            first=work.attempt,
+        )
+        self._sequences.setdefault(work.attempt_id, 0)
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
         """Make durable what is new."""
@@ -154,23 +169,20 @@ class ShardClient:
             raise LedgerError(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
         return known
 
-    def _begin(self, known: _KnownJob, shard: int) -> ShardWork:
-        now = self._world.clock.now()
-        attempt_id = self._world.random.token(8).hex()
+    def _open(self, known: _KnownJob, shard: int) -> ShardWork:
         data = known.ledger.read_shard(known.shards[shard])
-        record = known.ledger.begin_attempt(
-            shard,
-            lambda number: AttemptRecord(
-                attempt=number, attempt_id=attempt_id, worker=self.worker, session=self._session, started_at=now
-            ),
-        )
-        # The first attempt has nothing behind it, and saves the look.
-        history = ShardHistory() if record.attempt == 1 else read_history(known.ledger, shard, before=record.attempt)
         table = pq.read_table(pa.BufferReader(data))
-        return ShardWork(known.job, shard, record.attempt, attempt_id, table, now, history)
+        attempts = known.ledger.attempts(shard)
+        # The first attempt has nothing behind it, and saves the look.
+        history = read_history(known.ledger, shard) if attempts else ShardHistory()
+        attempt = max((record.attempt for record in attempts), default=0) + 1
+        attempt_id = self._world.random.token(8).hex()
+        return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history)
 
     def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int) -> None:
-        ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
+        """Of an attempt that had begun."""
+        if work.attempt_id in self._sequences:
+            ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
 
     def _forget(self, ledger: JobLedger, work: ShardWork) -> None:
         """Drop what is in the part now: the checkpoints of this attempt and of those it went on from."""

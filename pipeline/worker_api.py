@@ -27,7 +27,7 @@ class ShardWork:
     Attributes:
         job: the whole order; `job.model_named(table["model"])` is the pin that the worker must match or refuse.
         shard: the shard's number, and its part's.
-        attempt: 1, or more when the shard was taken before; goes into `ResultRow.attempt`.
+        attempt: 1, or more when the shard was begun before; goes into `ResultRow.attempt`.
         attempt_id: unique among all attempts ever made; names what this attempt writes.
         table: `schemas.tables.shard_schema(...)`, one row a request, copies included, in the planner's order.
         started_at: when it was taken; aware, UTC.
@@ -106,6 +106,11 @@ class ShardSink(Protocol):
         repeated, and the worker goes on. Either way the shard is no longer held. Raises `PipelineError` when the rows
         are not exactly the shard's, or can't be written.
         """
+        ...
+
+    def begin(self, work: ShardWork) -> None:
+        """Make it durable that the attempt begins: from here on rows of the shard may be in the engine, and a death may
+        be their doing."""
         ...
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.request import Request
+from engine.request import Completion, PartialChoice, Request
 from engine.resumption import resumed_tokens
 from pipeline.worker_api import CheckpointWork, ShardSink
 from schemas.checkpoints import FinishedRows, LoggedChoice
@@ -65,8 +65,14 @@ class Checkpointer:
         self.exposed = 0
 
     def forget(self, request_id: str) -> None:
-        """The row starts again from nothing, or is gone."""
+        """The row is gone."""
         self._rows.pop(request_id, None)
+
+    def keep(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> None:
+        """The row left the engine without its outcome, and will go on from what it has."""
+        logged = self._rows.setdefault(row.request.request_id, LoggedRow(counted=completion.resumed_tokens))
+        shard.unlogged += completion.generated_tokens - logged.counted
+        logged.counted = completion.generated_tokens
 
     def finish(self, shard: OpenShard, row: FinishedRow) -> None:
         """A row has its outcome."""
@@ -91,9 +97,10 @@ class Checkpointer:
         logged = self._rows.get(request.request_id)
         new = self._engine.partial(request, None if logged is None else logged.tokens)
         if logged is None:
-            if not new:
+            resumed = resumed_tokens(request)
+            if _tokens(new) <= resumed:  # it waits for its turn; what it has is in an earlier attempt's log
                 return []
-            logged = self._rows[request.request_id] = LoggedRow(counted=resumed_tokens(request))
+            logged = self._rows[request.request_id] = LoggedRow(counted=resumed)
         choices = []
         for partial in new:
             if partial.index in logged.ended:
@@ -120,7 +127,7 @@ class Checkpointer:
         """On the helper: build the results of what has finished, and make everything durable."""
         for snapshot, envelope in snapshots:
             finished = self.build(snapshot.shard, snapshot.finished, envelope)
-            if final or not snapshot.empty:
+            if not snapshot.empty or (final and snapshot.shard.begun):
                 work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final)
                 self._sink.checkpoint(snapshot.shard.work, work)
 
@@ -141,3 +148,8 @@ class Checkpointer:
         shard.built_rows += rows
         shard.built_usages += costs
         return FinishedRows(rows, costs)
+
+
+def _tokens(choices: Iterable[PartialChoice]) -> int:
+    """Tokens of all of them, end tokens included."""
+    return sum(len(choice.token_ids) + (choice.stop_token_id is not None) for choice in choices)

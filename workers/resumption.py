@@ -9,9 +9,10 @@ import numpy as np
 import structlog
 
 from engine.errors import RequestRefused
-from engine.request import FinishReason, PartialChoice, Request, TokenLogprobs
-from engine.resumption import check_partial
+from engine.request import Completion, FinishReason, PartialChoice, Request, TokenLogprobs
+from engine.resumption import ANSWERED, check_partial
 from schemas.checkpoints import LoggedChoice, LoggedLogprobs
+from workers.rows import PreparedRow
 from workers.translate import StopWatchers
 
 logger = structlog.get_logger(__name__)
@@ -19,7 +20,26 @@ logger = structlog.get_logger(__name__)
 
 def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
     """The request, going on from what was logged of it; from nothing when that doesn't fit it, which is logged."""
-    partial = tuple(_partial(request, choice) for choice in logged)
+    return _go_on(request, tuple(_partial(request, choice) for choice in logged))
+
+
+def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
+    """The row, going on from what its choices had when a step with it failed."""
+    partial = tuple(
+        PartialChoice(
+            choice.index,
+            choice.token_ids,
+            choice.logprobs,
+            choice.finish_reason if choice.finish_reason in ANSWERED else None,
+            choice.stop_token_id,
+        )
+        for choice in completion.choices
+        if len(choice.token_ids) or choice.finish_reason in ANSWERED
+    )
+    return replace(row, request=_go_on(row.request, partial))
+
+
+def _go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
     if request.params.prompt_logprobs is not None:  # they come with choice 0, so that one can't be over already
         partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
     resumed = replace(request, partial=partial)

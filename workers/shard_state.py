@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -21,6 +21,10 @@ from workers.tokenizer import TokenIds
 from workers.translate import PRIORITIES, Generation, JobRules, RowHints, Translator
 
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", "prefix_group", "expected_tokens")
+
+CONDEMNED_AFTER: Final = 2
+"""Deaths of a process that computed one row and no other, after which the row isn't tried any more. Once may be chance:
+somebody pulled the plug just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class OpenShard:
         built_rows, built_usages: results, and what each cost.
         unlogged, generated: tokens sampled for it since the last snapshot, and before.
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
+        begun: it is durable that rows of the shard may be in the engine.
     """
 
     work: ShardWork
@@ -56,6 +61,7 @@ class OpenShard:
     generated: int = 0
     first_start: float | None = None
     last_end: float | None = None
+    begun: bool = False
 
     @classmethod
     def open(cls, shard: PreparedShard) -> OpenShard:
@@ -95,9 +101,9 @@ class ShardReader:
     def prepare(self, work: ShardWork) -> PreparedShard:
         """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
         lines = self._lines(work)
-        blamed = work.history.blamed
         for line in lines:
-            if deaths := blamed.get(line.names[0].row):
+            deaths = work.history.blamed.get(line.names[0].row, 0)
+            if deaths >= CONDEMNED_AFTER:
                 line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
         translator = Translator(self.model.tokenizer, self.model.limits, self._rules(work))
         for line in lines:
@@ -197,8 +203,9 @@ class ShardReader:
 
 def died_alone(times: int) -> str:
     """Why a row is not tried any more."""
-    often = "once" if times == 1 else f"{times} times"
-    return f"the process died ({often}) while it computed this row and no other; see the system's log for the reason"
+    return (
+        f"the process died {times} times while it computed this row and no other; see the system's log for the reason"
+    )
 
 
 def _parse(url: str, data: str) -> Generation:

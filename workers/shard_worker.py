@@ -1,19 +1,19 @@
 """The worker's loop: keeps the engine full from several shards at once, and commits each shard when its last row ends.
 
-Two threads. This one steps the engine and does nothing that waits. The helper does all the rest, one task after the
-other: takes a shard and tokenizes it while the engine computes, builds results, commits parts, sends heartbeats. So
-source and sink are used by one thread only, and at most `max_open_shards` shards and one prepared one are in memory.
+Three threads. This one steps the engine and does nothing that waits. A reader takes the next shard and tokenizes it
+meanwhile. A helper does all that writes, one task after the other: logs what is new every second or so, builds results,
+commits parts, sends heartbeats; preparing a shard may take seconds, and must not hold those up. At most
+`max_open_shards` shards and one prepared one are in memory.
 
-What is new is logged every second or so. A shard whose attempts keep dying without a word is taken with care: the rows
-that would run first are computed apart, and noted durably before. If that is their attempt's last word, they are tried
-one by one; the one that dies alone is not tried again.
+A shard whose attempts keep dying before they get any further is taken with care: the rows that would run first are
+computed apart, and noted durably before. If that is their attempt's last word, they are tried one by one; the one that
+dies alone, twice, is not tried again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -40,13 +40,10 @@ from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
 from workers.rows import ComputedRow, PreparedRow, RefusedRow
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
-from workers.suspects import Suspects
+from workers.trials import Member, Trials
 
 IDLE_SECONDS: Final = 0.02
 """Pause between looks when there is nothing to compute."""
-
-SUSPECT_AFTER: Final = 2
-"""Attempts in a row that died before their first checkpoint, after which a shard's rows are tried apart."""
 
 logger = structlog.get_logger(__name__)
 
@@ -61,7 +58,8 @@ class WorkerSettings:
         max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
         watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
         report_seconds: between two calls of the observer.
-        checkpoint_seconds: between two checkpoints; 0: after each step, infinite: only when it is told to stop.
+        checkpoint_seconds: between two checkpoints, and before the first; 0: after each step, infinite: only when it is
+            told to stop.
     """
 
     request_timeout: float | None = None
@@ -84,7 +82,7 @@ class ShardWorker:
         observer: WorkerObserver | None = None,
         helper: Executor | None = None,
     ) -> None:
-        """`helper` replaces the helper thread; one that runs tasks at once makes the worker deterministic."""
+        """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic."""
         self._model = model
         self._engine = model.engine
         self._source = source
@@ -101,17 +99,17 @@ class ShardWorker:
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
-        self._suspects = Suspects()
-        self._owner: dict[str, OpenShard] = {}
+        self._trials = Trials(model.max_num_seqs)
         self._preparing: Future[PreparedShard | None] | None = None
         self._prepared: PreparedShard | None = None  # waits until there is too little left to do
         self._committing: dict[Future[bool], ShardWork] = {}
         self._beating: Future[frozenset[str]] | None = None
+        self._beginning: tuple[OpenShard, Future[None]] | None = None
         self._logging: Future[None] | None = None
-        self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._source_finished = False
         self._counts = WorkerCounts()
-        self._next_look = self._next_beat = self._next_report = self._next_log = 0.0
+        self._next_look = self._next_beat = self._next_report = 0.0
+        self._next_log: float | None = None  # None: nothing is being computed
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:
         """Work until the source is finished, or until `stop` is set; unfinished shards are then given back.
@@ -122,6 +120,7 @@ class ShardWorker:
             PipelineError: a part can't be written, or a shard can't be read.
         """
         helper = self._given_helper or ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-helper")
+        reader = self._given_helper or ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-reader")
         stopped = False
         try:
             while not self._finished:
@@ -129,9 +128,13 @@ class ShardWorker:
                 if stopped:
                     self._drain(helper)
                     break
-                self._turn(helper)
+                self._turn(helper, reader)
+        except Exception:
+            self._abandon(helper)
+            raise
         finally:
             if self._given_helper is None:
+                reader.shutdown(wait=True, cancel_futures=True)
                 helper.shutdown(wait=True, cancel_futures=True)
         progress = self._progress(stopped)
         if self._observer is not None:
@@ -142,33 +145,38 @@ class ShardWorker:
     def _finished(self) -> bool:
         return self._source_finished and not (self._shards or self._prepared or self._preparing or self._committing)
 
-    def _turn(self, helper: Executor) -> None:
+    def _turn(self, helper: Executor, reader: Executor) -> None:
         """One turn of the loop: at most one step of the engine."""
         self._collect(helper)
-        self._fetch_ahead(helper)
+        self._fetch_ahead(reader)
         self._feed(helper)
         if self._engine.has_work:
             self._step()
-        elif not self._suspects and (self._preparing or self._committing or not self._shards):
-            self._clock.sleep(IDLE_SECONDS)
+        elif not self._trials:
+            if not (self._preparing or self._beginning):
+                self._finish(self._trials.verdicts())
+            if self._preparing or self._beginning or self._committing or not self._shards:
+                self._clock.sleep(IDLE_SECONDS)
         self._commit_done(helper)
         self._log(helper)
         self._tell(helper)
 
-    def _fetch_ahead(self, helper: Executor) -> None:
+    def _fetch_ahead(self, reader: Executor) -> None:
         """Open the prepared shard when there is too little left to do, and have the one after it fetched and prepared
         meanwhile: preparing takes time, in which the engine should not run dry."""
         room = len(self._shards) < self._settings.max_open_shards
         ready = sum(len(shard.waiting) for shard in self._shards) + self._engine.num_waiting
         if self._prepared is not None and room and ready < self._watermark:
             shard, self._prepared = self._prepared, None
-            self._open(shard)
+            opened = OpenShard.open(shard)
+            self._shards.append(opened)
+            self._trials.open(opened)
         idle = self._preparing is None and self._prepared is None
         if idle and not self._source_finished and self._clock.monotonic() >= self._next_look:
-            self._preparing = helper.submit(self._fetch)
+            self._preparing = reader.submit(self._fetch)
 
     def _fetch(self) -> PreparedShard | None:
-        """On the helper: the next shard, prepared, or None when there is none now."""
+        """On the reader: the next shard, prepared, or None when there is none now."""
         work = self._source.take(0.0)
         if work is None:
             self._source_finished = self._source.finished()
@@ -176,7 +184,7 @@ class ShardWorker:
         return self._reader.prepare(work)
 
     def _collect(self, helper: Executor) -> None:
-        """Take over what the helper has done; its exceptions surface here."""
+        """Take over what the other threads have done; their exceptions surface here."""
         if self._preparing is not None and self._preparing.done():
             shard, self._preparing = self._preparing.result(), None
             if shard is None:
@@ -200,53 +208,40 @@ class ShardWorker:
                 self._unprepare()
                 self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
 
-    def _open(self, prepared: PreparedShard) -> None:
-        shard = OpenShard.open(prepared)
-        self._shards.append(shard)
-        work = prepared.work
-        cornered = [row for row in shard.waiting if row.names[0].row in work.history.cornered]
-        if cornered:
-            groups = [[row] for row in cornered]
-            shard.waiting = deque(row for row in shard.waiting if row.names[0].row not in work.history.cornered)
-        elif work.history.silent >= SUSPECT_AFTER and shard.waiting:
-            count = min(len(shard.waiting), self._model.max_num_seqs)
-            groups = [[shard.waiting.popleft() for _ in range(count)]]
-        else:
-            return
-        self._owner.update((row.request.request_id, shard) for group in groups for row in group)
-        self._suspects.suspect(groups)
-        rows = sum(map(len, groups))
-        logger.warning(
-            "attempts died: rows are tried apart", job=work.job.id, shard=work.shard, rows=rows, alone=bool(cornered)
-        )
-
     def _feed(self, helper: Executor) -> None:
         """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
-        if self._suspects:
+        if self._trials:
             if not self._engine.has_work:
-                group = self._suspects.next_group()
-                owners = [self._owner.pop(row.request.request_id) for row in group]
-                self._note(group, owners, helper)
-                for shard, row in zip(owners, group, strict=True):
-                    self._add(shard, row)
+                self._try_apart(self._trials.next_group(), helper)
             return
-        if self._noted:
-            self._note((), (), helper)
+        self._try_apart((), helper)
         for shard in self._shards:
+            if shard.waiting and self._engine.num_waiting < self._ahead and not self._has_begun(shard, helper):
+                break
             while shard.waiting and self._engine.num_waiting < self._ahead:
                 self._add(shard, shard.waiting.popleft())
 
-    def _note(self, group: Sequence[PreparedRow], owners: Sequence[OpenShard], helper: Executor) -> None:
-        """Make durable what is tried apart, for the shards whose attempts have died; or that nothing is any more."""
-        noted = {
-            shard.work.attempt_id: shard for shard in owners if shard.work.history.silent or shard.work.history.cornered
-        }
-        for attempt_id, shard in (self._noted | noted).items():
-            rows = [row.names[0].row for row, owner in zip(group, owners, strict=True) if owner is shard]
+    def _has_begun(self, shard: OpenShard, helper: Executor) -> bool:
+        """Whether it is durable that the shard is begun; if not, it is being written."""
+        if self._beginning is not None and self._beginning[1].done():
+            self._beginning[1].result()
+            self._beginning[0].begun = True
+            self._beginning = None
+        if not shard.begun and self._beginning is None:
+            self._beginning = shard, helper.submit(self._sink.begin, shard.work)
+            return self._beginning[1].done() and self._has_begun(shard, helper)
+        return shard.begun
+
+    def _try_apart(self, group: Sequence[Member], helper: Executor) -> None:
+        """Compute these and no others, once that is durable."""
+        for shard, _ in group:
+            if not shard.begun:
+                helper.submit(self._sink.begin, shard.work).result()
+                shard.begun = True
+        for shard, rows in self._trials.notes(group):
             helper.submit(self._sink.note, shard.work, rows).result()
-            if not rows:
-                del self._noted[attempt_id]
-        self._noted |= noted
+        for shard, row in group:
+            self._add(shard, row)
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         request = row.request
@@ -264,17 +259,19 @@ class ShardWorker:
             self._counts = self._counts.with_refused(len(row.names))
         else:
             self._running[request.request_id] = (shard, row)
+            if self._next_log is None:
+                self._next_log = self._clock.monotonic() + self._settings.checkpoint_seconds
 
     def _step(self) -> None:
-        before = self._engine.stats().steps if self._suspects.alarmed else 0
+        before = self._engine.stats().steps if self._trials.alarmed else 0
         try:
             completions = self._engine.step()
         except EngineError as error:
             logger.error("step failed", reason=str(error), running=self._engine.num_running)
-            self._suspects.step_failed(str(error))
+            self._trials.step_failed(str(error))
             return
-        if self._suspects.alarmed and self._engine.stats().steps > before:
-            self._suspects.step_worked()
+        if self._trials.alarmed and self._engine.stats().steps > before:
+            self._finish(self._trials.step_worked())
         for completion in completions:
             self._end(completion)
 
@@ -284,13 +281,17 @@ class ShardWorker:
         if found is None:  # its shard was given back
             return
         shard, row = found
-        error = failure_of(completion)
-        if error is not None and self._suspects.take(row, completion.error):
-            self._owner[completion.request_id] = shard
-            self._checkpointer.forget(completion.request_id)
-            return
-        self._checkpointer.finish(shard, ComputedRow(row, completion))
-        self._counts = self._counts.with_computed(len(row.names), completion, error is not None)
+        if failure_of(completion) is not None and self._trials.take(shard, row, completion):
+            self._checkpointer.keep(shard, row, completion)
+        else:
+            self._finish([(shard, ComputedRow(row, completion))])
+
+    def _finish(self, ended: Iterable[tuple[OpenShard, ComputedRow]]) -> None:
+        """These rows have their outcome."""
+        for shard, row in ended:
+            self._checkpointer.finish(shard, row)
+            failed = failure_of(row.completion) is not None
+            self._counts = self._counts.with_computed(len(row.prepared.names), row.completion, failed)
 
     def _commit_done(self, helper: Executor) -> None:
         for shard in [shard for shard in self._shards if shard.done]:
@@ -315,8 +316,10 @@ class ShardWorker:
 
     def _log(self, helper: Executor) -> None:
         """Have what is new made durable, when it is time."""
+        if not self._shards:
+            self._next_log = None
         now = self._clock.monotonic()
-        if self._logging is None and now >= self._next_log and self._shards:
+        if self._logging is None and self._next_log is not None and now >= self._next_log:
             self._next_log = now + self._settings.checkpoint_seconds
             self._logging = self._submit_log(self._shards, helper, final=False)
 
@@ -334,19 +337,24 @@ class ShardWorker:
         """Log what there is of these shards, forget them, and let others have them."""
         self._submit_log(shards, helper, final=True).result()
         gone = {id(shard) for shard in shards}
-        dropped = {name for name, (shard, _) in self._running.items() if id(shard) in gone}
-        for request_id in dropped:
+        for request_id in [name for name, (shard, _) in self._running.items() if id(shard) in gone]:
             self._engine.cancel(request_id)
             self._checkpointer.forget(request_id)
             del self._running[request_id]
-        suspects = {name for name, shard in self._owner.items() if id(shard) in gone}
-        self._suspects.drop(suspects)
-        for name in suspects:
-            del self._owner[name]
+        self._trials.drop(shards)
         for shard in shards:
             self._shards.remove(shard)
-            self._noted.pop(shard.work.attempt_id, None)
             helper.submit(self._sink.release, shard.work, shard.generated).result()
+
+    def _abandon(self, helper: Executor) -> None:
+        """The run ends with an error, which is no row's doing: have the attempts say that they ended, if they still
+        can, so that nobody takes them for dead."""
+        try:
+            self._submit_log(self._shards, helper, final=True).result()
+            for shard in self._shards:
+                helper.submit(self._sink.release, shard.work, shard.generated).result()
+        except Exception as error:  # noqa: BLE001 - the run ends with what failed first; this is most often the same
+            logger.warning("what was computed last could not be logged", why=str(error))
 
     def _wall(self, seconds: float) -> datetime:
         """UTC of a time on the engine's clock."""

@@ -54,13 +54,15 @@ class Suspects:
         """A step computed something."""
         self._lone_failures = 0
 
+    def concerns(self, error: str | None) -> bool:
+        """Whether a step failed with this, which any row of it may have caused."""
+        return error in self._reasons
+
     def take(self, row: PreparedRow, error: str | None) -> bool:
-        """Whether the row, ended by `error`, is to be tried again; False: the error stands.
+        """Whether the row, ended by a failed step, is to be tried again; False: it failed alone.
 
         Raises `BrokenEngineError` when too many rows failed alone without a step that worked.
         """
-        if error not in self._reasons:
-            return False
         if row.request.request_id != self._alone:
             self._fresh.append(row)
             return True

@@ -54,14 +54,39 @@ def test_a_shard_comes_with_all_that_is_needed_and_is_held(bench: Bench) -> None
     assert (work.job, work.shard, work.attempt) == (bench.ledger.job(), 1, 1)
     assert work.table["row"].to_pylist() == [4, 1, 2], "the planner's order"
     assert bench.beats.held() == {(bench.job, 1)}
-    assert [record.attempt_id for record in bench.ledger.attempts(1)] == [work.attempt_id]
+    assert bench.ledger.attempts(1) == [], "nothing of it has been in an engine yet"
+
+
+def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    first, second = bench.take(one), bench.take(two)
+    assert first is not None
+    assert second is not None
+    one.begin(first)
+    two.begin(second)
+    assert [(record.attempt, record.attempt_id) for record in bench.ledger.attempts(1)] == [
+        (1, first.attempt_id),
+        (2, second.attempt_id),
+    ]
+    third = bench.take(bench.client("three"))
+    assert third is not None
+    assert third.attempt == 3
+    assert third.history.silent == 2
+    one.release(first, 0)
+    two.release(second, 5)
+    assert [(record.attempt_id, record.generated) for record in bench.ledger.ended(1)] == sorted(
+        [(first.attempt_id, 0), (second.attempt_id, 5)]
+    )
 
 
 def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    mine, yours = bench.take(one), bench.take(two)
+    mine = bench.take(one)
     assert mine is not None
+    one.begin(mine)
+    yours = bench.take(two)
     assert yours is not None
+    two.begin(yours)
     assert (mine.attempt, yours.attempt) == (1, 2)
     assert two.commit(yours, computed(yours, mark=" of two"), report(yours)) is True
     stands = bench.world.store.read(part_key(1))
@@ -92,9 +117,15 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
     assert bench.take(client) is None, "held"
     client.release(work, 0)
     assert bench.beats.held() == set()
+    assert bench.ledger.ended(1) == [], "it had not begun"
     again = bench.take(client)
     assert again is not None
-    assert again.attempt == 2
+    assert again.attempt == 1
+    client.begin(again)
+    client.release(again, 0)
+    later = bench.take(client)
+    assert later is not None
+    assert (later.attempt, later.history.silent) == (2, 0)
 
 
 def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(bench: Bench) -> None:

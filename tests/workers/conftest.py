@@ -152,6 +152,7 @@ class MemorySink:
         self.parts: dict[int, list[ResultRow]] = {}
         self.reports: dict[int, ShardReport] = {}
         self.usages: dict[int, Usage] = {}
+        self.begun: list[int] = []
         self.released: list[int] = []
         self.held: list[list[int]] = []
         self.closing: frozenset[str] = frozenset()
@@ -170,6 +171,9 @@ class MemorySink:
         assert work.shard not in self.parts
         self.parts[work.shard] = sorted(rows, key=lambda row: row.row)
         return True
+
+    def begin(self, work: ShardWork) -> None:
+        self.begun.append(work.shard)
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
         """Through the bytes, as a real one."""

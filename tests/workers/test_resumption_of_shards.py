@@ -26,6 +26,7 @@ from pipeline.worker_api import ShardWork
 from schemas.job import JobSettings, Manifest, ModelPin, PlanSettings
 from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import MemoryStore, simulated_world
+from workers.errors import BrokenEngineError
 from workers.model_host import LoadedModel
 from workers.progress import WorkerProgress
 from workers.shard_worker import ShardWorker, WorkerSettings
@@ -245,36 +246,95 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
     assert manifest.usage.completion == whole.usage.completion
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 10, 22])
 def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
-    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+    tokens: int, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
 ) -> None:
+    # Given steps of 50 ms, a log each second, and a row that ends the process at its so-manieth token
     world = begin(tmp_path, requests, "world")
-    poison, lives = 5, 0
+    poison, lives = 19, 0
     manifest = None
     while manifest is None:
-        model = load()
-        add, step, seen = model.engine.add, model.engine.step, list[bool]()
-
-        def watched(request: Any, add: Any = add, seen: Any = seen) -> None:
-            seen.append(request.request_id.endswith(f"/{poison}"))
-            add(request)
-
-        def deadly(step: Any = step, seen: Any = seen) -> Any:
-            if any(seen):
-                raise Killed
-            return step()
-
-        engine = Wrapped(model.engine, watched, deadly)
         lives += 1
-        assert lives < 12, "the poison is never found"
-        manifest = work_on(world, replace(model, engine=engine), float("inf"), kit)
+        assert lives < 15, "the poison is never found"
+        model = poisoned(load(), poison, tokens, world)
+        manifest = work_on(world, model, float("inf"), kit, checkpoint_seconds=1.0)
 
     failed = [row for row in rows_with_errors(world) if row["status"] == "failed"]
     assert [(row["row"], row["error_code"]) for row in failed] == [(poison, "engine_error")]
-    assert "died" in failed[0]["error_message"]
+    assert "died 2 times" in failed[0]["error_message"]
     assert manifest.counts.succeeded == ROWS - 1
-    assert lives <= 6
-    assert read_history(JobLedger(world.store), 1).attempts
+    assert lives <= 12, "three shards die together, and each is suspected"
+
+
+def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> LoadedModel:
+    """The process dies at the so-manieth token of the row."""
+    add, step, since = model.engine.add, model.engine.step, list[int]()
+
+    def watched(request: Any) -> None:
+        if request.request_id.endswith(f"/{poison}"):
+            since.append(sum(len(choice.token_ids) for choice in request.partial))
+        add(request)
+
+    def deadly() -> Any:
+        world.clock.sleep(0.05)
+        if since:
+            since[0] += 1
+            if since[0] >= tokens:
+                raise Killed
+        return step()
+
+    return replace(model, engine=Wrapped(model.engine, watched, deadly))  # type: ignore[arg-type]
+
+
+def test_given_kills_while_a_shard_waits_for_its_turn_then_it_is_not_taken_for_deadly(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given lives that end early, in which the later shards are taken and prepared, but none of their rows let in
+    world = begin(tmp_path, requests, "world")
+    ledger = JobLedger(world.store)
+    for _ in range(4):
+        assert work_on(world, load(), 3, kit, checkpoint_seconds=1.0, request_timeout=1e6, max_open_shards=3) is None
+    # Then those are not suspected
+    assert [read_history(ledger, shard).silent for shard in (1, 2, 3)] == [4, 0, 0]
+
+
+def test_given_a_run_that_ends_with_an_error_when_it_goes_on_then_no_row_is_suspected(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given engines that fail with everything, so that row after row fails alone
+    unbroken, world = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "world")
+    work_on(unbroken, load(), float("inf"), kit)
+    for good in (0, 3, 6):
+        model = load()
+        broken = Wrapped(model.engine, model.engine.add, failing(model.engine, good, world))
+        with pytest.raises(BrokenEngineError):
+            work_on(world, replace(model, engine=broken), float("inf"), kit, checkpoint_seconds=0)  # type: ignore[arg-type]
+    history = read_history(JobLedger(world.store), 1)
+    assert history.attempts
+    assert (history.silent, history.cornered, history.blamed) == (0, frozenset(), {})
+    # Then, with a sound one, it ends as if nothing had been
+    assert work_on(world, load(), float("inf"), kit) is not None
+    assert rows_of(world) == rows_of(unbroken)
+
+
+def failing(engine: Any, good: int, world: World) -> Callable[[], Any]:
+    """Steps of which only the first few succeed; what fails takes a second."""
+    execute, steps = engine._runner.execute, 0
+
+    def fail(plan: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > good:
+            world.clock.sleep(1.0)
+            raise RuntimeError("the device said no")
+        return execute(plan)
+
+    def step() -> Any:
+        engine._runner.execute = fail
+        return engine.step()
+
+    return step
 
 
 class Wrapped:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
+from pipeline.adapters.system import SystemClock
 from pipeline.ports import PipelineError
 from pipeline.worker_api import ShardWork
 from schemas.errors import RowErrorCode
@@ -214,6 +216,57 @@ def test_a_poisoned_row_fails_alone(host: Any, work_off: Any, kit: Any) -> None:
         assert sink.rows[row].completion_tokens == 4
 
 
+def test_after_a_failed_step_rows_go_on_from_what_they_had(host: Any, work_off: Any, kit: Any) -> None:
+    # Given a step that fails once, late, and a log of each step
+    bodies = [kit.completion(f"row {row}", max_tokens=20 + row, n=1 + row % 2, temperature=0.9) for row in range(6)]
+    bodies[4] = kit.completion("row 4", max_tokens=30, n=2, stop=["q", "e"], temperature=1.0)
+    steps = 0
+
+    def fails_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 15:
+            raise RuntimeError("the device said no")
+
+    for settings in (WorkerSettings(checkpoint_seconds=0), WorkerSettings(checkpoint_seconds=1e9)):
+        steps = 0
+        model, _ = host(on_step=fails_once)
+        clean, _ = host()
+        _, sink = work_off(model, [kit.make_work(bodies)], settings=settings)
+        _, expected = work_off(clean, [kit.make_work(bodies)], settings=settings)
+        # Then no token is sampled twice, all answers are as they would have been, and logs never start again
+        assert {row: r.text for row, r in sink.rows.items()} == {row: r.text for row, r in expected.rows.items()}
+        assert sink.reports[1].generated == sink.usages[1].completion == expected.usages[1].completion
+        assert model.engine.stats().generated == expected.usages[1].completion
+        reached: dict[tuple[int, int], int] = {}
+        for point in sink.checkpoints.get(1, []):
+            for choice in point.running:
+                key = choice.row, choice.choice
+                assert choice.start == reached.get(key, 0)
+                reached[key] = choice.start + len(choice.token_ids)
+
+
+def test_rows_that_fail_alone_are_held_back_until_the_engine_has_shown_that_it_works(host: Any, kit: Any) -> None:
+    # Given an engine that fails with everything, slowly, and a log of each step, then nothing says that a row failed
+    clock = kit.FakeClock()
+    model, _ = host(poison=ALWAYS, clock=clock, on_step=lambda: clock.sleep(1.0))
+    sink = kit.MemorySink()
+    source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(8)])])
+    worker = ShardWorker(model, source, sink, clock, WorkerSettings(checkpoint_seconds=0), helper=kit.InlineHelper())
+    with pytest.raises(BrokenEngineError):
+        worker.run()
+    assert not [row for point in sink.checkpoints.get(1, []) for row in point.finished["row"].to_pylist()]
+    assert sink.released == [1], "the attempt says that it ended"
+
+
+def test_a_single_row_that_fails_is_a_failed_row(host: Any, work_off: Any, kit: Any) -> None:
+    # Given nothing that could show whether it is the engine
+    model, _ = host(poison=POISON)
+    progress, sink = work_off(model, [kit.make_work([kit.completion([POISON, 50], max_tokens=4)])])
+    assert progress.counts.failed == 1
+    assert sink.rows[0].error_code == RowErrorCode.ENGINE_ERROR
+
+
 def test_two_poisoned_rows_fail_and_the_rest_goes_on(host: Any, work_off: Any, kit: Any) -> None:
     model, _ = host(poison=POISON)
     bodies = [kit.completion(f"row {row}", max_tokens=4) for row in range(20)]
@@ -351,6 +404,29 @@ def test_threads_change_no_answer(host: Any, work_off: Any, kit: Any) -> None:
         return {row: (result.text, result.completion_tokens) for row, result in sink.rows.items()}
 
     assert run(helper=None) == run()
+
+
+def test_a_shard_that_takes_long_to_prepare_holds_up_no_log(host: Any, kit: Any) -> None:
+    # Given a second shard that can't be had before something of the first is logged, and the heart has beaten
+    logged = threading.Event()
+
+    class Sink(kit.MemorySink):  # type: ignore[misc]
+        def checkpoint(self, *args: Any) -> None:
+            super().checkpoint(*args)
+            logged.set()
+
+    class Slow(kit.ListSource):  # type: ignore[misc]
+        def take(self, timeout: float) -> ShardWork | None:
+            if self.taken:
+                assert logged.wait(30), "the log waits for the shard"
+            work: ShardWork | None = super().take(timeout)
+            return work
+
+    model, _ = host(clock=SystemClock(), on_step=lambda: time.sleep(0.001))
+    shards = [kit.make_work([kit.chat(max_tokens=200)], shard=n, first_row=n) for n in (1, 2)]
+    sink = Sink()
+    ShardWorker(model, Slow(shards), sink, SystemClock(), WorkerSettings(checkpoint_seconds=0.02)).run()
+    assert sorted(sink.parts) == [1, 2]
 
 
 def test_stop_strings_reach_into_the_engine(host: Any, work_off: Any, kit: Any) -> None:

@@ -1,0 +1,125 @@
+"""Rows tried apart from all others, because a step with them failed or the process died with them.
+
+`Suspects` decides which rows go together; here is known which shards they belong to, what must be noted durably before
+they are tried, and which rows have failed alone. Such a row's outcome is held back until a step works with others: if
+none does, the engine is broken, and nobody is to blame.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from engine.request import Completion
+from workers.resumption import resume_failed
+from workers.rows import ComputedRow, PreparedRow
+from workers.shard_state import OpenShard
+from workers.suspects import Suspects
+
+SUSPECT_AFTER: Final = 2
+"""Attempts in a row that died before they had got any further, after which a shard's rows are tried apart."""
+
+Member = tuple[OpenShard, PreparedRow]
+
+logger = structlog.get_logger(__name__)
+
+
+class Trials:
+    """What is tried apart; meanwhile nothing else should enter the engine.
+
+    Args:
+        max_num_seqs: rows that the engine runs together, which are tried together first.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._suspects = Suspects()
+        self._owner: dict[str, OpenShard] = {}
+        self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
+        self._verdicts: list[tuple[OpenShard, ComputedRow]] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are rows to try."""
+        return bool(self._suspects)
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether it matters that the next step works."""
+        return self._suspects.alarmed
+
+    def open(self, shard: OpenShard) -> None:
+        """Take out of the shard's waiting rows those that may have ended its earlier attempts' processes."""
+        history = shard.work.history
+        cornered = [row for row in shard.waiting if row.names[0].row in history.cornered]
+        if cornered:
+            groups = [[row] for row in cornered]
+            shard.waiting = deque(row for row in shard.waiting if row.names[0].row not in history.cornered)
+        elif history.silent >= SUSPECT_AFTER and shard.waiting:
+            count = min(len(shard.waiting), self._max_num_seqs)
+            groups = [[shard.waiting.popleft() for _ in range(count)]]
+        else:
+            return
+        self._owner.update((row.request.request_id, shard) for group in groups for row in group)
+        self._suspects.suspect(groups)
+        rows, work = sum(map(len, groups)), shard.work
+        logger.warning(
+            "attempts died: rows are tried apart", job=work.job.id, shard=work.shard, rows=rows, alone=bool(cornered)
+        )
+
+    def next_group(self) -> list[Member]:
+        """The rows to try next, together; to be called when the engine is empty."""
+        return [(self._owner.pop(row.request.request_id), row) for row in self._suspects.next_group()]
+
+    def notes(self, group: Sequence[Member]) -> list[tuple[OpenShard, list[int]]]:
+        """What must be durable before the group is tried (none: before anything else is): for each shard whose attempts
+        have died, the rows that are computed, and no others."""
+        due = dict(self._noted)
+        for shard, _ in group:
+            history = shard.work.history
+            if history.silent or history.cornered:
+                due[shard.work.attempt_id] = shard
+        notes = [(shard, [row.names[0].row for owner, row in group if owner is shard]) for shard in due.values()]
+        self._noted = {shard.work.attempt_id: shard for shard, rows in notes if rows}
+        return notes
+
+    def step_failed(self, reason: str) -> None:
+        """A step raised; completions whose error is `reason` are suspects."""
+        self._suspects.step_failed(reason)
+
+    def step_worked(self) -> list[tuple[OpenShard, ComputedRow]]:
+        """A step computed something: those that failed alone did so by themselves, and are returned with that."""
+        self._suspects.step_worked()
+        return self.verdicts()
+
+    def verdicts(self) -> list[tuple[OpenShard, ComputedRow]]:
+        """The rows that failed alone, when there is nothing left that could tell whether it was the engine."""
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def take(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> bool:
+        """Whether the failed row is kept here, to be tried again or because it has failed alone; False: its outcome
+        stands. Raises `BrokenEngineError` when too many rows failed alone without a step that worked."""
+        if not self._suspects.concerns(completion.error):
+            return False
+        if self._suspects.take(resume_failed(row, completion), completion.error):
+            self._owner[completion.request_id] = shard
+        else:
+            self._verdicts.append((shard, ComputedRow(row, completion)))
+        return True
+
+    def drop(self, shards: Iterable[OpenShard]) -> None:
+        """Forget what belongs to these shards."""
+        gone = {id(shard) for shard in shards}
+        rows = {name for name, shard in self._owner.items() if id(shard) in gone}
+        self._suspects.drop(rows)
+        for name in rows:
+            del self._owner[name]
+        self._noted = _without(self._noted, gone)
+        self._verdicts = [verdict for verdict in self._verdicts if id(verdict[0]) not in gone]
+
+
+def _without(noted: Mapping[str, OpenShard], gone: set[int]) -> dict[str, OpenShard]:
+    return {name: shard for name, shard in noted.items() if id(shard) not in gone}
