@@ -72,4 +72,4 @@ def test_given_the_wheel_when_its_metadata_is_read_then_licence_and_command_are_
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
 
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "tokenmill = tokenmill.cli:main" in wheel.read(entry_points).decode()
+    assert "tokenmill = tokenmill.__main__:main" in wheel.read(entry_points).decode()

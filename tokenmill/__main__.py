@@ -1,9 +1,31 @@
-"""`python -m tokenmill`."""
+"""`python -m tokenmill`, and the command `tokenmill`.
+
+Importing the command line takes most of a short command's time. So it happens where Ctrl-C is an ending like any other
+already, and nothing that takes long is imported before.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from tokenmill.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; the process's exit code."""
+    try:
+        import signal
+
+        from tokenmill.errors import interrupt
+
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
+            signal.signal(signal.SIGINT, interrupt)
+
+        from tokenmill.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130  # EXIT_INTERRUPTED, which may not be there yet
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001  # the last floor: whatever arrives here is told, never lost
         return _failed(error, debug="--debug" in given)
+    if code == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt in a command
+        say("interrupted")
     return code if isinstance(code, int) else EXIT_OK
 
 

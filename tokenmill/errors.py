@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -26,3 +28,13 @@ class Interrupted(UserError):
     """Raised when the user stopped a run; what was committed stays."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+class Interruption(KeyboardInterrupt):
+    """Ctrl-C. A plain `KeyboardInterrupt` that has passed through text given to `exec` (as many libraries do while they
+    are imported) makes Python end the process by the signal, whatever has caught it since; this one has it exit."""
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> None:
+    """What to do about SIGINT when there is nothing to be finished first."""
+    raise Interruption

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from tokenmill import output
-from tokenmill.errors import Interrupted, UserError
+from tokenmill.errors import Interrupted, Interruption, UserError
 
 if TYPE_CHECKING:
     from tokenmill.tracker import RunTracker
@@ -54,7 +54,7 @@ def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set() or not tracker.is_computing:
-            raise KeyboardInterrupt
+            raise Interruption
         stop.set()
         output.say("stopping after this step; once more to stop at once")
 
