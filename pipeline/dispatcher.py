@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from pipeline.active import tidy
 from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
@@ -129,11 +130,13 @@ class Dispatcher:
         self._outcomes: dict[str, Manifest] = {}
 
     def add(self, ledger: JobLedger) -> None:
-        """Take a job up; raises `JobNotFound`. A job that has ended is only remembered."""
+        """Take a job up; raises `JobNotFound`. A job that has ended is only remembered, and what it needs no more is
+        removed if that was interrupted."""
         job = ledger.job()
         manifest = ledger.manifest()
         if manifest is not None:
             self._outcomes[job.id] = manifest
+            tidy(ledger)
         elif job.id not in self._jobs:
             self._jobs[job.id] = _OpenJob(ledger, job)
 
@@ -323,6 +326,7 @@ class Dispatcher:
         self._events.emit(_status_event(progress))
         self._outcomes[job.id] = manifest
         del self._jobs[job.id]
+        tidy(open_job.ledger)
 
 
 def _progress_event(progress: Progress, name: str) -> ProgressMade:

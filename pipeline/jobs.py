@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from pipeline.ledger import JOB, JobLedger, JobNotFound
+from pipeline.active import open_jobs
+from pipeline.ledger import JOB, JOBS, JobLedger, JobNotFound
 from pipeline.manifest import Tally
 from pipeline.ports import ObjectStore, PipelineError
 from pipeline.results import read_part
 from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment, Usage
-
-JOBS = "jobs/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,11 @@ def find_ledger(store: ObjectStore, job: str | None = None) -> JobLedger:
     """The ledger of job `job`, or of the only job there. Raises `JobNotFound`."""
     found = None
     for ledger in find_ledgers(store):
-        name = ledger.prefix.removeprefix(JOBS).rstrip("/")
         if job is None:
             if found is not None:
                 raise JobNotFound(f"{store.locate('')}: holds several jobs; name one (`jobs list` shows them)")
             found = ledger
-        elif name == job or (not name and ledger.job().id == job):
+        elif ledger.name == job or (not ledger.in_root and ledger.job().id == job):
             return ledger
     if found is None:
         what = "no job" if job is None else f"no job {job}"
@@ -65,14 +63,17 @@ def find_ledger(store: ObjectStore, job: str | None = None) -> JobLedger:
     return found
 
 
-def list_jobs(store: ObjectStore) -> Iterator[JobSummary]:
-    """A summary of each job, the newest first. A job that can't be read is listed with its problem."""
-    for ledger in find_ledgers(store):
+def list_jobs(store: ObjectStore, *, active: bool = False) -> Iterator[JobSummary]:
+    """A summary of each job, the newest first. A job that can't be read is listed with its problem.
+
+    Args:
+        active: only jobs that have not ended; of a root the others aren't even looked at.
+    """
+    for ledger in open_jobs(store) if active else find_ledgers(store):
         try:
             yield summarize_job(ledger, exact=False)
         except PipelineError as error:
-            name = ledger.prefix.removeprefix(JOBS).rstrip("/")
-            yield JobSummary(id=name, place=ledger.place(), problem=str(error))
+            yield JobSummary(id=ledger.name, place=ledger.place(), problem=str(error))
 
 
 def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:

@@ -28,6 +28,8 @@ SEGMENTS = "plan/"
 SHARDS = "plans/"
 RESULTS = "results/"
 WORK = "work/"
+JOBS = "jobs/"
+"""Where the jobs of a root lie."""
 OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING)
 OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
 
@@ -89,6 +91,16 @@ class JobLedger:
         self.store = store
         self.prefix = prefix
 
+    @property
+    def in_root(self) -> bool:
+        """Whether the job is one of many in a root, not an output folder of its own."""
+        return self.prefix.startswith(JOBS)
+
+    @property
+    def name(self) -> str:
+        """The job's name in its root; "" for an output folder."""
+        return self.prefix.removeprefix(JOBS).rstrip("/")
+
     # -- the papers
 
     def job(self) -> Job:
@@ -144,13 +156,19 @@ class JobLedger:
         return segment
 
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
-        """The segments that stand, from index `start`, up to the first that is missing."""
-        index = start
-        while (segment := self.segment(index)) is not None:
+        """The segments that stand, from index `start`, up to the first that is missing. Raises `LedgerError` where one
+        is of another job than the one before, or doesn't go on where that ends."""
+        before: PlanSegment | None = None
+        while (segment := self.segment(start if before is None else before.index + 1)) is not None:
+            if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
+                raise LedgerError(
+                    f"{self.place(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}, but "
+                    f"job {before.job} goes on at row {before.end_row}: it is of another plan; start anew with --fresh"
+                )
             yield segment
             if segment.last:
                 return
-            index += 1
+            before = segment
 
     def create_segment(self, segment: PlanSegment) -> bool:
         """Decide a part of the plan; False when another planner was first and its segment counts."""
@@ -202,27 +220,36 @@ class JobLedger:
             number += 1
 
     def attempts(self, shard: int) -> list[AttemptRecord]:
-        """All attempts on a shard, in order."""
-        found = self.store.list(self.prefix + work_key(shard, "attempt-"))
-        return [self._must(info.key.removeprefix(self.prefix), AttemptRecord) for info in found]
+        """All attempts on a shard, in order; none any more when the job has ended."""
+        return self._records(work_key(shard, "attempt-"), AttemptRecord)
 
     def record_end(self, shard: int, record: EndRecord) -> None:
-        """Record that an attempt ended without a commit; once for each attempt."""
+        """Record that an attempt ended without a commit; once for each attempt. The last thing that it writes: after
+        the job's end nobody asks for it, and all that the attempts left is removed.
+        """
         self.create(work_key(shard, f"ended-{record.attempt_id}.json"), record.to_json())
+        # Looked at after the write: a job that ends later finds it, and removes it then.
+        if self.manifest() is not None:
+            self.clear_work(shard)
 
     def ended(self, shard: int) -> list[EndRecord]:
         """Attempts on a shard that ended without a commit, and lived to say so."""
-        found = self.store.list(self.prefix + work_key(shard, "ended-"))
-        return [self._must(info.key.removeprefix(self.prefix), EndRecord) for info in found]
+        return self._records(work_key(shard, "ended-"), EndRecord)
 
     def troubled(self) -> set[int]:
         """Shards that left more than the mark of one attempt: all others are as their part says. One listing."""
-        objects: Counter[int] = Counter()
-        for info in self._list(WORK):
-            folder = info.key.removeprefix(self.prefix + WORK).split("/", 1)[0]
-            if folder.isdigit():
-                objects[int(folder)] += 1
+        objects = Counter(shard for shard, _ in self._left())
         return {shard for shard, count in objects.items() if count > 1}
+
+    def clear_work(self, shard: int | None = None) -> None:
+        """Remove what attempts left, on one shard or on all; who ran when is kept. Only for jobs whose manifest stands
+        durably: it counts what is removed here. An interruption leaves some of it."""
+        if shard is None:
+            keys = (info.key for _, info in self._left())
+        else:
+            keys = (info.key for info in self._list(work_key(shard, "")))
+        for key in keys:
+            self.store.delete(key)
 
     def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
         """A private paper of the job by its key; None when it is gone."""
@@ -272,6 +299,18 @@ class JobLedger:
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self.store.list(self.prefix + prefix)
+
+    def _left(self) -> Iterator[tuple[int, ObjectInfo]]:
+        """What attempts left: shard and object, in the store's keys."""
+        for info in self._list(WORK):
+            folder = info.key.removeprefix(self.prefix + WORK).split("/", 1)[0]
+            if folder.isdigit():
+                yield int(folder), info
+
+    def _records(self, beginning: str, kind: type[SomePaper]) -> list[SomePaper]:
+        """Papers by the beginning of their keys; some may go meanwhile, because the job has just ended."""
+        found = (self._read(info.key.removeprefix(self.prefix), kind) for info in self._list(beginning))
+        return [paper for paper in found if paper is not None]
 
     def _must(self, key: str, kind: type[SomePaper]) -> SomePaper:
         found = self._read(key, kind)

@@ -11,6 +11,7 @@ import hashlib
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.active import tidy
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
 from pipeline.pinning import source_files
 from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
@@ -163,3 +164,4 @@ def _end_as_failed(ledger: JobLedger, job: Job, world: World, error: InvalidInpu
             errors=error.errors,
         )
     )
+    tidy(ledger)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from pipeline.active import mark, tidy, unmark
 from pipeline.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
 from pipeline.ports import PipelineError, Randomness, World
 from pipeline.records import RunRecord
@@ -84,7 +85,9 @@ def submit(
             models=order.models, settings=order.settings, created_at=now, deadline=deadline,
             retry_of=order.retry_of, metadata=order.metadata,
         )  # fmt: skip
+        mark(ledger)
         if ledger.create_job(job):
+            mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)
             return Submitted(job, created=True)
         standing = ledger.job()  # another door was first
@@ -92,12 +95,17 @@ def submit(
     if differences:
         raise DifferentJob(ledger.place(), standing.id, differences)
     if ledger.manifest() is None:
+        mark(ledger)
         _record_run(ledger, world, now)
+    else:
+        tidy(ledger)  # whoever ended the job may have been interrupted
     return Submitted(standing.model_copy(update={"input": order.input}), created=False)
 
 
 def clear(ledger: JobLedger) -> None:
-    """Remove a job's objects. `job.json` goes last: an interruption leaves a job that can be cleared again, or run."""
+    """Remove a job's objects. `job.json` goes last: an interruption leaves a job that can be cleared again, or run. It
+    has no outcome from the first moment on, so it is marked as open until it is gone."""
+    mark(ledger)
     for key in OWN_FILES:
         if key != JOB:
             ledger.store.delete(ledger.prefix + key)
@@ -105,6 +113,7 @@ def clear(ledger: JobLedger) -> None:
         for info in ledger.store.list(ledger.prefix + folder):
             ledger.store.delete(info.key)
     ledger.store.delete(ledger.prefix + JOB)
+    unmark(ledger)
 
 
 def new_job_id(now: datetime, random: Randomness) -> str:

@@ -17,11 +17,17 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class MemoryStore:
-    """An object store that forgets when the process ends. `log` has the keys of all creations, in order."""
+    """An object store that forgets when the process ends.
+
+    Attributes:
+        log: the keys of all creations, in order.
+        changes: creations and removals in order, as key and bytes, or None when it went.
+    """
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         self.objects = dict(objects or {})
         self.log: list[str] = []
+        self.changes: list[tuple[str, bytes | None]] = []
         self._lock = threading.Lock()
 
     def create(self, key: str, data: bytes | Path) -> bool:
@@ -34,6 +40,7 @@ class MemoryStore:
                 return False
             self.objects[key] = body
             self.log.append(key)
+            self.changes.append((key, body))
             return True
 
     def read(self, key: str) -> bytes:
@@ -58,7 +65,9 @@ class MemoryStore:
         return iter(sorted({f"{prefix}{rest.split('/')[0]}/" for rest in rests if "/" in rest}))
 
     def delete(self, key: str) -> None:
-        self.objects.pop(check_key(key), None)
+        with self._lock:
+            if self.objects.pop(check_key(key), None) is not None:
+                self.changes.append((key, None))
 
     def replace(self, key: str, data: bytes) -> None:
         self.objects[check_key(key)] = data

@@ -13,10 +13,11 @@ from pipeline.dispatcher import Dispatcher
 from pipeline.jobs import list_jobs, summarize_job
 from pipeline.ledger import CLOSING, JOB, MANIFEST, PROGRESS, JobLedger, JobNotFound, LedgerError, part_key, part_number
 from pipeline.ports import World
-from pipeline.records import AttemptRecord
+from pipeline.records import AttemptRecord, EndRecord
 from pipeline.shard_client import ShardClient
 from schemas.job import Closing, JobStatus
 from tests.pipeline.made_jobs import all_rows, computed, plan_by_hand, report
+from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 ORDER_OF_STATES = [
@@ -34,11 +35,13 @@ def run_to_the_end(world: World, ledger: JobLedger) -> None:
     dispatcher.tick()
     given_up = client.take(0)
     assert given_up is not None
+    client.begin(given_up)
     client.release(given_up, 22)
     for _ in range(20):
         world.clock.sleep(40.0)
         dispatcher.tick()
         while (work := client.take(0)) is not None:
+            client.begin(work)
             assert client.commit(work, computed(work), report(work))
     assert dispatcher.finished()
 
@@ -51,16 +54,22 @@ def finished(tmp_path: Path) -> MemoryStore:
     return world.store
 
 
-def test_every_reader_copes_with_every_intermediate_state(finished: MemoryStore) -> None:
-    seen: list[JobStatus | None] = []
-    for length in range(len(finished.log) + 1):
-        store = MemoryStore({key: finished.objects[key] for key in finished.log[:length]})
-        ledger = JobLedger(store)
-        if JOB not in store.objects:
+@pytest.mark.parametrize("prefix", ["", "jobs/a/"])
+def test_every_reader_copes_with_every_intermediate_state(tmp_path: Path, prefix: str) -> None:
+    world = simulated_world(tmp_path)
+    run_to_the_end(world, JobLedger(world.store, prefix))
+    assert isinstance(world.store, MemoryStore)
+    assert any(body is None for _, body in world.store.changes), "what is not needed any more goes"
+    store, seen = MemoryStore(), list[JobStatus | None]()
+    for key, body in [*world.store.changes, ("", None)]:
+        ledger = JobLedger(store, prefix)
+        if prefix + JOB not in store.objects:
             assert ledger.find_job() is None
+            assert list(list_jobs(store, active=True)) == []
             with pytest.raises(JobNotFound):
                 ledger.status()
             seen.append(None)
+            change(store, key, body)
             continue
         status = ledger.status()
         seen.append(status)
@@ -68,6 +77,8 @@ def test_every_reader_copes_with_every_intermediate_state(finished: MemoryStore)
         assert summary.counts is not None
         assert summary.status is status
         assert [listed.status for listed in list_jobs(store)] == [status]
+        active = [] if prefix + MANIFEST in store.objects else [status]
+        assert [listed.status for listed in list_jobs(store, active=True)] == active
         assert len(ledger.runs()) <= 1
         for shard in (1, 2, 3):
             ledger.attempts(shard)
@@ -76,9 +87,17 @@ def test_every_reader_copes_with_every_intermediate_state(finished: MemoryStore)
         if status is JobStatus.IN_PROGRESS:
             assert summary.counts.total == 6
             assert summary.counts.pending == 6 - len(all_rows(ledger))
+        change(store, key, body)
     ranks = [ORDER_OF_STATES.index(status) for status in seen]
     assert ranks == sorted(ranks), "a job never goes back"
     assert set(ranks) == set(range(len(ORDER_OF_STATES)))
+
+
+def change(store: MemoryStore, key: str, body: bytes | None) -> None:
+    if body is None:
+        store.objects.pop(key, None)
+    else:
+        store.objects[key] = body
 
 
 def test_any_single_object_may_be_missing(finished: MemoryStore) -> None:
@@ -142,14 +161,26 @@ def test_a_shard_whose_bytes_changed_is_refused(finished: MemoryStore) -> None:
         ledger.read_shard(segment.shards[0])
 
 
-def test_attempts_are_numbered_and_kept(finished: MemoryStore) -> None:
-    ledger = JobLedger(finished)
-    assert [record.attempt for record in ledger.attempts(1)] == [1, 2]
-    third = ledger.begin_attempt(
-        1, lambda number: AttemptRecord(attempt=number, attempt_id="x", worker="w", started_at=START)
+def begin(ledger: JobLedger, name: str) -> AttemptRecord:
+    return ledger.begin_attempt(
+        1, lambda number: AttemptRecord(attempt=number, attempt_id=name, worker="w", started_at=START)
     )
-    assert third.attempt == 3
-    assert [record.generated for record in ledger.ended(1)] == [22]
+
+
+def test_attempts_are_numbered_and_kept_until_the_job_has_ended(house: House) -> None:
+    job, ledger = plan_by_hand(house.ledger, house.world, [[0]]), house.ledger
+    for name in "xyz":
+        record = begin(ledger, name)
+        ledger.record_end(1, EndRecord(attempt_id=name, generated=22))
+    assert record.attempt == 3
+    assert [(record.attempt, record.attempt_id) for record in ledger.attempts(1)] == [(1, "x"), (2, "y"), (3, "z")]
+    assert [record.generated for record in ledger.ended(1)] == [22] * 3
+
+    house.dispatcher.add(ledger)
+    finish(house, house.client("w"))
+    assert ledger.attempts(1) == ledger.ended(1) == []
+    assert len(ledger.runs()) == 1
+    assert ledger.job() == job
 
 
 def test_two_jobs_in_one_root_do_not_meet(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ProcessStore:
         self._process.point("store.create", key)
         won = self._store.create(key, data)
         self._count(key, won)
-        if "/work/" not in key:  # notes and checkpoints go when they are not needed any more
+        if "/work/" not in key and not key.startswith("active/"):  # what goes when it is not needed any more
             self._acknowledged.add(key)
         return won
 
