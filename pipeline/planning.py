@@ -41,6 +41,11 @@ class LedgerPlanSink:
         """The segment that stands, if any, with the part of its refused rows."""
         segment = self._ledger.segment(index)
         if segment is not None:
+            if segment.job != self._job.id:
+                raise LedgerError(
+                    f"{self._ledger.place(segment_key(index))}: is of job {segment.job}, not of {self._job.id}, "
+                    "which lies here; start anew with --fresh"
+                )
             commit_rejects(self._ledger, segment, self._world)
         return segment
 

@@ -189,6 +189,7 @@ class PlanSegment(Paper):
     """`plan/NNNNN.json`: decides whose shards count for the input rows `first_row` up to, not including, `end_row`.
 
     Attributes:
+        job: the id of the job that it is of.
         attempt: the planner's, under whose name the shards lie.
         blank_lines: lines without anything, skipped: they have a row index but no result.
         unselected: lines that the job leaves out.
@@ -204,6 +205,7 @@ class PlanSegment(Paper):
     """
 
     version: Literal[1] = 1
+    job: str
     index: Count
     attempt: str
     first_row: Count

@@ -40,6 +40,7 @@ class Output:
 
     world: World
     ledger: JobLedger
+    lock: RunLock
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def open_output(folder: Path) -> Iterator[Output]:
         StoreError: it can't be written, or its file system can't keep what is promised.
         OutputLocked: another run is at it.
     """
-    with FolderStore(folder) as store, RunLock(folder):
-        yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store))
+    with FolderStore(folder) as store, RunLock(folder) as lock:
+        yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store), lock)
 
 
 def dispatch(

@@ -3,6 +3,7 @@
 A thread would share the interpreter with the engine's, which would wait for its turn again and again; a process takes
 the core that the engine leaves. The two share nothing but the ledger, where whoever creates a segment first decides. So
 the planner may be killed at any moment: it ends with its parent, and the next run goes on at the first missing segment.
+That run begins when both are gone: the planner holds the folder's lock with its parent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Final
 
 from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.locks import RunLock
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ledger import JobLedger
 from pipeline.planning import plan_job
@@ -40,6 +42,7 @@ class PlannerProcess:
 
     Args:
         folder: the output folder.  inputs: where the input lies now.
+        lock: the run's, on this folder. The process holds it too: outliving its parent, it may still write there.
         on_segment: told of each segment that has come to stand; on a thread of its own.
         on_failure: called once when planning can't go on; `check` then raises.
     """
@@ -47,11 +50,13 @@ class PlannerProcess:
     def __init__(
         self,
         folder: Path,
+        lock: RunLock,
         ledger: JobLedger,
         inputs: InputRef,
         on_segment: Callable[[PlanSegment], None],
         on_failure: Callable[[], None],
     ) -> None:
+        self._lock = lock
         self._ledger = ledger
         self._on_segment = on_segment
         self._on_failure = on_failure
@@ -68,6 +73,7 @@ class PlannerProcess:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=(self._lock.descriptor,),
             start_new_session=True,  # Ctrl-C is for the parent, which then ends this one
         )
         assert self._process.stdin is not None

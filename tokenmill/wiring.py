@@ -159,7 +159,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
             tracker.planned(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
             if not segments[-1].last:
                 planner = stack.enter_context(
-                    PlannerProcess(plan.output, output.ledger, plan.inputs, tracker.more, stop.set)
+                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
                 )
 
         def work(client: ShardClient) -> None:

@@ -1,15 +1,27 @@
 """Locks that end with their owner: `flock` on an open file. The kernel frees it when the process ends, however it ends,
-so a lock is never stale and never taken over. The file itself stays: removing it would let two owners in."""
+with all that it has handed the open file to, so a lock is never stale and never taken over. The file itself stays:
+removing it would let two owners in."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from pipeline.ports import OutputLocked, StoreError
+
+PATIENCE_SECONDS: Final = 20.0
+"""What a killed run leaves ends within milliseconds, but not before a write that a slow disk has begun."""
+
+DYING_SECONDS: Final = 1.0
+"""What a process of some gigabytes takes from the signal to its end."""
+
+LOOK_SECONDS: Final = 0.02
 
 
 def try_lock(path: Path) -> int | None:
@@ -26,31 +38,77 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The process that took a lock."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def is_gone(self) -> bool:
+        """Whether it has surely ended. One that nobody has waited for (a zombie) has: its id is all that is left."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, UnicodeDecodeError, IndexError):  # not on this system, or it ends just now
+            return False
+        return state in ("Z", "X")
+
+
 class RunLock:
     """One run at a time holds an output folder. Used as a context manager.
+
+    A process that is given `descriptor` holds the folder too: it is free only when both are gone. So a run that was
+    killed may still be holding it, through what it had started; that ends by itself, and is waited for.
+
+    Args:
+        patience: seconds to wait for what a killed run has left. A run that lives gets as much of it as one takes to
+            die: right after `kill -9` it is still there.
 
     Raises:
         OutputLocked: another process (named when known) holds it.
         StoreError: the folder can't be written or doesn't support locks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = PATIENCE_SECONDS) -> None:
         self.path = folder / ".lock"
+        self._patience = patience
         self._descriptor: int | None = None
 
+    @property
+    def descriptor(self) -> int:
+        """The file that is locked, for a process that is started; only while the lock is held."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path}: is not locked")
+        return self._descriptor
+
     def acquire(self) -> None:
-        """Take the lock at once or raise; never waits."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = try_lock(self.path)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path.parent}: can't lock the output: {error.strerror}; choose a folder that you can write to"
-            ) from error
-        if descriptor is None:
-            raise OutputLocked(
-                f"{self.path.parent}: {self._owner()} is running there; wait for it, stop it, or choose another output"
-            )
+        """Take the lock or raise."""
+        began = time.monotonic()
+        while (descriptor := self._try()) is None:
+            owner, waited = self._owner(), time.monotonic() - began
+            if owner is not None and owner.is_gone():
+                if waited >= self._patience:
+                    raise OutputLocked(
+                        f"{self.path.parent}: a run that was killed ({owner}) has left a process that is still ending; "
+                        "wait a moment and run again"
+                    )
+            elif waited >= min(self._patience, DYING_SECONDS):
+                raise OutputLocked(
+                    f"{self.path.parent}: another run{'' if owner is None else f' ({owner})'} is running there; "
+                    "wait for it, stop it, or choose another output"
+                )
+            time.sleep(LOOK_SECONDS)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         self._descriptor = descriptor
@@ -68,11 +126,19 @@ class RunLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
 
-    def _owner(self) -> str:
+    def _try(self) -> int | None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return try_lock(self.path)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path.parent}: can't lock the output: {error.strerror}; choose a folder that you can write to"
+            ) from error
+
+    def _owner(self) -> _Owner | None:
+        """Who took the lock, as far as it says."""
         try:
             words = self.path.read_text().split()
         except (OSError, UnicodeDecodeError):
-            words = []
-        if len(words) == 2 and words[0].isdigit():
-            return f"another run (pid {words[0]} on {words[1]})"
-        return "another run"
+            return None
+        return _Owner(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None

@@ -7,6 +7,7 @@ same plan, whoever plans it.
 from pipeline.planner.api import (
     InputError,
     InvalidInput,
+    OtherPlan,
     PlanSink,
     PlanSummary,
     RowSource,
@@ -33,6 +34,7 @@ __all__ = [
     "HARDWARE",
     "InputError",
     "InvalidInput",
+    "OtherPlan",
     "PlanSink",
     "PlanSummary",
     "RowSource",

@@ -37,6 +37,17 @@ class InvalidInput(InputError):
         self.count = count
 
 
+class OtherPlan(PipelineError):
+    """Raised when a segment that stands covers other lines than this plan's would: it is from another input."""
+
+    def __init__(self, standing: PlanSegment, due: str) -> None:
+        covers = f"{standing.first_row} to {standing.end_row}" + (", the last ones" if standing.last else "")
+        super().__init__(
+            f"segment {standing.index} of the plan has rows {covers}, but rows {due} are due: it is of another plan; "
+            "start anew with --fresh"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """A file of the input: its name for messages, and how to open it as a stream of bytes (seekable for Parquet)."""
@@ -99,7 +110,7 @@ class StoredShard:
 
 
 class PlanSink(Protocol):
-    """Where a plan goes. Calls come in input order, segment by segment."""
+    """Where a plan goes. Calls come in input order, segment by segment. Segments of other jobs are refused."""
 
     def existing_segment(self, index: int) -> PlanSegment | None:
         """The segment, if an earlier planner committed it; it is then not planned again."""

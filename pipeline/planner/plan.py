@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.planner.api import InvalidInput, PlanSink, PlanSummary, RowSource, SourceBatch, TokenCounter
+from pipeline.planner.api import (
+    InvalidInput,
+    OtherPlan,
+    PlanSink,
+    PlanSummary,
+    RowSource,
+    SourceBatch,
+    TokenCounter,
+)
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.segment import SegmentBuilder, Spill
 from pipeline.planner.sizes import SegmentSizes
@@ -45,6 +53,7 @@ def plan(
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
+        OtherPlan: a segment that stands covers other lines than it would here.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
         return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
@@ -102,6 +111,7 @@ class _Planning:
                 if not self._strict and len(self._segments) == most_segments:
                     return summarize(self._segments)
                 segment = _Open(self, index, batch.first_row)
+            segment.end_row = batch.end_row
             if segment.existing is not None:
                 self._validator.remember(batch)
                 continue
@@ -112,7 +122,7 @@ class _Planning:
         if self._errors:
             raise InvalidInput(tuple(self._errors), self._invalid)
         if self._strict:
-            self._segments = [self._sink.commit_segment(segment) for segment in self._segments]
+            self._segments = [self._commit(segment) for segment in self._segments]
         return summarize(self._segments)
 
     def _refuse(self, checked: CheckedBatch) -> None:
@@ -150,13 +160,20 @@ class _Planning:
         if self._errors:
             return
         standing = segment.existing
-        if standing is None:
+        if standing is not None:
+            check_range(standing, segment.first_row, segment.end_row, last=last)
+        else:
             written = segment.write(last=last)
-            standing = written if self._strict else self._sink.commit_segment(written)
+            standing = written if self._strict else self._commit(written)
         if standing.index == 0:
             self._estimator.settle(standing.tokens_per_byte)
         self._segments.append(standing)
         self._number = max([self._number - 1, *standing.parts]) + 1
+
+    def _commit(self, written: PlanSegment) -> PlanSegment:
+        standing = self._sink.commit_segment(written)
+        check_range(standing, written.first_row, written.end_row, last=written.last)
+        return standing
 
 
 class _Open:
@@ -166,7 +183,7 @@ class _Open:
         self.index = index
         self.existing = planning._sink.existing_segment(index)
         self._planning = planning
-        self._first_row = self._end_row = first_row
+        self.first_row = self.end_row = first_row
         self._lines = self._rejected = self._unselected = 0
         self._path = planning._folder / f"segment-{index}.arrow"
         if self.existing is None:
@@ -174,7 +191,6 @@ class _Open:
             self._builder = SegmentBuilder(spill, [model.name for model in planning._job.models])
 
     def add(self, checked: CheckedBatch) -> None:
-        self._end_row = checked.batch.end_row
         self._lines += len(checked.batch.rows)
         self._rejected += len(checked.rejected)
         self._unselected += checked.unselected
@@ -204,11 +220,12 @@ class _Open:
             )
         self._path.unlink()
         return PlanSegment(
+            job=planning._job.id,
             index=self.index,
             attempt=planning._attempt,
-            first_row=self._first_row,
-            end_row=self._end_row,
-            blank_lines=self._end_row - self._first_row - self._lines,
+            first_row=self.first_row,
+            end_row=self.end_row,
+            blank_lines=self.end_row - self.first_row - self._lines,
             unselected=self._unselected,
             rejected=self._rejected,
             rejects=rejects,
@@ -229,6 +246,12 @@ class _Open:
         number = self._planning._number
         stored = self._planning._sink.store_rejects(number)
         return RejectsRef(number=number, key=stored.key, sha256=stored.sha256, size=stored.size, rows=self._rejected)
+
+
+def check_range(standing: PlanSegment, first_row: int, end_row: int, *, last: bool) -> None:
+    """Whether a segment that stands covers these rows of the input; raises `OtherPlan`."""
+    if (standing.first_row, standing.end_row, standing.last) != (first_row, end_row, last):
+        raise OtherPlan(standing, f"{first_row} to {end_row}" + (", the last ones" if last else ""))
 
 
 def summarize(segments: list[PlanSegment]) -> PlanSummary:

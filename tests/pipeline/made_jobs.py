@@ -84,8 +84,8 @@ def plan_by_hand(
     rejects = RejectsRef(number=REJECTS, key=stored.key, sha256=stored.sha256, size=stored.size, rows=len(rejected))
     total = sum(map(len, shards)) + len(rejected)
     segment = PlanSegment(
-        index=0, attempt=sink.attempt, first_row=0, end_row=total, rejected=len(rejected), rejects=rejects,
-        unique=total - len(rejected), shards=tuple(refs), last=True,
+        job=job.id, index=0, attempt=sink.attempt, first_row=0, end_row=total, rejected=len(rejected),
+        rejects=rejects, unique=total - len(rejected), shards=tuple(refs), last=True,
     )  # fmt: skip
     assert sink.commit_segment(segment) == segment
     sink.close()

@@ -50,6 +50,7 @@ def job(**fields: Any) -> Job:
 
 def segment(**fields: Any) -> PlanSegment:
     given = {
+        "job": "job-1",
         "index": 0,
         "attempt": "a",
         "first_row": 0,

@@ -99,7 +99,7 @@ def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place
         if segment.last:
             ended.set()
 
-    with PlannerProcess(place / "out", output.ledger, job.input, tell, ended.set) as planner:
+    with PlannerProcess(place / "out", output.lock, output.ledger, job.input, tell, ended.set) as planner:
         assert ended.wait(60)
         planner.check()
     assert told == list(output.ledger.segments(1))
@@ -112,7 +112,9 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
     output, job = begun
     source.write_text(source.read_text() + "more\n")
     failed = threading.Event()
-    with PlannerProcess(place / "out", output.ledger, job.input, lambda segment: None, failed.set) as planner:
+    with PlannerProcess(
+        place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
+    ) as planner:
         assert failed.wait(60)
         with pytest.raises(PipelineError, match="when the job was accepted; put the old file back"):
             planner.check()
@@ -125,7 +127,9 @@ def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_buildin
     output, job = begun
     private = place / "out" / ".tmp"
     own = set(private.iterdir())
-    with PlannerProcess(place / "out", output.ledger, job.input, lambda segment: None, lambda: None) as planner:
+    with PlannerProcess(
+        place / "out", output.lock, output.ledger, job.input, lambda segment: None, lambda: None
+    ) as planner:
         pid = planner.pid
     assert not Path(f"/proc/{pid}").exists()
     assert set(private.iterdir()) == own

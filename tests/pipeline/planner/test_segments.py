@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.planner import OtherPlan
 from pipeline.planner.sizes import SegmentSizes
+from schemas.job import OnInvalid
 
 
 def data(tools: Any, count: int) -> bytes:
@@ -119,6 +121,30 @@ def test_a_lost_race_leaves_the_winners_segment(tools: Any) -> None:
     sink.existing_segment = lambda index: None
     sink.standing[0] = winner
     assert tools.plan(lines, sink=sink).summary.segments == (winner,)
+
+
+@pytest.mark.parametrize("race", [False, True], ids=["stood before", "lost a race"])
+@pytest.mark.parametrize("on_invalid", [OnInvalid.ROW, OnInvalid.JOB])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"end_row": 5, "blank_lines": 1}, "has rows 0 to 5, but rows 0 to 4 are due: it is of another plan"),
+        ({"first_row": 1, "end_row": 5}, "has rows 1 to 5, but rows 0 to 4 are due"),
+        ({"last": True}, "has rows 0 to 4, the last ones, but rows 0 to 4 are due"),
+    ],
+)
+def test_given_a_segment_of_other_rows_then_it_is_refused(
+    tools: Any, change: dict[str, Any], message: str, on_invalid: OnInvalid, race: bool
+) -> None:
+    lines = b"\n".join(tools.line(str(n)) for n in range(10))
+    job = tools.job(plan={"segment_rows": 4}, on_invalid=on_invalid)
+    own = tools.plan(lines, job).sink.committed[0]
+    sink = tools.sink(standing={0: own.model_copy(update=change)})
+    if race:
+        sink.existing_segment = lambda index: None
+    with pytest.raises(OtherPlan, match=message):
+        tools.plan(lines, job, sink=sink)
+    assert len(sink.standing) == 1, "nothing is planned behind it"
 
 
 @pytest.mark.parametrize("segment_rows", [3, 1000])
