@@ -156,13 +156,19 @@ class JobLedger:
         return segment
 
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
-        """The segments that stand, from index `start`, up to the first that is missing."""
-        index = start
-        while (segment := self.segment(index)) is not None:
+        """The segments that stand, from index `start`, up to the first that is missing. Raises `LedgerError` where one
+        is of another job than the one before, or doesn't go on where that ends."""
+        before: PlanSegment | None = None
+        while (segment := self.segment(start if before is None else before.index + 1)) is not None:
+            if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
+                raise LedgerError(
+                    f"{self.place(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}, "
+                    f"but job {before.job} goes on at row {before.end_row}: another plan; start anew with --fresh"
+                )
             yield segment
             if segment.last:
                 return
-            index += 1
+            before = segment
 
     def create_segment(self, segment: PlanSegment) -> bool:
         """Decide a part of the plan; False when another planner was first and its segment counts."""
