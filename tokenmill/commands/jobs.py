@@ -33,11 +33,15 @@ def list_jobs(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="A job's folder, or a folder that holds jobs' folders.")
     ] = Path(),
+    active: Annotated[
+        bool,
+        typer.Option("--active", help="Only jobs that have not ended. In a root of jobs no others are looked at."),
+    ] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
     """List the jobs in a folder: it may be one, or hold some."""
-    found = [(place, summary) for place in _places(folder) for summary in _summaries(place)]
+    found = [(place, summary) for place in _places(folder) for summary in _summaries(place, active)]
     if as_json:
         output.print_json([_document(summary) for _, summary in found])
         return
@@ -57,7 +61,7 @@ def list_jobs(
     columns = ("folder", "job", "status", "rows", "done", "failed")
     output.stdout().print(output.table(None, columns, rows, right=columns[3:]))
     if not found:
-        output.say(f"no jobs in {folder}; 'tokenmill run' makes one")
+        output.say(f"no open jobs in {folder}" if active else f"no jobs in {folder}; 'tokenmill run' makes one")
 
 
 @app.command("show", short_help="How a job stands, or how it ended.")
@@ -177,12 +181,12 @@ def _is_place(folder: Path) -> bool:
     return (folder / "job.json").is_file() or (folder / "jobs").is_dir()
 
 
-def _summaries(place: Path) -> list[JobSummary]:
+def _summaries(place: Path, active: bool) -> list[JobSummary]:
     from pipeline.adapters.folder import FolderStore
     from pipeline.jobs import list_jobs
 
     with FolderStore(place, read_only=True) as store:
-        return list(list_jobs(store))
+        return list(list_jobs(store, active=active))
 
 
 def _facts(summary: JobSummary) -> list[tuple[str, object]]:
