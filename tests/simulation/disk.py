@@ -156,15 +156,13 @@ class ProcessDisk:
             self._device.appears(path, _File())
             stream.write(data[: len(data) // 2])
             self._point("write_more", path)
-            if self._device.full:
-                self._device.full -= 1
-                self._process.troubled = True
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._need_space()
             stream.write(data[len(data) // 2 :])
 
     def sync_file(self, path: Path) -> None:
         self._point("sync_file", path)
         path.stat()
+        self._need_space()  # where space is given late, a file that was written may still find none
         self._device.file(path).synced = True
 
     def sync_folder(self, path: Path) -> None:
@@ -174,6 +172,7 @@ class ProcessDisk:
 
     def link(self, source: Path, target: Path) -> None:
         self._point("link", target)
+        self._need_space()
         os.link(source, target)
         self._device.appears(target, self._device.file(source))
 
@@ -188,6 +187,7 @@ class ProcessDisk:
     def make_folder(self, path: Path) -> None:
         self._point("make_folder", path)
         if not path.is_dir():
+            self._need_space()
             path.mkdir()
             self._device.appears(path)
 
@@ -215,6 +215,12 @@ class ProcessDisk:
         self._point("unlock", Path())
         self._process.open_files.discard(descriptor)
         os.close(descriptor)
+
+    def _need_space(self) -> None:
+        if self._device.full:
+            self._device.full -= 1
+            self._process.troubled = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _point(self, call: str, path: Path) -> None:
         self._process.point(f"disk.{call}", str(path).removeprefix(self._root))

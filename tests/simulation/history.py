@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import shutil
@@ -26,6 +27,7 @@ from tests.simulation.machine import Broken, Machine, Process, ProcessClock
 from tests.simulation.oracle import Oracle
 from tests.simulation.ports import Broker
 from tests.simulation.scenario import Fault, Scenario
+from tests.simulation.watch import Watch
 
 LIMIT = 400.0
 """Simulated seconds from the last fault's end to the job's."""
@@ -76,14 +78,17 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     attic.mkdir()
     device = Device(root, attic, random.Random(f"{scenario.seed}/disk"))
     acknowledged: set[str] = set()
-    oracle = Oracle(scenario, root / "jobs" / JOB, acknowledged, PREFIX)
+    job = root / "jobs" / JOB
+    watch = Watch(scenario, job)
+    oracle = Oracle(scenario, job, acknowledged, PREFIX, watch)
     machine = Machine(scenario.seed, scenario.faults, lambda: look(), LIMIT)
     broker = Broker(machine, ProcessClock(Process("broker", machine, lambda _: None)))
-    house = House(scenario, machine, device, broker, pinned(input_file(folder, scenario)), acknowledged)
+    house = House(scenario, machine, device, broker, pinned(input_file(folder, scenario)), acknowledged, watch)
     house.build()
 
     def look() -> None:
-        oracle.deaths = machine.deaths
+        if house.starting_anew:
+            return
         oracle.look()
         _list_jobs(root, exact=oracle.looks % 4 == 0)
 
@@ -96,8 +101,16 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         oracle.power_was_cut(unsynced, papers)
         look()
 
+    def start_anew(process: Process, fault: Fault) -> None:
+        house.starting_anew = True
+        machine.kill_all(fault.amount)
+        broker.clear()
+        watch.forget()
+        oracle.forget()
+
     machine.power_cut = cut_power
-    machine.strikes = _strikes(house)
+    machine.died = watch.died
+    machine.strikes = {**_strikes(house), "fresh": start_anew}
     broken, seconds = None, 0.0
     try:
         machine.run()
@@ -106,9 +119,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
         cut_power()
         machine.add("sweeper", house.sweep)
         machine.run()
-        sampled = machine.counters["tokens sampled"]
-        oracle.lives = sum(process.life for process in machine.processes if process.name.startswith("worker"))
-        oracle.judge(sampled, machine.sampled_when_whole, bounded=not machine.counters["damage"])
+        oracle.judge()
     except Broken as error:
         broken = str(error)
     finally:
@@ -118,6 +129,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
             machine.digest.update(path.read_bytes().replace(bytes(folder), b""))
     counters = machine.counters
     counters["lost more than its bound"] = int(oracle.over_the_bound)
+    counters["rows blamed"], counters["blamed by coincidence"] = len(oracle.blamed), oracle.coincidences
     counters["port calls"] = machine.calls[""]
     counters["completed" if oracle.outcome == "completed" else f"ended as {oracle.outcome}"] += 1
     counters["deaths"], counters["looks"], counters["parts"] = machine.deaths, oracle.looks, len(oracle.parts)
@@ -163,6 +175,12 @@ def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
     def full(process: Process, fault: Fault) -> None:
         house.device.full += 1
 
+    def fail(process: Process, fault: Fault) -> None:
+        process.failing += 1
+
+    def break_engine(process: Process, fault: Fault) -> None:
+        process.failing = math.inf
+
     def forget(process: Process, fault: Fault) -> None:
         broker.forget()
 
@@ -180,8 +198,9 @@ def _strikes(house: House) -> dict[str, Callable[[Process, Fault], None]]:
             if data:
                 data[machine.chance.randrange(len(data))] ^= 0xFF
                 path.write_bytes(data)
+                house.watch.blind = True
 
     return {
         "stop": stop, "lose": lose, "double": double, "late": late, "reorder": reorder, "full": full, "forget": forget,
-        "plan": plan, "cancel": cancel, "damage": damage,
+        "plan": plan, "cancel": cancel, "damage": damage, "fail": fail, "break": break_engine,
     }  # fmt: skip

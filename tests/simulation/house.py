@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -23,24 +22,14 @@ from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
 from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
 from tests.simulation.scenario import Scenario
+from tests.simulation.threads import NoThread, SecondThread
+from tests.simulation.watch import Watch
 from workers.shard_worker import ShardWorker, WorkerSettings
 
 JOB = "job-1"
 PREFIX = f"jobs/{JOB}/"
 IDLE_SECONDS = 0.5
 """A worker that has nothing to do looks so often: sleeping longer than asked is what machines do."""
-
-
-class InlineHelper(Executor):
-    """Runs each task at once, on the caller's turn."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
-            future.set_exception(error)
-        return future
 
 
 @dataclass
@@ -60,6 +49,7 @@ class House:
 
     Attributes:
         input: the job's, pinned.  acknowledged: objects that some process was told to stand.
+        starting_anew: a door was told to forget the job, and has not done so yet; it is alone then, as a lock sees to.
         over: planners and dispatchers have come to their end, so the workers may go.
     """
 
@@ -68,7 +58,9 @@ class House:
     device: Device
     broker: Broker
     input: InputRef
-    acknowledged: set[str] = field(default_factory=set)
+    acknowledged: set[str]
+    watch: Watch
+    starting_anew: bool = False
 
     def build(self) -> None:
         """Add the processes to the machine."""
@@ -91,10 +83,10 @@ class House:
         """Open the store, as a process does when it begins."""
         disk = ProcessDisk(self.device, process)
         with FolderStore(self.device.root, disk=disk) as folder:
-            store = ProcessStore(folder, process, self.acknowledged)
+            store = ProcessStore(folder, process, self.acknowledged, self.watch)
             randomness = ProcessRandomness(self.scenario.seed, process)
             world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
-            queue, heartbeats = ProcessQueue(self.broker, process), ProcessHeartbeats(self.broker, process)
+            queue, heartbeats = ProcessQueue(self.broker, process, self.watch), ProcessHeartbeats(self.broker, process)
             yield Office(process, world, JobLedger(store, PREFIX), queue, heartbeats)
 
     def order(self) -> Order:
@@ -114,14 +106,17 @@ class House:
     def plan(self, process: Process) -> None:
         """A door and its planner: the first segment, then the rest. Each life counts tokens in its own way, so plans
         that race are different ones."""
+        self._wait_for_the_lock(process)
         with self.office(process) as office:
-            job = submit(self.order(), office.ledger, office.world, job_id=JOB).job
+            job = submit(self.order(), office.ledger, office.world, job_id=JOB, fresh=self.starting_anew).job
+            self.starting_anew = False
             longer = (process.life + len(process.name)) % 3
             plan_job(office.ledger, job, office.world, lambda text: len(text) << longer, most_segments=1)
             plan_job(office.ledger, job, office.world)
 
     def dispatch(self, process: Process) -> None:
         """A dispatcher, until the job has ended."""
+        self._wait_for_the_lock(process)
         with self.office(process, idle=0.2) as office:
             settings = DispatchSettings(
                 backlog=self.scenario.backlog, patience=5.0, sweep_every=6.0, cache_every=1.0, tick_every=0.5, grace=8.0
@@ -134,6 +129,7 @@ class House:
 
     def work(self, process: Process) -> None:
         """A worker, until the others have ended."""
+        self._wait_for_the_lock(process)
         with self.office(process, idle=IDLE_SECONDS) as office:
             client = ShardClient(
                 f"{process.name}-{process.life}",
@@ -146,17 +142,30 @@ class House:
             settings = WorkerSettings(
                 max_open_shards=self.scenario.max_open_shards, checkpoint_seconds=self.scenario.checkpoint_seconds
             )
-            loaded = model.load(process, self.scenario)
-            worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, InlineHelper())
-            worker.run(cast(Any, _Asked(process)))
+            loaded = model.load(process, self.scenario, self.watch)
+            process.threaded = self.scenario.threaded
+            helper = SecondThread(process) if process.threaded else NoThread()
+            worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
+            try:
+                worker.run(cast(Any, _Asked(process)))
+            finally:
+                if isinstance(helper, SecondThread):
+                    self.watch.waited(process, helper.longest)
+                helper.shutdown(cancel_futures=True)
 
     def cancel(self, process: Process) -> None:
         """A user who has had enough."""
+        self._wait_for_the_lock(process)
         with self.office(process) as office:
             while office.ledger.find_job() is None:
                 office.world.clock.sleep(1.0)
             if office.ledger.manifest() is None:
                 office.ledger.create_closing(Closing(kind="cancel", at=office.world.clock.now()))
+
+    def _wait_for_the_lock(self, process: Process) -> None:
+        """While a job is being forgotten, nobody else is at it."""
+        while self.starting_anew and process.name != "planner":
+            process.sleep(1.0)
 
     def sweep(self, process: Process) -> None:
         """Opens and closes the store."""

@@ -1,7 +1,8 @@
 """The simulated machine: processes that take turns, one clock, and faults that strike at port calls.
 
-Each process is a greenlet. Only one runs; at every port call (`Process.point`) the machine may end it, pause it, let
-another go on, or cut the power. Who goes on is drawn from the seed, so one seed is one history.
+Each thread of a process is a greenlet. Only one runs; at every port call (`Process.point`) the machine may end its
+process, pause it, let another thread go on, or cut the power. Who goes on is drawn from the seed, so one seed is one
+history.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tests.simulation.scenario import Fault
 START = datetime(2026, 1, 1, tzinfo=UTC)
 POINT_SECONDS = 0.001
 MAX_POINTS = 200_000
+MAX_POISONED = 40
+"""Processes that a history's rows may end before they must have been found."""
 
 
 class Killed(BaseException):
@@ -34,12 +37,24 @@ class Broken(BaseException):
 
 
 @dataclass(eq=False)
+class Thread:
+    """One thread of a process: it goes on at `wake` (machine time), when what it waits for is there."""
+
+    run: greenlet
+    wake: float = 0.0
+    ready: Callable[[], bool] | None = None
+
+
+@dataclass(eq=False)
 class Process:
     """One process: a body that is run again after each death.
 
     Attributes:
-        wake: machine time before which it does not go on.  dead: this life has ended; every call of it raises.
+        wake: machine time before which none of its threads goes on.
+        dead: this life has ended; every call of it raises.
         stopping: it was asked to end by itself.  troubled: it met a full disk in this life.
+        failing: steps of its engine that are still to fail; infinite: all of them, in this life.
+        threaded: it has a second thread.  threads: those that live, the one that runs the body first.
         open_files: descriptors to be closed at death.
     """
 
@@ -52,20 +67,64 @@ class Process:
     done: bool = False
     stopping: bool = False
     troubled: bool = False
+    failing: float = 0
+    threaded: bool = False
     open_files: set[int] = field(default_factory=set)
-    run: greenlet | None = None
+    threads: list[Thread] = field(default_factory=list)
 
-    def point(self, call: str, about: str = "") -> None:
-        """A port call is about to be made. Raises `Killed`."""
+    def point(self, call: str, about: str = "", *, locked: bool = False) -> None:
+        """A port call is about to be made; `locked`: under a lock, so no other thread of the process may go on before
+        it is over. Raises `Killed`."""
         if self.dead:
             raise Killed
-        self.machine.at_point(self, call, about)
+        self.machine.at_point(self, call, about, locked)
 
     def sleep(self, seconds: float) -> None:
-        """Let others go on, for so long at least. Raises `Killed`."""
+        """Let others go on, this thread for so long not. Raises `Killed`."""
+        thread = self._thread()
+        thread.wake = max(thread.wake, self.machine.now + seconds)
+        self._yield()
+
+    def pause(self, seconds: float) -> None:
+        """Stop all threads for so long. Raises `Killed`."""
+        self.wake = max(self.wake, self.machine.now + seconds)
+        self._yield()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Let others go on until `ready`. Raises `Killed`."""
+        while not ready():
+            thread = self._thread()
+            thread.ready = ready
+            self._yield()
+            thread.ready = None
+
+    def start(self, body: Callable[[], None]) -> Thread:
+        """A second thread, which begins at some other turn. Raises `Killed`."""
         if self.dead:
             raise Killed
-        self.wake = max(self.wake, self.machine.now + seconds)
+
+        def run() -> None:
+            try:
+                body()
+            except Killed:
+                return
+            finally:
+                if thread in self.threads:  # else it ended its own life, and the first thread has gone before it
+                    self.threads.remove(thread)
+
+        thread = Thread(greenlet(run, parent=self.machine.hub), wake=self.machine.now)
+        self.threads.append(thread)
+        return thread
+
+    def _thread(self) -> Thread:
+        if self.dead:
+            raise Killed
+        current = greenlet.getcurrent()
+        return next(thread for thread in self.threads if thread.run is current)
+
+    def _yield(self) -> None:
+        if self.dead:
+            raise Killed
         self.machine.hub.switch()
         if self.dead:
             raise Killed
@@ -80,6 +139,8 @@ class ProcessClock:
 
     def now(self) -> datetime:
         machine = self._process.machine
+        if self._process.threaded:  # parts are built around a look at the clock: here they may stay half built
+            self._process.point("clock.now")
         return START + timedelta(seconds=round(machine.now + machine.wall_offset, 6))
 
     def monotonic(self) -> float:
@@ -121,8 +182,8 @@ class Machine:
         self.digest = hashlib.blake2b(digest_size=16)
         self.last_fault = 0.0
         self.deaths = 0
-        self.sampled_when_whole = 0  # tokens, when a part was committed last
         self.power_cut: Callable[[], None] = lambda: None
+        self.died: Callable[[Process], None] = lambda process: None
         self.strikes: dict[str, Callable[[Process, Fault], None]] = {}
         self._look = look
         self._limit = limit
@@ -143,35 +204,45 @@ class Machine:
     def kill(self, process: Process, *, again: float) -> None:
         """End a process's life; it begins anew `again` seconds later."""
         self.deaths += 1
-        process.dead = True
-        if process.run is not None and process.run is not greenlet.getcurrent() and not process.run.dead:
-            process.run.parent = greenlet.getcurrent()
-            process.run.throw(Killed)
+        if not process.dead:
+            self.died(process)
+        _end_threads(process)
         self._bury(process, again)
 
-    def cut_power(self, fault: Fault) -> None:
-        """All processes die at once, the running one last; what was not synced may be lost."""
+    def poison(self, process: Process, what: str) -> None:
+        """What a process computes ends it. Raises `Killed`."""
+        self.counters["killed by a row"] += 1
+        if self.counters["killed by a row"] > MAX_POISONED:
+            raise Broken(f"I7: {MAX_POISONED} processes ended, the last with {what}, and it is still computed")
+        self.note(f"POISON {what} ends {process.name}")
+        self.last_fault = max(self.last_fault, self.now)
+        self.kill(process, again=self.chance.uniform(0.2, 3.0))
+        raise Killed
+
+    def kill_all(self, again: float) -> None:
+        """All processes die at once, the running one last; each begins anew after about so long."""
         current = greenlet.getcurrent()
-        for process in sorted(self.processes, key=lambda process: process.run is current):
+        for process in sorted(self.processes, key=lambda process: _runs(process, current)):
             process.done = False
-            if process.run is not None:
-                self.kill(process, again=fault.amount * (0.5 + self.chance.random()))
-        self.power_cut()
+            if process.life:
+                self.kill(process, again=again * (0.5 + self.chance.random()))
 
     def _bury(self, process: Process, again: float) -> None:
         for descriptor in process.open_files:
             os.close(descriptor)
         process.open_files.clear()
         process.wake = self.now + again
-        process.stopping = process.troubled = False
+        process.stopping = process.troubled = process.threaded = False
+        process.failing = 0
 
-    def _live(self, process: Process) -> None:
-        """A process's turn: its life begins, or goes on."""
-        if process.run is None or process.run.dead:
+    def _live(self, process: Process, thread: Thread | None) -> None:
+        """A process's turn: its life begins, or a thread of it goes on."""
+        if thread is None:
             process.dead, process.life = False, process.life + 1
-            process.run = greenlet(lambda: self._life(process), parent=self.hub)
+            thread = Thread(greenlet(lambda: self._life(process), parent=self.hub))
+            process.threads = [thread]
             self.note(f"{process.name} begins life {process.life}")
-        process.run.switch()
+        thread.run.switch()
 
     def _life(self, process: Process) -> None:
         life = process.life
@@ -184,14 +255,17 @@ class Machine:
         except Exception as error:
             if process.dead:  # raised on the way out, by what tidies up
                 return
-            if not (process.troubled and type(error).__name__ == "StoreError"):
+            name = type(error).__name__
+            full, broken = process.troubled and name == "StoreError", process.failing and name == "BrokenEngineError"
+            if not (full or broken):
                 last = traceback.format_exc(limit=-6)
-                raise Broken(f"{process.name} (life {life}) failed: {type(error).__name__}: {error}\n{last}") from error
-            self.counters["died of a full disk"] += 1
+                raise Broken(f"{process.name} (life {life}) failed: {name}: {error}\n{last}") from error
+            self.counters["died of a full disk" if full else "ended with a broken engine"] += 1
             self.deaths += 1
             self._bury(process, 2.0)
         finally:
             process.dead = True
+            process.threads = []
 
     # -- turns
 
@@ -202,14 +276,18 @@ class Machine:
                 waiting = [process for process in self.processes if not process.done]
                 if not waiting:
                     return
-                ready = [process for process in waiting if process.wake <= self.now]
+                turns = [turn for process in waiting for turn in _turns(process)]
+                if not turns:
+                    raise Broken(f"I7: {_names(waiting)} wait for themselves")
+                ready = [(process, thread) for wake, process, thread in turns if wake <= self.now]
                 if not ready:
-                    self.now = min(process.wake for process in waiting)
+                    self.now = min(wake for wake, _, _ in turns)
                     continue
                 if self.now - self.last_fault > self._limit:
-                    names = ", ".join(process.name for process in waiting)
-                    raise Broken(f"I7: {self._limit:.0f} s after the last fault {names} have not come to an end")
-                self._live(self.chance.choice(ready))
+                    raise Broken(
+                        f"I7: {self._limit:.0f} s after the last fault {_names(waiting)} have not come to an end"
+                    )
+                self._live(*self.chance.choice(ready))
                 if self.chance.random() < 0.03:
                     self._look()
         finally:
@@ -218,15 +296,13 @@ class Machine:
     def end(self) -> None:
         """End what still runs."""
         for process in self.processes:
-            process.dead = True
-            if process.run is not None and not process.run.dead:
-                with contextlib.suppress(Exception):
-                    process.run.throw(Killed)
+            with contextlib.suppress(Exception):
+                _end_threads(process)
             for descriptor in process.open_files:
                 os.close(descriptor)
             process.open_files.clear()
 
-    def at_point(self, process: Process, call: str, about: str) -> None:
+    def at_point(self, process: Process, call: str, about: str, locked: bool) -> None:
         """What befalls a process at a port call."""
         self.now += POINT_SECONDS
         self.calls[""] += 1
@@ -236,9 +312,12 @@ class Machine:
         self.note(f"{process.name} {call} {about}")
         for name in ("", call):
             for fault in self._due.pop((name, self.calls[name]), ()):
-                self._strike(process, fault)
+                if not (locked and fault.kind == "slow"):
+                    self._strike(process, fault)
         if process.dead:
             raise Killed
+        if locked and process.threaded:
+            return
         if self.chance.random() < self._switch:
             process.sleep(0.0)
 
@@ -253,8 +332,11 @@ class Machine:
             self.kill(process, again=fault.amount)
             self._look()
         elif fault.kind == "power":
-            self.cut_power(fault)
+            self.kill_all(fault.amount)
+            self.power_cut()
         elif fault.kind == "pause":
+            process.pause(fault.amount)
+        elif fault.kind == "slow":
             process.sleep(fault.amount)
         elif fault.kind == "jump":
             self.wall_offset += fault.amount * self.chance.choice((-1, 1))
@@ -266,3 +348,32 @@ class Machine:
         text = f"{self.now:.3f} {line}"
         self.digest.update(text.encode())
         self.trace.append(text)
+
+
+def _turns(process: Process) -> list[tuple[float, Process, Thread | None]]:
+    """Who of the process can go on, and when: a new life, or threads that wait for nothing."""
+    if process.dead:
+        return [(process.wake, process, None)]
+    return [
+        (max(process.wake, thread.wake), process, thread)
+        for thread in process.threads
+        if thread.ready is None or thread.ready()
+    ]
+
+
+def _names(processes: list[Process]) -> str:
+    return ", ".join(process.name for process in processes)
+
+
+def _runs(process: Process, current: object) -> bool:
+    return any(thread.run is current for thread in process.threads)
+
+
+def _end_threads(process: Process) -> None:
+    """End a life: its threads unwind here and now, but for the one that runs, which does so by itself."""
+    process.dead = True
+    current = greenlet.getcurrent()
+    for thread in list(process.threads):
+        if thread.run and thread.run is not current:
+            thread.run.parent = current
+            thread.run.throw(Killed)

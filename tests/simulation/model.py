@@ -17,10 +17,13 @@ from transformers import PreTrainedTokenizerFast
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine, EngineStats
 from engine.models.base import ModelSpec
+from engine.null_runner import NullRunner
+from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
 from schemas.job import ModelPin
 from tests.simulation.machine import Process, ProcessClock
-from tests.simulation.scenario import WORDS, Scenario
+from tests.simulation.scenario import WORDS, Poison, Scenario
+from tests.simulation.watch import Watch
 from workers.model_host import LoadedModel
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
@@ -56,13 +59,55 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(hf)
 
 
+class FaultyRunner:
+    """The null runner, whose steps fail or end the process when they are told to or meet what is poisonous.
+
+    Args:
+        poison: row -> what happens to whoever computes it.
+    """
+
+    def __init__(self, rows: RowState, process: Process, poison: Mapping[int, Poison], watch: Watch) -> None:
+        self._runner = NullRunner(rows, VOCABULARY)
+        self._process = process
+        self._poison = poison
+        self._watch = watch
+        self._requests: dict[int, Request] = {}
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self._requests.update((slot, request) for slot, request, _ in plan.new_rows)
+        rows = {slot: _row(self._requests[slot]) for slot in plan.rows.tolist()}
+        process = self._process
+        if process.failing:
+            process.failing -= 1
+            self._fail(set(rows.values()), "the machine trips")
+        at = (plan.starts + plan.counts).tolist()
+        for slot, known, samples in zip(plan.rows.tolist(), at, plan.samples.tolist(), strict=True):
+            poison = self._poison.get(rows[slot])
+            token = known - len(self._requests[slot].prompt_token_ids) + 1
+            if poison is not None and samples and token == poison.token:
+                if poison.kills:
+                    process.machine.poison(process, f"row {rows[slot]}")
+                self._fail(set(rows.values()), f"row {rows[slot]} is poison")
+        return self._runner.execute(plan)
+
+    def _fail(self, rows: set[int], why: str) -> None:
+        self._process.machine.counters["steps failed"] += 1
+        self._watch.step_failed(rows)
+        raise RuntimeError(why)
+
+
+def _row(request: Request) -> int:
+    return int(request.request_id.rsplit("/", 1)[1])
+
+
 class SteppedEngine:
     """`TokenEngine` of one process: each step is a port call and takes its time."""
 
-    def __init__(self, engine: Engine, process: Process, seconds: float) -> None:
+    def __init__(self, engine: Engine, process: Process, seconds: float, watch: Watch) -> None:
         self._engine = engine
         self._process = process
         self._seconds = seconds
+        self._watch = watch
 
     @property
     def has_work(self) -> bool:
@@ -82,18 +127,24 @@ class SteppedEngine:
 
     def add(self, request: Request) -> None:
         self._engine.add(request)
+        self._watch.added(self._process, request)
         resumed = sum(len(choice.token_ids) for choice in request.partial)
         self._process.machine.counters["tokens resumed"] += resumed
 
     def cancel(self, request_id: str) -> bool:
+        self._watch.left(self._process, [request_id])
         return self._engine.cancel(request_id)
 
     def step(self) -> list[Completion]:
         self._process.point("engine.step")
+        self._process.machine.counters["steps beside a second thread"] += len(self._process.threads) > 1
         before = self._engine.stats().generated
         completions = self._engine.step()
-        self._process.machine.counters["tokens sampled"] += self._engine.stats().generated - before
+        sampled = self._engine.stats().generated - before
+        self._process.machine.counters["tokens sampled"] += sampled
+        self._watch.stepped(self._process, sampled)
         self._process.sleep(self._seconds)
+        self._watch.left(self._process, [completion.request_id for completion in completions])
         return completions
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
@@ -103,7 +154,7 @@ class SteppedEngine:
         return self._engine.stats()
 
 
-def load(process: Process, scenario: Scenario) -> LoadedModel:
+def load(process: Process, scenario: Scenario, watch: Watch) -> LoadedModel:
     """A model for one life of a worker."""
     spec = ModelSpec(
         architecture="null", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, hidden_size=8,
@@ -117,11 +168,20 @@ def load(process: Process, scenario: Scenario) -> LoadedModel:
         schedule=ScheduleConfig(max_num_seqs=scenario.max_num_seqs, max_num_batched_tokens=64),
     )
     clock = ProcessClock(process)
-    engine = Engine.without_model(spec, config, num_blocks=6 * scenario.max_num_seqs + 9, clock=clock.monotonic)
+    num_blocks = 6 * scenario.max_num_seqs + 9
+    poison = scenario.poisonous
+    engine = Engine(
+        config,
+        spec,
+        (CacheGroup((0,), None, num_blocks),),
+        CONTEXT,
+        lambda scheduler: FaultyRunner(scheduler.rows, process, poison, watch),
+        clock.monotonic,
+    )
     return LoadedModel(
         name=PIN.name,
         source=PIN.source,
-        engine=SteppedEngine(engine, process, scenario.step_seconds),
+        engine=SteppedEngine(engine, process, scenario.step_seconds, watch),
         tokenizer=tokenizer(),
         limits=ModelLimits(engine.max_model_len, VOCABULARY, (END,)),
         dtype="float32",

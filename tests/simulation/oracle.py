@@ -10,8 +10,9 @@ At random moments, after each death and at the end (`look`):
 At the end (`judge`):
     I1  one row for each line that isn't blank
     I3  the manifest's outcome, counts and token sums follow from the rows, its files' sizes and sha256 from the bytes
-    I5  repeated work: no more is reported than was lost; and no more was lost than is reported and an interval for each
-        life of a worker
+    I5  repeated work: with one worker, no more was sampled twice than what was in no log when a life ended, and that is
+        an interval's work; no more is reported as repeated than was, and no less than what the logs prove
+    I6  who is blamed: rows that are poison, and no other, unless it was there each time
     I7  the job has ended (the machine checks how soon), and a sweep leaves no temporary behind
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,14 +33,18 @@ import pyarrow.parquet as pq
 
 from tests.simulation.machine import Broken
 from tests.simulation.scenario import Line, Scenario
+from tests.simulation.watch import Watch
 
 FIRST_CHARACTER = 4
 FIRST_WORD = 256
 WORDS = 60
 END = FIRST_WORD + WORDS - 1
 PART = re.compile(r"part-\d{5}\.parquet")
-LONELY_DEATHS = 4
-"""Deaths after which a row may be blamed: two in silence, one in company, one alone."""
+COINCIDENT_DEATHS = (4, 2)
+"""An innocent row may be blamed when so many lives ended while it was computed, so many of them while nothing else was:
+two in silence, one or more in company, and alone until it is certain."""
+COINCIDENT_FAILURES = (2, 1)
+"""Likewise for steps that failed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ class Oracle:
     """Watches one history.
 
     Attributes:
-        folder: the job's, in the store.  deaths: so far.  lives: of workers, in all.
+        folder: the job's, in the store.
+        costs: row -> tokens of its prompt and of its answer, if nothing goes wrong.
+        blamed: rows with an engine error.  coincidences: of them, those that were with what happened each time.
         over_the_bound: more was lost than `repeated_at_most`, which goes by the intervals that were logged.
     """
 
@@ -101,18 +109,28 @@ class Oracle:
     folder: Path
     acknowledged: set[str]
     prefix: str
+    watch: Watch
     parts: dict[str, bytes] = field(default_factory=dict)
     rows: dict[int, str] = field(default_factory=dict)
     statuses: Counter[str] = field(default_factory=Counter)
     papers: dict[str, bytes] = field(default_factory=dict)
     outcome: str = "unfinished"
-    deaths: int = 0
     looks: int = 0
-    lives: int = 0
+    costs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    blamed: set[int] = field(default_factory=set)
+    coincidences: int = 0
     over_the_bound: bool = False
+    poisonous: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.wanted = {row: expected(line) for row, line in enumerate(self.scenario.lines) if line.text}
+        self.costs = {row: (want.prompt_tokens, want.sampled) for row, want in self.wanted.items()}
+        for row, poison in self.scenario.poisonous.items():
+            want = self.wanted[row]
+            if want.sampled >= poison.token * len(want.texts):
+                self.wanted[row] = Expected("failed", "engine_error", want.custom_id)
+                self.poisonous.add(row)
+        self.watch.costs.update((row, want.sampled) for row, want in self.wanted.items() if want.error is None)
 
     # -- at any moment
 
@@ -134,6 +152,15 @@ class Oracle:
             if self.parts[name] is data:
                 self._read_part(name, data)
         self._look_at_papers()
+
+    def forget(self) -> None:
+        """The job begins anew: nothing that stood must stand any longer."""
+        self.acknowledged.clear()
+        self.parts.clear()
+        self.rows.clear()
+        self.papers.clear()
+        self.blamed.clear()
+        self.coincidences = 0
 
     def power_was_cut(self, unsynced: set[str], papers: set[str]) -> None:
         """Names in results/, and beside it, that may be gone: no process was told that they stand."""
@@ -169,7 +196,8 @@ class Oracle:
             raise Broken(f"I1: row {at} bears {row['custom_id']!r} instead of {want.custom_id!r}")
         if self._closed(row["status"], row["error_code"]):
             return
-        if row["error_code"] == "engine_error" and "died" in row["error_message"] and self.deaths >= LONELY_DEATHS:
+        if row["error_code"] == "engine_error":
+            self._check_blame(at, row["error_message"])
             return
         if (row["status"], row["error_code"]) != (want.status, want.error):
             raise Broken(f"I1: row {at} ended as {row['status']} ({row['error_code']}: {row['error_message']})")
@@ -182,6 +210,23 @@ class Oracle:
         texts = tuple(c["text"] if "text" in c else c["message"]["content"] for c in choices)
         if texts != want.texts:
             raise Broken(f"I1: row {at}: its response says {texts}, but should say {want.texts}")
+
+    def _check_blame(self, at: int, why: str) -> None:
+        """A row may be blamed if it is poison, or was there each time when something else happened."""
+        self.blamed.add(at)
+        if at in self.poisonous:
+            return
+        watch, same = self.watch, self.scenario.copies(at)
+        counted = (watch.deaths, watch.lonely_deaths, COINCIDENT_DEATHS)
+        if "died" not in why:
+            counted = (watch.failures, watch.lonely_failures, COINCIDENT_FAILURES)
+        together, alone, least = counted
+        if not any(together[row] >= least[0] and alone[row] >= least[1] for row in same):
+            raise Broken(
+                f"I6: row {at} is blamed ({why}), but was there {max(together[row] for row in same)} times only, "
+                f"{max(alone[row] for row in same)} alone"
+            )
+        self.coincidences += 1
 
     def _closed(self, status: str, error: str | None) -> bool:
         """Whether the row ended so because the job was closed."""
@@ -216,13 +261,8 @@ class Oracle:
 
     # -- at the end
 
-    def judge(self, sampled: int, sampled_when_whole: int, bounded: bool) -> None:
-        """Check the outcome.
-
-        Args:
-            sampled: tokens that all engines sampled.  sampled_when_whole: likewise, when the last part was committed.
-            bounded: whether all logs were kept as they were written.
-        """
+    def judge(self) -> None:
+        """Check the outcome."""
         self.look()
         if "manifest.json" not in self.papers:
             raise Broken("I7: the job has no outcome")
@@ -231,7 +271,7 @@ class Oracle:
         manifest = _parse("manifest.json", self.papers["manifest.json"])
         self.outcome = manifest["status"]
         self._check_files(manifest)
-        self._check_counts(manifest, sampled, sampled_when_whole, bounded)
+        self._check_counts(manifest)
         root = self.folder.parent.parent
         left = sorted(str(path.relative_to(root)) for path in (root / ".tmp").rglob("*"))
         if left:
@@ -247,7 +287,7 @@ class Oracle:
             if (entry["size"], entry["sha256"], entry["rows"]) != facts:
                 raise Broken(f"I3: the manifest's entry of {name} is not what its bytes are")
 
-    def _check_counts(self, manifest: dict[str, Any], sampled: int, when_whole: int, bounded: bool) -> None:
+    def _check_counts(self, manifest: dict[str, Any]) -> None:
         counts = manifest["counts"]
         statuses: Counter[str] = Counter()
         answered = set[int]()
@@ -262,23 +302,38 @@ class Oracle:
         if manifest["status"] != ended:
             raise Broken(f"I3: the job ended as {manifest['status']}, but its rows say {ended}")
         usage = manifest["usage"]
-        committed = usage.get("completion", 0)
         computed = self._computed(answered)
         facts = (sum(want.prompt_tokens for want in computed), sum(want.sampled for want in computed))
-        if (usage.get("prompt", 0), committed) != facts:
-            raise Broken(f"I3: the manifest's usage is {usage}, but should be {facts}")
-        repeated, at_most = usage.get("repeated", 0), manifest.get("repeated_at_most", 0)
-        lost = sampled - committed
-        if bounded and repeated > max(0, lost):
-            raise Broken(f"I5: {repeated} tokens are reported as repeated, but {lost} were")
-        if at_most < repeated:
-            raise Broken(f"I5: at most {at_most} tokens are reported as repeated, but also {repeated}")
-        # What each life of a worker may not have logged: an interval, the step that ended it, and one more.
-        steps = self.scenario.checkpoint_seconds / self.scenario.step_seconds + 2
-        unlogged = self.lives * steps * self.scenario.max_num_seqs
-        if bounded and when_whole - committed > repeated + unlogged:
-            raise Broken(f"I5: {when_whole - committed} tokens were repeated, but only {repeated} are reported")
-        self.over_the_bound = when_whole - committed > at_most
+        prompt, completion = usage.get("prompt", 0), usage.get("completion", 0)
+        # A row that failed in the engine cost something, too: its prompt, and some of an answer.
+        more = [self.costs[row] for row in self.blamed]
+        most = [fact + sum(cost[at] for cost in more) for at, fact in enumerate(facts)]
+        if not (facts[0] <= prompt <= most[0] and facts[1] <= completion <= most[1]):
+            raise Broken(f"I3: the manifest's usage is {usage}, but should be {facts}, or up to {most}")
+        if not self.watch.blind:
+            self._check_repeated(completion, usage.get("repeated", 0), manifest.get("repeated_at_most", 0))
+
+    def _check_repeated(self, committed: int, repeated: int, at_most: int) -> None:
+        """Hold what was sampled twice to what was logged, and what is told of it to what was."""
+        watch = self.watch
+        wasted = watch.sampled - committed
+        if repeated > max(0, wasted):
+            raise Broken(f"I5: {repeated} tokens are reported as repeated, but {wasted} were")
+        proven = watch.durable_when_whole - committed
+        if repeated < proven and not self.coincidences:
+            raise Broken(f"I5: {repeated} tokens are reported as repeated, but logs and parts prove {proven}")
+        if self.scenario.workers > 1 or self.outcome != "completed" or watch.failures or self.poisonous:
+            return
+        lost = sum(life.lost for life in watch.lives.values())
+        if wasted > lost:
+            raise Broken(f"I5: {wasted} tokens were sampled twice, but {lost} only were in no log when a life ended")
+        for (name, number), life in watch.lives.items():
+            # An interval, what the second thread was late with this checkpoint and the next, and two steps.
+            seconds = self.scenario.checkpoint_seconds + 2 * life.waited + 2 * self.scenario.step_seconds
+            most = math.ceil(seconds / self.scenario.step_seconds) * self.scenario.max_num_seqs
+            if life.lost > most:
+                raise Broken(f"I5: {name} lost {life.lost} tokens in life {number}, which is more than {most}")
+        self.over_the_bound = wasted > at_most
 
     def _computed(self, answered: set[int]) -> list[Expected]:
         """One for each request that was computed: copies within a segment are not."""

@@ -11,6 +11,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, ObjectInfo, ShardTask
 from tests.simulation.machine import Machine, Process
+from tests.simulation.watch import Watch
 
 LIFETIME = 10.0
 """Seconds of silence after which a worker counts as dead."""
@@ -20,10 +21,11 @@ class ProcessStore:
     """`ObjectStore` of one process: a real `FolderStore`. `acknowledged` gets the keys of objects that stand for
     ever, as a create has reported."""
 
-    def __init__(self, store: FolderStore, process: Process, acknowledged: set[str]) -> None:
+    def __init__(self, store: FolderStore, process: Process, acknowledged: set[str], watch: Watch) -> None:
         self._store = store
         self._process = process
         self._acknowledged = acknowledged
+        self._watch = watch
 
     def create(self, key: str, data: bytes | Path) -> bool:
         self._process.point("store.create", key)
@@ -31,14 +33,14 @@ class ProcessStore:
         self._count(key, won)
         if "/work/" not in key and not key.startswith("active/"):  # what goes when it is not needed any more
             self._acknowledged.add(key)
+        if won:
+            self._watch.created(self._process, key, data if isinstance(data, bytes) else None)
         return won
 
     def _count(self, key: str, won: bool) -> None:
         machine = self._process.machine
         if "/results/" in key:
             machine.counters["commits" if won else "commits that lost the race"] += 1
-            if won:
-                machine.sampled_when_whole = machine.counters["tokens sampled"]
         elif "/attempt-" in key and won and not key.endswith("-0001.json"):
             machine.counters["shards taken again"] += 1
 
@@ -103,9 +105,10 @@ class Broker:
 class ProcessQueue:
     """`ShardQueue` of one process."""
 
-    def __init__(self, broker: Broker, process: Process) -> None:
+    def __init__(self, broker: Broker, process: Process, watch: Watch) -> None:
         self._broker = broker
         self._process = process
+        self._watch = watch
 
     def put(self, task: ShardTask) -> None:
         self._process.point("queue.put", f"{task.shard}")
@@ -127,7 +130,9 @@ class ProcessQueue:
         at = ready[0]
         if broker.reorder:
             at, broker.reorder = broker.machine.chance.choice(ready), False
-        return broker.tasks.pop(at)[1]
+        task = broker.tasks.pop(at)[1]
+        self._watch.took(self._process, task.shard)
+        return task
 
 
 class ProcessHeartbeats:
@@ -139,7 +144,7 @@ class ProcessHeartbeats:
 
     def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
         shards = sorted(held)
-        self._process.point("heartbeats.beat", f"{shards}")
+        self._process.point("heartbeats.beat", f"{shards}", locked=True)
         self._broker.beats.beat(worker, shards)
 
     def held(self) -> set[tuple[str, int]]:

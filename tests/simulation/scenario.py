@@ -12,11 +12,12 @@ from typing import Any
 
 CALLS = ("disk.write_new", "disk.sync_file", "disk.link", "disk.sync_folder", "disk.unlink", "disk.rename",
          "disk.make_folder", "store.create", "store.read", "store.info", "store.list", "store.open", "store.delete",
-         "queue.put", "queue.take", "heartbeats.beat", "heartbeats.held", "engine.step", "clock.sleep")  # fmt: skip
+         "queue.put", "queue.take", "heartbeats.beat", "heartbeats.held", "engine.step", "clock.sleep", "clock.now",
+         "disk.remove_folder", "store.replace")  # fmt: skip
 
 WEIGHTS = {
     "kill": 8, "power": 6, "pause": 4, "stop": 2, "lose": 2, "double": 3, "late": 2, "reorder": 1, "jump": 2, "full": 2,
-    "forget": 2, "damage": 1, "plan": 1, "cancel": 1,
+    "forget": 2, "damage": 1, "plan": 1, "cancel": 1, "slow": 4, "fail": 2, "break": 1, "fresh": 1,
 }  # fmt: skip
 """How often each kind of fault is drawn."""
 
@@ -32,6 +33,16 @@ class Fault:
     call: str
     nth: int
     amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """What the row's line asks for can't be computed: at its `token`th token (from 1) the step fails, or, when it
+    `kills`, the process ends."""
+
+    row: int
+    token: int
+    kills: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class Scenario:
         deadline: of the job, in seconds from the beginning; None: it has none.
         planners, dispatchers, workers: processes; planners and dispatchers race when there are two.
         step_seconds: what a step of an engine takes.
+        threaded: workers have a second thread; without it all that they do waits for each other.
     """
 
     seed: int
@@ -71,6 +83,18 @@ class Scenario:
     backlog: int
     deadline: float | None
     faults: tuple[Fault, ...]
+    threaded: bool = False
+    poison: tuple[Poison, ...] = ()
+
+    @property
+    def poisonous(self) -> dict[int, Poison]:
+        """Row -> what its line does: also of copies, which are computed apart in other segments."""
+        return {at: poison for poison in self.poison for at in self.copies(poison.row)}
+
+    def copies(self, row: int) -> list[int]:
+        """All rows that ask for what this one asks for."""
+        line = self.lines[row]
+        return [at for at, other in enumerate(self.lines) if (other.url, other.body) == (line.url, line.body)]
 
     def to_json(self) -> str:
         """The scenario as JSON."""
@@ -82,6 +106,7 @@ class Scenario:
         values = json.loads(text)
         values["lines"] = tuple(Line(**line) for line in values["lines"])
         values["faults"] = tuple(Fault(**fault) for fault in values["faults"])
+        values["poison"] = tuple(Poison(**poison) for poison in values.get("poison", ()))
         return cls(**values)
 
 
@@ -89,9 +114,10 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     chance = random.Random(f"{seed}/scenario")
     rows = chance.randint(4, 14)
+    lines = tuple(_lines(chance, rows))
     return Scenario(
         seed=seed,
-        lines=tuple(_lines(chance, rows)),
+        lines=lines,
         segment_rows=chance.choice((3, 6, 100)),
         shard_rows=chance.randint(2, 5),
         shard_tokens=chance.choice((30, 80, 100_000)),
@@ -105,7 +131,15 @@ def draw(seed: int) -> Scenario:
         backlog=chance.randint(1, 4),
         deadline=chance.uniform(1.0, 60.0) if chance.random() < 0.15 else None,
         faults=tuple(_faults(chance)),
+        threaded=chance.random() < 0.85,
+        poison=tuple(_poison(chance, lines)),
     )
+
+
+def _poison(chance: random.Random, lines: tuple[Line, ...]) -> list[Poison]:
+    valid = [row for row, line in enumerate(lines) if line.body is not None and line.error is None]
+    count = min(len(valid), chance.choices((0, 1, 2), (80, 17, 3))[0])
+    return [Poison(row, chance.randint(1, 6), kills=False) for row in sorted(chance.sample(valid, count))]
 
 
 def _faults(chance: random.Random) -> list[Fault]:
@@ -115,7 +149,10 @@ def _faults(chance: random.Random) -> list[Fault]:
         if kind in ("lose", "double", "late"):
             call, nth = "queue.put", chance.randint(1, 8)
         elif kind == "full":
-            call, nth = "disk.write_new", chance.randint(4, 60)
+            call = chance.choice(("disk.write_new", "disk.sync_file", "disk.link", "disk.make_folder"))
+            nth = chance.randint(1, 8) if call == "disk.make_folder" else chance.randint(4, 60)
+        elif kind in ("fail", "break"):
+            call, nth = "engine.step", chance.randint(1, 60)
         elif chance.random() < 0.5:
             call, nth = "", int(10 ** chance.uniform(0.5, 3.1))
         else:

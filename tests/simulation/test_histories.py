@@ -33,6 +33,10 @@ def test_given_faults_of_every_kind_when_300_histories_are_over_then_no_promise_
         "died of a full disk",
         "tokens resumed",
         "shards taken again",
+        "steps beside a second thread",
+        "steps failed",
+        "ended with a broken engine",
+        "rows blamed",
     ):
         assert summary.counters[what], f"it never happened: {what}"
     assert summary.counters["deaths"] > SEEDS

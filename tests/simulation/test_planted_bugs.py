@@ -24,6 +24,7 @@ FOUND_AS = {
     "manifest-before-the-last-part": r"I1: manifest.json stands|I3: the manifest lists",
     "o-excl-commits": r"I4: |is not JSON|is not a whole Parquet file",
     "plan-without-segment": r"no such part is planned|I1: ",
+    "resume-from-nothing": r"I5: row \d+ goes on from \d+ tokens",
     "retry-that-rewrites-a-part": r"I2: results/part-\d+.parquet has changed",
 }
 """Patch -> what the message of the broken history says."""
