@@ -7,13 +7,15 @@ At random moments, after each death and at the end (`look`):
     I2  a part that was seen never changes; none that a process was told to stand vanishes; nor does the manifest
     I3  the counts of progress.json and manifest.json sum to their total
     I1  the manifest stands only when all rows are there; a row is cancelled or expired only if closing.json says so
+    I7  a job that is open is marked as such
 At the end (`judge`):
     I1  one row for each line that isn't blank
     I3  the manifest's outcome, counts and token sums follow from the rows, its files' sizes and sha256 from the bytes
     I5  repeated work: with one worker, no more was sampled twice than what was in no log when a life ended, and that is
         an interval's work; no more is reported as repeated than was, and no less than what the logs prove
     I6  who is blamed: rows that are poison, and no other, unless it was there each time
-    I7  the job has ended (the machine checks how soon), and a sweep leaves no temporary behind
+    I7  the job has ended (the machine checks how soon), and when its order comes once more, no temporary, no checkpoint
+        and no marker is left behind
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.simulation.machine import Broken
+from tests.simulation.oracle_leftovers import check_ended, check_marker
 from tests.simulation.scenario import Line, Scenario
 from tests.simulation.watch import Watch
 
@@ -152,6 +155,7 @@ class Oracle:
             if self.parts[name] is data:
                 self._read_part(name, data)
         self._look_at_papers()
+        check_marker(self.folder)
 
     def forget(self) -> None:
         """The job begins anew: nothing that stood must stand any longer."""
@@ -276,6 +280,7 @@ class Oracle:
         left = sorted(str(path.relative_to(root)) for path in (root / ".tmp").rglob("*"))
         if left:
             raise Broken(f"I7: a sweep leaves {left}")
+        check_ended(self.folder)
 
     def _check_files(self, manifest: dict[str, Any]) -> None:
         listed = {entry["path"]: entry for entry in manifest["files"]}
