@@ -2,7 +2,8 @@
 
 Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the
 hash: while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are
-hashed again, and are the same input if their bytes are. What is not noticed is a write within the clock tick in which
+hashed again, and are the same input if their bytes are. A file that changes while it is read for the plan is an error
+all the same: nobody knows which bytes were read. What is not noticed is a write within the clock tick in which
 the file was hashed, or one below the file system.
 """
 
@@ -43,9 +44,39 @@ def pin_input(path: Path, known: InputRef | None = None) -> InputRef:
         raise InputError(f"{error.filename or path}: can't read the input: {error.strerror}") from error
 
 
+def pin_again(pinned: InputRef) -> InputRef:
+    """The same files as they lie now, hashed again where their stamps say that they may have changed.
+
+    Raises:
+        InputError: one of them is missing, can't be read, or holds other bytes.
+    """
+    known = {file.uri: file for file in pinned.files}
+    files: list[InputFile] = []
+    for file in pinned.files:
+        try:
+            found = _pin(Path(file.uri), known)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        if (found.size, found.sha256) != (file.size, file.sha256 or found.sha256):
+            raise InputError(f"{file.uri}: is not what the job was accepted with; put the old file back and try again")
+        files.append(found)
+    return pinned.model_copy(update={"files": tuple(files)})
+
+
 def source_files(pinned: InputRef) -> list[SourceFile]:
-    """The pinned files, to be opened for planning; opening raises `InputError` when one is gone or has another size."""
+    """The pinned files, to be opened for planning; opening raises `InputError` when one is gone or has changed."""
     return [SourceFile(file.uri, partial(_open, file)) for file in pinned.files]
+
+
+def check_unchanged(pinned: InputRef) -> None:
+    """Whether the files are still as they were pinned, by their sizes and stamps: what was read of them meanwhile is
+    then what was hashed. Raises `InputError`."""
+    for file in pinned.files:
+        try:
+            status = os.stat(file.uri)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        _compare(file, *_stamped(status))
 
 
 def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
@@ -62,21 +93,39 @@ def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
 
 def _look(stream: BinaryIO) -> tuple[int, FileStamp]:
     """Size and stamp of an open file."""
-    status = os.fstat(stream.fileno())
+    return _stamped(os.fstat(stream.fileno()))
+
+
+def _stamped(status: os.stat_result) -> tuple[int, FileStamp]:
     return status.st_size, FileStamp(mtime=status.st_mtime_ns, ctime=status.st_ctime_ns, inode=status.st_ino)
+
+
+def _compare(file: InputFile, size: int, stamp: FileStamp) -> None:
+    """Whether a file is as it was pinned. Raises `InputError`."""
+    if size != file.size:
+        raise InputError(
+            f"{file.uri}: has {size} bytes, but had {file.size} when the job was accepted; "
+            "put the old file back, or start anew with --fresh"
+        )
+    if file.stamp is not None and stamp != file.stamp:
+        raise InputError(
+            f"{file.uri}: was written, touched or replaced after it was hashed; run again to have it hashed again "
+            "(what is committed stays), or put the old file back first"
+        )
+
+
+def _unreadable(file: InputFile, error: OSError) -> InputError:
+    return InputError(f"{file.uri}: can't read the input: {error.strerror}; put it back and run again")
 
 
 def _open(file: InputFile) -> BinaryIO:
     try:
         stream = Path(file.uri).open("rb")  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        raise InputError(f"{file.uri}: can't read the input: {error.strerror}; put it back and run again") from error
-    size = stream.seek(0, 2)
-    stream.seek(0)
-    if size != file.size:
+        raise _unreadable(file, error) from error
+    try:
+        _compare(file, *_look(stream))
+    except InputError:
         stream.close()
-        raise InputError(
-            f"{file.uri}: has {size} bytes, but had {file.size} when the job was accepted; "
-            "put the old file back, or start anew with --fresh"
-        )
+        raise
     return stream

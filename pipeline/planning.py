@@ -7,13 +7,15 @@ at once, from what was stored before. A plan that was interrupted goes on at the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.active import tidy
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
-from pipeline.pinning import source_files
+from pipeline.pinning import check_unchanged, source_files
 from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
 from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
@@ -26,9 +28,21 @@ PLANNER = "planner"
 
 
 class LedgerPlanSink:
-    """`PlanSink` over a ledger. One planner's attempt; `close` removes what it built and didn't commit."""
+    """`PlanSink` over a ledger. One planner's attempt; `close` removes what it built and didn't commit.
 
-    def __init__(self, ledger: JobLedger, job: Job, world: World, carried: pa.Schema | None) -> None:
+    Args:
+        check_input: called before a segment is committed; raises when what was read for it may not be the job's input.
+    """
+
+    def __init__(
+        self,
+        ledger: JobLedger,
+        job: Job,
+        world: World,
+        carried: pa.Schema | None,
+        check_input: Callable[[], None],
+    ) -> None:
+        self._check_input = check_input
         self._ledger = ledger
         self._job = job
         self._world = world
@@ -93,6 +107,7 @@ class LedgerPlanSink:
 
     def commit_segment(self, segment: PlanSegment) -> PlanSegment:
         """Create the segment; returns the one that stands, with the part of its refused rows."""
+        self._check_input()
         if self._ledger.create_segment(segment):
             commit_rejects(self._ledger, segment, self._world)
             return segment
@@ -131,7 +146,7 @@ def plan_job(
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
-        InputError: the input can't be read, or is another than was accepted.
+        InputError: the input can't be read, or is another than was accepted. What was committed by then stays.
     """
     if ledger.manifest() is not None:
         return None
@@ -140,10 +155,12 @@ def plan_job(
             commit_rejects(ledger, segment, world)
         return None
     source = open_source(source_files(job.input), job.input.format, job.settings.limits, _default_model(job))
-    sink = LedgerPlanSink(ledger, job, world, source.carried)
+    check_input = partial(check_unchanged, job.input)
+    sink = LedgerPlanSink(ledger, job, world, source.carried, check_input)
     try:
         return plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
     except InvalidInput as error:
+        check_input()  # else the lines may be another file's
         _end_as_failed(ledger, job, world, error)
         raise
     finally:

@@ -19,6 +19,7 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs import find_ledger
 from pipeline.ledger import JobLedger
+from pipeline.pinning import pin_again
 from pipeline.planning import plan_job
 from pipeline.ports import OutputLocked, World
 from pipeline.records import RunRecord
@@ -50,7 +51,8 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
 
     Raises:
         JobNotFound: there is no job, or there are several.
-        PipelineError: the folder can't be written, or the rest of the input can't be read for the plan.
+        PipelineError: the folder can't be written, or the rest of the input, which the plan needs, can't be read or is
+            not what it was; the job stays cancelled, and is ended by the next try.
     """
     with FolderStore(folder, read_only=True) as looking:
         ledger = find_ledger(looking)
@@ -85,6 +87,8 @@ def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manif
     job = ledger.job()
     # The time since the last run was nobody's work, and is not billed.
     ledger.record_run(world.random.token(8).hex(), RunRecord(started_at=world.clock.now()))
+    if ledger.wanted_parts() is None:
+        job = job.model_copy(update={"input": pin_again(job.input)})
     plan_job(ledger, job, world)
     nobody = MemoryHeartbeats(world.clock, 0.0)
     dispatcher = Dispatcher(world, MemoryQueue(), nobody, settings=DispatchSettings(price_per_hour=price_per_hour))

@@ -64,7 +64,7 @@ def plan_by_hand(
 ) -> Job:
     """Submit an order and plan it as told, in one segment."""
     job = submit(order(**changes), ledger, world).job
-    sink = LedgerPlanSink(ledger, job, world, None)
+    sink = LedgerPlanSink(ledger, job, world, None, lambda: None)
     refs = []
     for number, rows in enumerate(shards, start=1):
         buffer = io.BytesIO()

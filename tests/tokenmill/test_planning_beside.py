@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.ports import PipelineError
 from pipeline.submit import Order, submit
-from schemas.job import Job, JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import Counts, Job, JobSettings, ModelPin, PlanSegment, Tier
 from schemas.limits import PlanSettings
 from tokenmill import models
 from tokenmill.embedded import Output, open_output
@@ -24,6 +26,7 @@ from tokenmill.tracker import RunTracker
 from tokenmill.wiring import EngineOptions, JobRun, RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 
+Cli = Callable[..., Any]
 Chat = Callable[..., dict[str, Any]]
 Write = Callable[..., Path]
 Results = Callable[[Path], list[dict[str, Any]]]
@@ -37,7 +40,19 @@ def source(chat: Chat, write_lines: Write) -> Path:
     return write_lines(*("{" if row % 10 == 5 else chat(f"id-{row}", text=f"word {row}") for row in range(ROWS)))
 
 
-def run(source: Path, place: Path, model_folder: Path, before_loading: Callable[[], None]) -> JobRun:
+class Told(RunTracker):
+    """A tracker that does something when work begins, just before the rest of the plan is begun."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        super().__init__()
+        self._do = do
+
+    def planned(self, counts: Counts, expected_tokens: int, *, whole: bool) -> None:
+        super().planned(counts, expected_tokens, whole=whole)
+        self._do()
+
+
+def run(source: Path, place: Path, model_folder: Path, before_planning: Callable[[], object]) -> JobRun:
     plan = RunPlan(
         inputs=pin_input(source),
         model=ChosenModel("tiny", models.ModelSource("tiny", model_folder, None, 0)),
@@ -49,10 +64,9 @@ def run(source: Path, place: Path, model_folder: Path, before_loading: Callable[
 
     def load(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
         assert [segment.index for segment in segments] == [0], "no more was waited for"
-        before_loading()
         return load_model(plan, pin, segments)
 
-    return run_job(plan, RunTracker(), threading.Event(), load)
+    return run_job(plan, Told(before_planning), threading.Event(), load)
 
 
 def test_a_job_of_many_segments_is_planned_beside_the_work(
@@ -70,7 +84,7 @@ def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_says_so_a
 ) -> None:
     out, aside = place / "out", source.with_name("aside.jsonl")
     with pytest.raises(PipelineError, match=r"requests.jsonl: can't read the input: No such file"):
-        run(source, place, model_folder, lambda: source.rename(aside) and None)  # before the planner has started up
+        run(source, place, model_folder, lambda: source.rename(aside))
     assert (out / part_key(0)).is_file()
     assert not (out / "manifest.json").exists()
     aside.rename(source)
@@ -78,15 +92,22 @@ def test_given_an_input_that_vanishes_while_it_is_planned_then_the_run_says_so_a
     assert sorted(row["row"] for row in results(out)) == list(range(ROWS))
 
 
-@pytest.fixture
-def begun(place: Path, source: Path) -> Iterator[tuple[Output, Job]]:
+@contextmanager
+def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
     """A job of which the first segment is planned."""
-    with open_output(place / "out") as output:
+    with open_output(out) as output:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
         order = Order(input=pin_input(source), models=(pin,), settings=SETTINGS)
         job = submit(order, output.ledger, output.world).job
         plan_job(output.ledger, job, output.world, most_segments=1)
         yield output, job
+
+
+@pytest.fixture
+def begun(place: Path, source: Path) -> Iterator[tuple[Output, Job]]:
+    """Such a job, held."""
+    with begun_in(place / "out", source) as begun:
+        yield begun
 
 
 def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place: Path) -> None:
@@ -100,7 +121,7 @@ def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place
             ended.set()
 
     with PlannerProcess(place / "out", output.lock, output.ledger, job.input, tell, ended.set) as planner:
-        assert ended.wait(60)
+        assert ended.wait(240)
         planner.check()
     assert told == list(output.ledger.segments(1))
     assert told[-1].end_row == ROWS
@@ -115,10 +136,54 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
     with PlannerProcess(
         place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
-        assert failed.wait(60)
+        assert failed.wait(240)
         with pytest.raises(PipelineError, match="when the job was accepted; put the old file back"):
             planner.check()
     assert len(list(output.ledger.segments())) == 1
+
+
+def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_planner_fails_with_what_to_do(
+    begun: tuple[Output, Job], place: Path, source: Path
+) -> None:
+    output, job = begun
+    time.sleep(0.02)  # a later tick of the file system's clock
+    source.write_text(source.read_text().replace("word", "lord"))
+    failed = threading.Event()
+    with PlannerProcess(
+        place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
+    ) as planner:
+        assert failed.wait(240)
+        with pytest.raises(PipelineError, match=rf"^{source}: was written, touched or replaced .*; run again"):
+            planner.check()
+    assert len(list(output.ledger.segments())) == 1
+
+
+def test_given_a_changed_input_when_the_job_is_cancelled_then_it_is_ended_only_with_the_lines_that_it_was_accepted_with(
+    tokenmill: Cli, place: Path, source: Path, results: Results
+) -> None:
+    out, text = place / "out", source.read_text()
+    with begun_in(out, source):
+        pass
+    time.sleep(0.02)
+    source.write_text(text.replace("id-", "ID-"))
+
+    for _ in range(2):
+        refused = tokenmill("jobs", "cancel", out)
+        assert refused.code == 1
+        assert refused.error.startswith(
+            f"error: {source}: is not what the job was accepted with; put the old file back"
+        )
+        assert len(list((out / "plan").iterdir())) == 1
+    source.write_text(text)
+    ended = tokenmill("jobs", "cancel", out)
+
+    assert ended.code == 0, ended.err
+    ids = [None if row % 10 == 5 else f"id-{row}" for row in range(ROWS)]
+    assert [row["custom_id"] for row in results(out)] == ids
+    for file in (source, out / "manifest.json"):
+        file.unlink()
+    again = tokenmill("jobs", "cancel", out)
+    assert again.code == 0, f"what is planned whole needs no input: {again.err}"
 
 
 def test_given_a_planner_that_is_stopped_then_it_is_gone_with_all_it_was_building(
