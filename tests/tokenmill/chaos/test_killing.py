@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.tokenmill.chaos.killing import Setup, compare, long_answer
+from tests.tokenmill.chaos.killing import compare, long_answer
+from tests.tokenmill.chaos.running import Setup
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
 def setup(place: Path, model_folder: Path) -> Setup:
-    """Small steps and frequent logs, so that there is something to interrupt."""
-    options = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
-    environment = (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"), ("TOKENMILL_CHECKPOINT_SECONDS", "0.05"))
-    return Setup(f"tiny={model_folder}", place, None, options, environment)
+    """Small steps, so that there is something to interrupt."""
+    options = ("--threads", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    return Setup(f"tiny={model_folder}", place, options, (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"),))
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_given_kills_at_random_moments_when_started_again_then_the_answers_are_those_of_an_unbroken_run(
-    setup: Setup,
+    setup: Setup, how: signal.Signals
 ) -> None:
-    story = compare(setup, rows=60, max_tokens=60, seed=3, kills=2, how=signal.SIGKILL)
-    assert story["kills"] >= 1
-    assert story["readers_opened"] >= 3
+    story = compare(setup, rows=80, max_tokens=120, seed=3, kills=3, how=how)
+    assert story["kills"] == 3
+    assert story["readers_opened"] >= 1
 
 
-def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(
-    setup: Setup,
-) -> None:
-    told = long_answer(setup, random.Random(2), tokens=480, kills=1)
+@pytest.fixture
+def patient(setup: Setup, place: Path) -> Setup:
+    """The same weights with room for answers that take a machine of any speed a while; logged often."""
+    folder = place / "patient"
+    shutil.copytree(setup.model.removeprefix("tiny="), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return Setup(f"tiny={folder}", place, setup.options, (("TOKENMILL_CHECKPOINT_SECONDS", "0.05"),))
+
+
+def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(patient: Setup) -> None:
+    told = long_answer(patient, random.Random(2), tokens=4000, kills=1)
     assert len(told["logged_at_each_kill"]) == 1
