@@ -18,6 +18,7 @@ import pytest
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
+from pipeline.checkpoints import read_history
 from pipeline.ledger import JobLedger
 from schemas.job import JobStatus
 from tokenmill.cancellation import cancel_job
@@ -28,18 +29,24 @@ Write = Callable[..., Path]
 Results = Callable[[Path], list[dict[str, Any]]]
 Start = Callable[..., subprocess.Popen[str]]
 
-ROWS = 60
+ROWS = 150
+ROWS_PER_PART = 3
 
 
 @pytest.fixture
 def start(place: Path, model_folder: Path) -> Iterator[Start]:
-    """Starts a run in a process of its own, with some rows in each part; what still runs at the end is killed."""
-    environment = {**os.environ, "TOKENMILL_PLAN__MAX_SHARD_ROWS": "6", "PYTHONPATH": str(Path(__file__).parents[2])}
+    """Starts a run in a process of its own, that computes one row at a time; what still runs at the end is killed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TOKENMILL_PLAN__MAX_SHARD_ROWS": str(ROWS_PER_PART),
+        "TOKENMILL_CHECKPOINT_SECONDS": "0.05",
+    }
     started: list[subprocess.Popen[str]] = []
 
     def begin(path: Path, *more: object) -> subprocess.Popen[str]:
         run = [sys.executable, "-m", "tokenmill", "run", path, "--model", f"tiny={model_folder}"]
-        run += ["-o", place / "out", "--threads", "1", "--max-num-seqs", "2", *more]
+        run += ["-o", place / "out", "--threads", "1", "--max-num-seqs", "1", *more]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             [str(word) for word in run], cwd=place, env=environment, text=True, stdout=pipe, stderr=pipe
@@ -54,15 +61,25 @@ def start(place: Path, model_folder: Path) -> Iterator[Start]:
 
 
 def long_requests(chat: Chat) -> list[Any]:
-    return [chat(f"r{i}", text=f"number {i}", max_tokens=200, ignore_eos=True) for i in range(ROWS)]
+    """One after the other they take a minute; ten seconds on a machine that is much faster than it was written on."""
+    return [chat(f"r{i}", text=f"number {i}", max_tokens=400, ignore_eos=True) for i in range(ROWS)]
 
 
 def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while not what():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "it doesn't come"
         time.sleep(0.02)
+
+
+def finished_rows(out: Path) -> int:
+    """Rows that are logged as finished, and in no part yet."""
+    with FolderStore(out, read_only=True) as store:
+        ledger = JobLedger(store)
+        committed = {number for number, _ in ledger.parts()}
+        numbers = {int(folder.name) for folder in out.glob("work/0*")} - committed
+        return sum(len(read_history(ledger, number).finished_rows) for number in numbers)
 
 
 def status_of(out: Path) -> JobStatus:
@@ -70,27 +87,24 @@ def status_of(out: Path) -> JobStatus:
         return JobLedger(store).status()
 
 
-def test_given_a_live_run_when_cancelled_then_it_ends_the_job_in_seconds_and_keeps_what_is_finished(
+def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_finished(
     tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
     out = place / "out"
     process = start(write_lines(*long_requests(chat), "not json"))
     wait_for(lambda: list(out.glob("results/part-00001.parquet")), process)
 
-    began = time.monotonic()
     ended = tokenmill("jobs", "cancel", out)
-    took = time.monotonic() - began
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
 
     rows = results(out)
     statuses = Counter(row["status"] for row in rows)
     assert ended.code == process.returncode == 0, (ended.err, err)
-    assert took < 20
     assert "a run is at this job" in ended.err
     assert "was cancelled; what was finished is kept" in err
     assert [row["row"] for row in rows] == list(range(ROWS + 1))
-    assert statuses["succeeded"] >= 6
-    assert statuses["cancelled"] > 0
+    assert statuses["succeeded"] >= ROWS_PER_PART
+    assert statuses["cancelled"] > 0, "it didn't wait until all was computed"
     assert statuses["failed"] == 1
     assert f"{statuses['cancelled']} expired or cancelled" in ended.err.splitlines()[-1]
     assert f"{statuses['cancelled']} expired or cancelled" in err.splitlines()[-1]
@@ -104,9 +118,10 @@ def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_wi
     out = place / "out"
     path = write_lines(*long_requests(chat))
     process = start(path)
-    wait_for(lambda: list(out.glob("results/part-00001.parquet")), process)
+    wait_for(lambda: list(out.glob("results/part-00001.parquet")) and finished_rows(out), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    kept = len(results(out)) + finished_rows(out)
 
     done = tokenmill("jobs", "cancel", out, "--json")
     document = done.json()
@@ -115,7 +130,8 @@ def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_wi
     assert document["status"] == document["manifest"]["status"] == "cancelled"
     counts = document["manifest"]["counts"]
     assert counts["succeeded"] + counts["cancelled"] == ROWS
-    assert counts["succeeded"] >= 6
+    assert counts["succeeded"] == kept >= ROWS_PER_PART
+    assert counts["cancelled"] > 0
     assert [row["row"] for row in results(out)] == list(range(ROWS))
     assert document["manifest"]["repeated_at_most"] > 0
 
@@ -124,7 +140,7 @@ def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_wi
     again = tokenmill("jobs", "cancel", out)
     assert (again.code, "was cancelled before" in again.err) == (0, True)
     rerun = start(path, "--json")
-    told, err = rerun.communicate(timeout=60)
+    told, err = rerun.communicate(timeout=240)
     assert rerun.returncode == 0, err
     assert '"status": "cancelled"' in told
     assert "jobs retry" in err
@@ -203,17 +219,17 @@ def test_given_a_deadline_when_it_passes_then_the_run_ends_well_and_says_what_ex
 ) -> None:
     out, path = place / "out", write_lines(*long_requests(chat))
     process = start(path, "--deadline", "3s")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
 
     statuses = Counter(row["status"] for row in results(out))
     assert process.returncode == 0, err
     assert statuses["succeeded"] + statuses["expired"] == ROWS
-    assert statuses["expired"] > 0
+    assert statuses["expired"] > 0, "three seconds are too short for all of them"
     assert "this job has expired" in err
     assert re.search(rf"{statuses['succeeded']} of {ROWS} rows succeeded, 0 failed, {statuses['expired']} expired", err)
     assert status_of(out) is JobStatus.EXPIRED
 
-    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "6")
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", str(ROWS_PER_PART))
     run = ("run", path, "--model", f"tiny={model_folder}", "-o", out)
     again = tokenmill(*run, "--deadline", "3s", "--json")
     other = tokenmill(*run, "--deadline", "2d")

@@ -19,31 +19,37 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-ROWS = 96
+ROWS = 160
 ROWS_PER_PART = 4
 
+# A run that is to be interrupted computes one row at a time, and has tens of seconds of work on any machine. The one
+# that goes on computes many at once.
+SLOWLY = ("--max-num-seqs", "1")
+FAST = ("--max-num-seqs", "64")
+
 Chat = Callable[..., dict[str, Any]]
+Start = Callable[[tuple[str, ...]], subprocess.Popen[str]]
 
 
 @pytest.fixture
 def command(place: Path, model_folder: Path, chat: Chat, write_lines: Callable[..., Path]) -> list[str]:
-    """A run of some seconds with many small parts, and a few bad lines."""
-    lines: list[Any] = [chat(f"r{i}", text=f"number {i}", max_tokens=48, ignore_eos=True) for i in range(ROWS)]
+    """A run with many small parts, and a few bad lines."""
+    lines: list[Any] = [chat(f"r{i}", text=f"number {i}", max_tokens=200, ignore_eos=True) for i in range(ROWS)]
     path = write_lines(*lines, "not json", chat("r0"))
     run = [sys.executable, "-m", "tokenmill", "run", str(path), "--model", f"tiny={model_folder}"]
-    return [*run, "--output", str(place / "out"), "--threads", "1", "--max-num-seqs", "4"]
+    return [*run, "--output", str(place / "out"), "--threads", "1"]
 
 
 @pytest.fixture
-def start(place: Path, command: list[str]) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def start(place: Path, command: list[str]) -> Iterator[Start]:
     """Starts the run; what still runs at the end of the test is killed."""
     environment = {**os.environ, "TOKENMILL_PLAN__MAX_SHARD_ROWS": str(ROWS_PER_PART)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     started: list[subprocess.Popen[str]] = []
 
-    def begin() -> subprocess.Popen[str]:
+    def begin(how: tuple[str, ...]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command, cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, *how], cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         started.append(process)
         return process
@@ -60,7 +66,7 @@ def parts(out: Path) -> dict[str, str]:
 
 
 def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while len(parts(out)) < count:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "no parts appear"
@@ -81,15 +87,15 @@ def custom_ids(out: Path) -> dict[str, list[str | None]]:
 
 
 def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command_goes_on(
-    place: Path, start: Callable[[], subprocess.Popen[str]]
+    place: Path, start: Start
 ) -> None:
     out = place / "out"
 
-    first = start()
+    first = start(SLOWLY)
     wait_for_parts(first, out, 4)
     seen = custom_ids(out)
     first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=120)
+    _, err = first.communicate(timeout=240)
     committed = parts(out)
 
     # While it ran, every reader saw whole parts, and no request twice but for the refused duplicate.
@@ -103,7 +109,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert 4 <= len(committed) < ROWS / ROWS_PER_PART
     assert not (out / "manifest.json").exists()
 
-    second = start()
+    second = start(FAST)
     told, err = second.communicate(timeout=240)
 
     # What was committed was not touched; everything is there once; every reader agrees.
@@ -124,16 +130,16 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
 
 
 def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_committed_parts_stand(
-    place: Path, start: Callable[[], subprocess.Popen[str]]
+    place: Path, start: Start
 ) -> None:
     out = place / "out"
-    first = start()
+    first = start(SLOWLY)
     wait_for_parts(first, out, 3)
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)
+    first.communicate(timeout=240)
     committed = parts(out)
 
-    second = start()
+    second = start(FAST)
     _, err = second.communicate(timeout=240)
 
     assert second.returncode == 0, err
