@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
+from typing import Protocol
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
@@ -22,8 +22,15 @@ from schemas.job import JobSettings, Manifest, PlanSettings
 from tests.pipeline.made_jobs import computed, order, report
 
 
-def run_a_job(out: Path, source: Path, *, seconds_per_shard: float = 0.0, fresh: bool = False) -> Manifest | None:
-    """Submit, plan, work, end: the same call again goes on."""
+class Permits(Protocol):
+    """A semaphore, of threads or of processes."""
+
+    def acquire(self) -> bool: ...
+
+
+def run_a_job(out: Path, source: Path, *, permits: Permits | None = None, fresh: bool = False) -> Manifest | None:
+    """Submit, plan, work, end: the same call again goes on. Each commit waits for one of the permits, if there are
+    any: so a run can't end before it is let to, however fast the machine is."""
     settings = JobSettings(plan=PlanSettings(shard_tokens=160, segment_rows=20))
     with FolderStore(out) as store, RunLock(out):
         world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
@@ -38,7 +45,8 @@ def run_a_job(out: Path, source: Path, *, seconds_per_shard: float = 0.0, fresh:
         while not client.finished() and thread.is_alive():
             work = client.take(0.002)
             if work is not None:
-                time.sleep(seconds_per_shard)
+                if permits is not None:
+                    permits.acquire()
                 client.commit(work, computed(work), report(work))
         thread.join()
         return dispatcher.outcome(job.id)

@@ -169,7 +169,7 @@ def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tm
     """The part is built outside the store's folder, on a device that is always full."""
     full = Path("/dev/full")
     if not full.exists():
-        pytest.skip("no /dev/full here")
+        pytest.skip("NOT TESTED HERE: a part on a full disk; there is no /dev/full")
     with FolderStore(tmp_path / "out") as store:
         good = World(store, SystemClock(), SystemRandomness(), store.scratch)
         ledger = JobLedger(store)

@@ -77,7 +77,7 @@ def test_stores_on_one_folder_come_and_go_without_harm(tmp_path: Path) -> None:
 def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("no second file system here")
+        pytest.skip("NOT TESTED HERE: a file from another file system; there is no second one")
     source = elsewhere / f"tokenmill-test-{os.getpid()}"
     source.write_bytes(b"far away")
     store = FolderStore(tmp_path)
@@ -165,7 +165,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
-        pytest.skip(f"SKIPPED LOUDLY: a full disk can't be tried here: {mounted.stderr.strip()}")
+        pytest.skip(f"NOT TESTED HERE: a full disk, a read-only one; no disk can be mounted: {mounted.stderr.strip()}")
     try:
         yield folder
     finally:
@@ -191,17 +191,19 @@ def test_given_a_read_only_disk_then_the_store_says_so(tiny_disk: Path) -> None:
 
 
 HOLD_LOCK = """
-import sys, time
+import sys
 from pathlib import Path
 from pipeline.adapters.locks import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
 def test_a_second_run_is_refused_while_the_first_lives_and_let_in_when_it_was_killed(tmp_path: Path) -> None:
-    first = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
