@@ -43,6 +43,7 @@ def finish(house: House, client: ShardClient) -> Manifest:
         if house.dispatcher.finished():
             break
         while (work := client.take(0)) is not None:
+            client.begin(work)
             client.commit(work, computed(work), report(work))
         house.world.clock.sleep(1.0)
     manifest = house.ledger.manifest()
@@ -62,4 +63,5 @@ def commit_all(house: House) -> None:
     house.dispatcher.tick()
     client = house.client("w")
     while (work := client.take(0)) is not None:
+        client.begin(work)
         client.commit(work, computed(work), report(work))

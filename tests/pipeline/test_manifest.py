@@ -64,10 +64,13 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[0, 1]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
-    assert house.client("dies").take(0) is not None
+    dies = house.client("dies")
+    work = dies.take(0)
+    assert work is not None
+    dies.begin(work)
     house.world.clock.sleep(LIFETIME + 1)
     manifest = finish(house, house.client("w"))
-    assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, EXPOSED)
+    assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, 2 * EXPOSED)
 
 
 def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
@@ -80,11 +83,13 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     work = slow.take(0)
     assert work is not None
     nothing = FinishedRows([], [])
+    slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
     house.queue.put(ShardTask(work.job.id, work.shard))
     client = house.client("w")
     again = client.take(0)
     assert again is not None
+    client.begin(again)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=8, exposed=8))
     assert client.commit(again, computed(again), report(again))
     assert finish(house, client).usage.repeated == 18
