@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,7 @@ def test_ten_thousand_stop_strings_are_bearable_and_the_first_one_counts(
     prompt = np.array([1], dtype=np.int32)
     (ids,) = byte_level.encode_batch(["The quick 🎉 brown fox jumps over the lazy dog"], add_special_tokens=False)
     watcher = StopStringWatcher(byte_level, prompt, stops, min_tokens)
-    begun = perf_counter()
+    begun = process_time()
     seen = next(at for at, token in enumerate(ids.tolist()) if watcher.push(token))
-    assert (perf_counter() - begun) / (seen + 1) < 0.02
+    assert (process_time() - begun) / (seen + 1) < 0.02  # it is half a millisecond on an AMD EPYC
     assert watcher.text == "The quick 🎉 brown "

@@ -29,16 +29,16 @@ def test_the_queue_hands_out_in_order_and_waits_only_as_long_as_told() -> None:
     assert queue.take(0) is None
     started = time.monotonic()
     assert queue.take(0.05) is None
-    assert 0.04 < time.monotonic() - started < 5
+    assert 0.04 < time.monotonic() - started < 60
     queue.put(ShardTask("job", 1))
     queue.put(ShardTask("job", 2))
-    assert [queue.take(0), queue.take(1.0), queue.take(0)] == [ShardTask("job", 1), ShardTask("job", 2), None]
+    assert [queue.take(0), queue.take(240.0), queue.take(0)] == [ShardTask("job", 1), ShardTask("job", 2), None]
 
 
 def test_the_queue_wakes_who_waits() -> None:
     queue = MemoryQueue()
     threading.Timer(0.05, queue.put, [ShardTask("job", 7)]).start()
-    assert queue.take(30.0) == ShardTask("job", 7)
+    assert queue.take(240.0) == ShardTask("job", 7)
 
 
 def test_shards_are_held_as_long_as_their_worker_says_so() -> None:

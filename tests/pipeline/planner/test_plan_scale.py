@@ -1,4 +1,4 @@
-"""Fifty thousand rows are planned in seconds, and memory does not follow the size of the bodies."""
+"""Fifty thousand rows are planned in a few times what reading them takes, and memory does not follow the size of the bodies."""
 
 from __future__ import annotations
 
@@ -80,11 +80,15 @@ def plan_generated(tools: Any, count: int, content_bytes: int) -> tuple[Discardi
 
 def test_fifty_thousand_rows(tools: Any) -> None:
     start = time.process_time()
+    read = sum(len(json.loads(line)) for line in lines(ROWS, 50))
+    middle = time.process_time()
     sink, summary = plan_generated(tools, ROWS, 50)
-    seconds = time.process_time() - start
+    reading, seconds = middle - start, time.process_time() - middle
+    assert read == 4 * ROWS
     assert sink.rows == summary.total == ROWS
     assert summary.segments[0].prefix_groups == 50
-    assert seconds < 30, f"{ROWS / seconds:.0f} rows/s of processor time"
+    # Seven times as much on an AMD EPYC: 3 seconds. By now every machine has read the same lines at its own speed.
+    assert seconds < 60 * reading, f"{ROWS / seconds:.0f} rows/s of processor time"
 
 
 def test_memory_does_not_follow_the_bodies(tools: Any) -> None:

@@ -38,7 +38,7 @@ from tests.tokenmill.chaos.running import GRACE, Setup, is_up, write_requests
 from tests.tokenmill.chaos.watching import REFUSED, Log, answers, digests, look
 
 EARLY = 0.2
-"""Share of the kills that come while the run starts up; the first one always does."""
+"""Share of the kills that come while the run starts up, at most; the first one always does."""
 
 LIVES_OF_A_KILL = 4
 """Checkpoints that a life has time for between two kills, so that their moments differ in what was logged before."""
@@ -111,7 +111,8 @@ class Attack:
         while True:
             process, begun = self._setup.start(self._source, self._out), time.monotonic()
             left = kills - killed
-            early = left > 0 and (not story.lives or self._chance.random() < EARLY)
+            before = sum(life.early for life in story.lives)
+            early = left > 0 and (not before or before < EARLY * kills and self._chance.random() < EARLY)
             if early:
                 self._wait_in_startup(process, begun, story)
             elif left:
