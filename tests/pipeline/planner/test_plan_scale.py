@@ -1,4 +1,4 @@
-"""Fifty thousand rows are planned in a few times what reading them takes, and memory does not follow the size of the bodies."""
+"""Fifty thousand rows are planned in a few times what reading them takes; memory does not follow the bodies' size."""
 
 from __future__ import annotations
 

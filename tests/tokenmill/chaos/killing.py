@@ -112,7 +112,7 @@ class Attack:
             process, begun = self._setup.start(self._source, self._out), time.monotonic()
             left = kills - killed
             before = sum(life.early for life in story.lives)
-            early = left > 0 and (not before or before < EARLY * kills and self._chance.random() < EARLY)
+            early = left > 0 and (not before or (before < EARLY * kills and self._chance.random() < EARLY))
             if early:
                 self._wait_in_startup(process, begun, story)
             elif left:
