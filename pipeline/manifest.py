@@ -130,7 +130,7 @@ def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int
     troubled = ledger.troubled()
     for part in parts:
         summary = part.summary
-        if part.number not in troubled and summary.worker != CLOSER:
+        if part.number not in troubled and summary.attempt == 1 and summary.worker != CLOSER:
             continue
         history = read_history(ledger, part.number)
         ended = {record.attempt_id: record.generated for record in ledger.ended(part.number)}

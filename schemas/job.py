@@ -326,8 +326,8 @@ class Manifest(Paper):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:
-        repeated_at_most: `usage.repeated`, and for each death twice the most that an engine was seen to sample between two
-            checkpoints.
+        repeated_at_most: `usage.repeated`, and for each death twice the most that an engine was seen to sample between
+            two checkpoints.
         wall_seconds: from acceptance to the last part, without the time when no run was at it.
         engine_seconds: from the first step to the last.
         tokens_per_second: output tokens over engine seconds.  total_tokens_per_second: with prompt tokens.

@@ -11,7 +11,7 @@ from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.ports import ShardTask
 from pipeline.submit import submit
-from pipeline.worker_api import CheckpointWork
+from pipeline.worker_api import CheckpointWork, ShardReport
 from schemas.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
@@ -71,6 +71,27 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
     house.world.clock.sleep(LIFETIME + 1)
     manifest = finish(house, house.client("w"))
     assert (manifest.usage.repeated, manifest.repeated_at_most) == (0, 2 * EXPOSED)
+
+
+def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to_compute_then_it_is_bounded_too(
+    house: House,
+) -> None:
+    plan_by_hand(house.ledger, house.world, [[0, 1]])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    dies = house.client("dies")
+    work = dies.take(0)
+    assert work is not None
+    dies.begin(work)
+    dies.checkpoint(work, CheckpointWork(computed(work), [], generated=14, exposed=9))
+    house.world.clock.sleep(LIFETIME + 1)
+    house.dispatcher.tick()
+    client = house.client("w")
+    again = client.take(0)
+    assert again is not None
+    assert client.commit(again, FinishedRows([], []), ShardReport())
+    manifest = finish(house, client)
+    assert (manifest.usage.completion, manifest.usage.repeated, manifest.repeated_at_most) == (14, 0, 2 * 9)
 
 
 def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
