@@ -84,6 +84,7 @@ def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to
     assert work is not None
     dies.begin(work)
     dies.checkpoint(work, CheckpointWork(computed(work), [], generated=14, exposed=9))
+    house.dispatcher.tick()
     house.world.clock.sleep(LIFETIME + 1)
     house.dispatcher.tick()
     client = house.client("w")
