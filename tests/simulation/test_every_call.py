@@ -10,7 +10,7 @@ from tests.simulation.history import simulate
 from tests.simulation.scenario import Fault, draw
 
 SEED = 5
-"""Three workers, a deadline that is left out, nine lines: 600 calls."""
+"""Three workers, a deadline that is left out, nine lines: 800 calls."""
 
 
 @pytest.mark.timeout(900)
