@@ -130,8 +130,8 @@ class ShardClient:
         )
         key = checkpoint_key(work.shard, work.attempt_id, head.sequence)
         known = self._jobs[work.job.id]
+        self._generated[work.attempt_id] = generated  # sampled, even if the write fails
         known.ledger.create(key, encode(head, new.finished, new.running))
-        self._generated[work.attempt_id] = generated
 
     def note(self, work: ShardWork, rows: Sequence[int]) -> None:
         """Note durably that these rows are computed, and no others."""

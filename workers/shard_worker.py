@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
-from engine.request import Completion
+from engine.request import Completion, Request, SamplingParams, as_token_ids
 from pipeline.ports import Clock
 from pipeline.worker_api import (
     CHECKPOINT_SECONDS,
@@ -35,6 +35,7 @@ from pipeline.worker_api import (
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from workers.checkpointing import Checkpointer
+from workers.errors import BrokenEngineError
 from workers.model_host import LoadedModel, library_versions
 from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
@@ -44,6 +45,11 @@ from workers.trials import Member, Trials
 
 IDLE_SECONDS: Final = 0.02
 """Pause between looks when there is nothing to compute."""
+
+PROBE: Final = "probe"
+"""The request that shows whether the engine works at all, when no row is left that could."""
+
+PROBE_PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0)
 
 logger = structlog.get_logger(__name__)
 
@@ -152,11 +158,10 @@ class ShardWorker:
         self._feed(helper)
         if self._engine.has_work:
             self._step()
-        elif not self._trials:
-            if not (self._preparing or self._beginning):
-                self._finish(self._trials.verdicts())
-            if self._preparing or self._beginning or self._committing or not self._shards:
-                self._clock.sleep(IDLE_SECONDS)
+        elif self._trials.undecided and not (self._trials or self._preparing or self._beginning):
+            self._engine.add(Request(PROBE, as_token_ids([0]), PROBE_PARAMS))
+        elif not self._trials and (self._preparing or self._beginning or self._committing or not self._shards):
+            self._clock.sleep(IDLE_SECONDS)
         self._commit_done(helper)
         self._log(helper)
         self._tell(helper)
@@ -210,11 +215,17 @@ class ShardWorker:
 
     def _feed(self, helper: Executor) -> None:
         """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
-        if self._trials:
-            if not self._engine.has_work:
+        if self._trials or self._trials.trying:
+            if self._engine.has_work:
+                return
+            if self._trials:
                 self._try_apart(self._trials.next_group(), helper)
-            return
-        self._try_apart((), helper)
+                return
+            if self._trials.noted:
+                # They survived. If the next rows end the process that must be known, or these are tried for ever.
+                self._submit_log(self._shards, helper, final=False).result()
+            self._trials.release()
+            self._try_apart((), helper)
         for shard in self._shards:
             if shard.waiting and self._engine.num_waiting < self._ahead and not self._has_begun(shard, helper):
                 break
@@ -277,6 +288,8 @@ class ShardWorker:
 
     def _end(self, completion: Completion) -> None:
         """A request left the engine: note its outcome, or keep it as a suspect to be tried again."""
+        if completion.request_id == PROBE and completion.error is not None:
+            raise BrokenEngineError(f"the engine fails with every request, last with: {completion.error}")
         found = self._running.pop(completion.request_id, None)
         if found is None:  # its shard was given back
             return

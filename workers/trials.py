@@ -38,6 +38,7 @@ class Trials:
         self._max_num_seqs = max_num_seqs
         self._suspects = Suspects()
         self._owner: dict[str, OpenShard] = {}
+        self._trying = False
         self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._verdicts: list[tuple[OpenShard, ComputedRow]] = []
 
@@ -49,6 +50,25 @@ class Trials:
     def alarmed(self) -> bool:
         """Whether it matters that the next step works."""
         return self._suspects.alarmed
+
+    @property
+    def trying(self) -> bool:
+        """Whether the last group that was given out may still be in the engine, where no others may join it."""
+        return self._trying
+
+    @property
+    def undecided(self) -> bool:
+        """Whether rows have failed alone, and it isn't known yet whether that was the engine's fault."""
+        return bool(self._verdicts)
+
+    @property
+    def noted(self) -> bool:
+        """Whether it is noted which rows are computed."""
+        return bool(self._noted)
+
+    def release(self) -> None:
+        """The last group has left the engine."""
+        self._trying = False
 
     def open(self, shard: OpenShard) -> None:
         """Take out of the shard's waiting rows those that may have ended its earlier attempts' processes."""
@@ -71,7 +91,9 @@ class Trials:
 
     def next_group(self) -> list[Member]:
         """The rows to try next, together; to be called when the engine is empty."""
-        return [(self._owner.pop(row.request.request_id), row) for row in self._suspects.next_group()]
+        group = [(self._owner.pop(row.request.request_id), row) for row in self._suspects.next_group()]
+        self._trying = bool(group)
+        return group
 
     def notes(self, group: Sequence[Member]) -> list[tuple[OpenShard, list[int]]]:
         """What must be durable before the group is tried (none: before anything else is): for each shard whose attempts
@@ -92,10 +114,6 @@ class Trials:
     def step_worked(self) -> list[tuple[OpenShard, ComputedRow]]:
         """A step computed something: those that failed alone did so by themselves, and are returned with that."""
         self._suspects.step_worked()
-        return self.verdicts()
-
-    def verdicts(self) -> list[tuple[OpenShard, ComputedRow]]:
-        """The rows that failed alone, when there is nothing left that could tell whether it was the engine."""
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 

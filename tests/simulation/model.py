@@ -6,6 +6,7 @@ Ids: specials, then one for each ASCII character, then words " w00" … " w59", 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.simulation.machine import Process, ProcessClock
 from tests.simulation.scenario import WORDS, Poison, Scenario
 from tests.simulation.watch import Watch
 from workers.model_host import LoadedModel
+from workers.shard_worker import PROBE
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
 
@@ -92,12 +94,13 @@ class FaultyRunner:
 
     def _fail(self, rows: set[int], why: str) -> None:
         self._process.machine.counters["steps failed"] += 1
-        self._watch.step_failed(rows)
+        self._watch.step_failed(rows, broken=math.isinf(self._process.failing))
         raise RuntimeError(why)
 
 
 def _row(request: Request) -> int:
-    return int(request.request_id.rsplit("/", 1)[1])
+    """The input's row; -1 of the worker's own request."""
+    return -1 if request.request_id == PROBE else int(request.request_id.rsplit("/", 1)[1])
 
 
 class SteppedEngine:
@@ -127,6 +130,8 @@ class SteppedEngine:
 
     def add(self, request: Request) -> None:
         self._engine.add(request)
+        if request.request_id == PROBE:
+            return
         self._watch.added(self._process, request)
         resumed = sum(len(choice.token_ids) for choice in request.partial)
         self._process.machine.counters["tokens resumed"] += resumed
@@ -140,7 +145,8 @@ class SteppedEngine:
         self._process.machine.counters["steps beside a second thread"] += len(self._process.threads) > 1
         before = self._engine.stats().generated
         completions = self._engine.step()
-        sampled = self._engine.stats().generated - before
+        probed = sum(done.generated_tokens for done in completions if done.request_id == PROBE)
+        sampled = self._engine.stats().generated - before - probed
         self._process.machine.counters["tokens sampled"] += sampled
         self._watch.stepped(self._process, sampled)
         self._process.sleep(self._seconds)

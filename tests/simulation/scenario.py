@@ -139,7 +139,7 @@ def draw(seed: int) -> Scenario:
 def _poison(chance: random.Random, lines: tuple[Line, ...]) -> list[Poison]:
     valid = [row for row, line in enumerate(lines) if line.body is not None and line.error is None]
     count = min(len(valid), chance.choices((0, 1, 2), (80, 17, 3))[0])
-    return [Poison(row, chance.randint(1, 6), kills=False) for row in sorted(chance.sample(valid, count))]
+    return [Poison(row, chance.randint(1, 6), chance.random() < 0.7) for row in sorted(chance.sample(valid, count))]
 
 
 def _faults(chance: random.Random) -> list[Fault]:

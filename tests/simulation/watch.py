@@ -167,9 +167,10 @@ class Watch:
         life = self._life(process)
         life.waited = max(life.waited, seconds)
 
-    def step_failed(self, rows: set[int]) -> None:
-        """A step with these rows failed."""
-        _count(rows, self.failures, self.lonely_failures)
+    def step_failed(self, rows: set[int], *, broken: bool) -> None:
+        """A step with these rows failed; `broken`: as all steps do, so that no row can be blamed for it."""
+        if not broken:
+            _count(rows, self.failures, self.lonely_failures)
 
     def died(self, process: Process) -> None:
         """A life ended, whatever ran in it."""

@@ -260,11 +260,23 @@ def test_rows_that_fail_alone_are_held_back_until_the_engine_has_shown_that_it_w
 
 
 def test_a_single_row_that_fails_is_a_failed_row(host: Any, work_off: Any, kit: Any) -> None:
-    # Given nothing that could show whether it is the engine
+    # Given no other row that could show whether it is the engine
     model, _ = host(poison=POISON)
     progress, sink = work_off(model, [kit.make_work([kit.completion([POISON, 50], max_tokens=4)])])
     assert progress.counts.failed == 1
     assert sink.rows[0].error_code == RowErrorCode.ENGINE_ERROR
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_given_a_broken_engine_and_hardly_a_row_when_they_fail_then_they_are_not_blamed(
+    rows: int, host: Any, kit: Any
+) -> None:
+    model, _ = host(poison=ALWAYS)
+    sink = kit.MemorySink()
+    source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(rows)])])
+    with pytest.raises(BrokenEngineError, match=r"every request.*the device said no"):
+        ShardWorker(model, source, sink, kit.FakeClock(), helper=kit.InlineHelper()).run()
+    assert (sink.parts, sink.released) == ({}, [1])
 
 
 def test_two_poisoned_rows_fail_and_the_rest_goes_on(host: Any, work_off: Any, kit: Any) -> None:
