@@ -66,7 +66,7 @@ def test_a_scenario_is_written_down_whole() -> None:
 
 def test_without_faults_nothing_is_lost_and_nothing_repeated() -> None:
     for seed in range(5):
-        outcome = simulate(replace(draw(seed), faults=(), deadline=None))
+        outcome = simulate(replace(draw(seed), faults=(), poison=(), deadline=None))
         assert outcome.broken is None
         assert outcome.counters["deaths"] == 0
         assert outcome.counters["completed"] == 1
