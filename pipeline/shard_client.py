@@ -62,7 +62,6 @@ class ShardClient:
         self._held: set[tuple[str, int]] = set()
         self._session = world.random.token(8).hex()
         self._sequences: dict[str, int] = {}  # attempts that began -> notes and checkpoints written
-        self._generated: dict[str, int] = {}  # attempt id -> tokens that its checkpoints tell of
 
     # -- ShardSource
 
@@ -118,19 +117,17 @@ class ShardClient:
 
     def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
         """Make durable what is new."""
-        generated = self._generated.get(work.attempt_id, 0) + new.generated
         head = CheckpointHead(
             job=work.job.id,
             shard=work.shard,
             attempt_id=work.attempt_id,
             sequence=self._next(work),
             final=new.final,
-            generated=generated,
+            generated=new.generated,
             exposed=new.exposed,
         )
         key = checkpoint_key(work.shard, work.attempt_id, head.sequence)
         known = self._jobs[work.job.id]
-        self._generated[work.attempt_id] = generated  # sampled, even if the write fails
         known.ledger.create(key, encode(head, new.finished, new.running))
 
     def note(self, work: ShardWork, rows: Sequence[int]) -> None:
@@ -142,7 +139,6 @@ class ShardClient:
         """Give the shard back undone; `generated` tokens were sampled by this attempt."""
         self._record_end(self._jobs[work.job.id].ledger, work, generated)
         self._sequences.pop(work.attempt_id, None)
-        self._generated.pop(work.attempt_id, None)
         self._let_go(work.job.id, work.shard)
 
     def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
@@ -190,7 +186,6 @@ class ShardClient:
         keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
         for key in keys:
             ledger.store.delete(ledger.prefix + key)
-        self._generated.pop(work.attempt_id, None)
         self._let_go(work.job.id, work.shard)
 
     def _next(self, work: ShardWork) -> int:

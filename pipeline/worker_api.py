@@ -83,7 +83,7 @@ class CheckpointWork:
 
     Attributes:
         finished: rows that have finished.  running: what the others have got.
-        generated: tokens sampled for the shard in between.
+        generated: tokens that the attempt has sampled for the shard so far.
         exposed: tokens that the engine sampled in between, for all shards together.
         final: the attempt ends with this one.
     """

@@ -89,9 +89,9 @@ class Checkpointer:
         choices: list[LoggedChoice] = []
         for row in running:
             choices += self._new_choices(shard, row.request, row.names[0].row)
-        generated, shard.unlogged = shard.unlogged, 0
-        shard.generated += generated
-        return Snapshot(shard, finished, choices, generated)
+        shard.generated += shard.unlogged
+        shard.unlogged = 0
+        return Snapshot(shard, finished, choices, shard.generated)
 
     def _new_choices(self, shard: OpenShard, request: Request, row: int) -> list[LoggedChoice]:
         logged = self._rows.get(request.request_id)
@@ -111,7 +111,8 @@ class Checkpointer:
             if partial.finish_reason is not None:
                 logged.ended.add(partial.index)
                 logged.stops += partial.stop_token_id is not None
-        sampled = sum(logged.tokens.values()) + logged.stops
+        # Never less than before: after a failed step the engine has forgotten a choice until its completion comes.
+        sampled = max(logged.counted, sum(logged.tokens.values()) + logged.stops)
         shard.unlogged += sampled - logged.counted
         logged.counted = sampled
         return choices

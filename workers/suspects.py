@@ -24,6 +24,7 @@ class Suspects:
         self._groups: list[list[PreparedRow]] = []
         self._fresh: list[PreparedRow] = []
         self._reasons: set[str] = set()
+        self._failed: set[str] = set()  # request ids of rows that a failed step had before
         self._alone: str | None = None
         self._lone_failures = 0
 
@@ -59,11 +60,14 @@ class Suspects:
         return error in self._reasons
 
     def take(self, row: PreparedRow, error: str | None) -> bool:
-        """Whether the row, ended by a failed step, is to be tried again; False: it failed alone.
+        """Whether the row, ended by a failed step, is to be tried again; False: it failed alone, and not only once, which
+        may be chance (it may also be alone because its process died).
 
         Raises `BrokenEngineError` when too many rows failed alone without a step that worked.
         """
-        if row.request.request_id != self._alone:
+        name = row.request.request_id
+        if name != self._alone or name not in self._failed:
+            self._failed.add(name)
             self._fresh.append(row)
             return True
         self._lone_failures += 1

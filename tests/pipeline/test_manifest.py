@@ -112,7 +112,7 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     again = client.take(0)
     assert again is not None
     client.begin(again)
-    slow.checkpoint(work, CheckpointWork(nothing, [], generated=8, exposed=8))
+    slow.checkpoint(work, CheckpointWork(nothing, [], generated=18, exposed=8))
     assert client.commit(again, computed(again), report(again))
     assert finish(house, client).usage.repeated == 18
 
