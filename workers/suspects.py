@@ -60,8 +60,8 @@ class Suspects:
         return error in self._reasons
 
     def take(self, row: PreparedRow, error: str | None) -> bool:
-        """Whether the row, ended by a failed step, is to be tried again; False: it failed alone, and not only once, which
-        may be chance (it may also be alone because its process died).
+        """Whether the row, ended by a failed step, is to be tried again; False: it failed alone, and not only once.
+        Once may be chance, and rows are also alone when their process has died.
 
         Raises `BrokenEngineError` when too many rows failed alone without a step that worked.
         """
