@@ -237,6 +237,11 @@ class Engine:
         self._step_seconds += time.perf_counter() - begun
         return self._end(finished)
 
+    def take_ended(self) -> list[Completion]:
+        """Requests that ended outside a step that worked: with one that failed, or cancelled. Else they come with the
+        next `step`."""
+        return self._end([])
+
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
         """Completions that these, with what ended outside steps, bring about."""
         ready, self._ready = self._ready, []

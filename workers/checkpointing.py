@@ -17,7 +17,7 @@ from schemas.checkpoints import FinishedRows, LoggedChoice
 from schemas.job import Usage
 from workers.model_host import TokenEngine
 from workers.responses import Envelope, ResponseBuilder
-from workers.resumption import logged_choice
+from workers.resumption import logged_choice, unfinished
 from workers.rows import ComputedRow, FinishedRow, PreparedRow
 from workers.shard_state import OpenShard
 
@@ -70,9 +70,11 @@ class Checkpointer:
 
     def keep(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> None:
         """The row left the engine without its outcome, and will go on from what it has."""
-        logged = self._rows.setdefault(row.request.request_id, LoggedRow(counted=completion.resumed_tokens))
-        shard.unlogged += completion.generated_tokens - logged.counted
-        logged.counted = completion.generated_tokens
+        name = row.request.request_id
+        if name not in self._rows and completion.generated_tokens <= completion.resumed_tokens:
+            return  # what it has is in an earlier attempt's log
+        logged = self._rows.setdefault(name, LoggedRow(counted=completion.resumed_tokens))
+        shard.kept += self._add(shard, logged, row.names[0].row, unfinished(completion, logged.tokens))
 
     def finish(self, shard: OpenShard, row: FinishedRow) -> None:
         """A row has its outcome."""
@@ -86,7 +88,7 @@ class Checkpointer:
     def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> Snapshot:
         """What is new since the shard's last snapshot; `running` are its rows in the engine. Between two steps only."""
         finished, shard.finished = shard.finished, []
-        choices: list[LoggedChoice] = []
+        choices, shard.kept = shard.kept, []
         for row in running:
             choices += self._new_choices(shard, row.request, row.names[0].row)
         shard.generated += shard.unlogged
@@ -101,6 +103,10 @@ class Checkpointer:
             if _tokens(new) <= resumed:  # it waits for its turn; what it has is in an earlier attempt's log
                 return []
             logged = self._rows[request.request_id] = LoggedRow(counted=resumed)
+        return self._add(shard, logged, row, new)
+
+    def _add(self, shard: OpenShard, logged: LoggedRow, row: int, new: Iterable[PartialChoice]) -> list[LoggedChoice]:
+        """Log what a row got behind what is logged of it."""
         choices = []
         for partial in new:
             if partial.index in logged.ended:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,18 +25,20 @@ def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
 
 def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
     """The row, going on from what its choices had when a step with it failed."""
-    partial = tuple(
-        PartialChoice(
-            choice.index,
-            choice.token_ids,
-            choice.logprobs,
-            choice.finish_reason if choice.finish_reason in ANSWERED else None,
-            choice.stop_token_id,
-        )
-        for choice in completion.choices
-        if len(choice.token_ids) or choice.finish_reason in ANSWERED
-    )
-    return replace(row, request=_go_on(row.request, partial))
+    return replace(row, request=_go_on(row.request, tuple(unfinished(completion))))
+
+
+def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -> list[PartialChoice]:
+    """What the choices of a request had that a failed step threw out of the engine, as `Engine.partial` gives it."""
+    found = []
+    for choice in completion.choices:
+        start, logprobs = (given or {}).get(choice.index, 0), choice.logprobs
+        reason = choice.finish_reason if choice.finish_reason in ANSWERED else None
+        if logprobs is not None:
+            logprobs = TokenLogprobs(logprobs.chosen[start:], logprobs.top_ids[start:], logprobs.top[start:])
+        if len(choice.token_ids) > start or reason is not None:
+            found.append(PartialChoice(choice.index, choice.token_ids[start:], logprobs, reason, choice.stop_token_id))
+    return found
 
 
 def _go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from pipeline.worker_api import ShardWork
+from schemas.checkpoints import LoggedChoice
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Usage
 from schemas.requests import CHAT_URL, COMPLETIONS_URL, load_body
@@ -47,6 +48,7 @@ class OpenShard:
         built_rows, built_usages: results, and what each cost.
         unlogged, generated: tokens sampled for it since the last snapshot, and before.
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
+        kept: what rows had that a failed step threw out of the engine, to be logged.
         begun: it is durable that rows of the shard may be in the engine.
     """
 
@@ -61,6 +63,7 @@ class OpenShard:
     generated: int = 0
     first_start: float | None = None
     last_end: float | None = None
+    kept: list[LoggedChoice] = field(default_factory=list)
     begun: bool = False
 
     @classmethod

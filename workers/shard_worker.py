@@ -13,10 +13,11 @@ dies alone, twice, is not tried again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 import structlog
@@ -30,12 +31,10 @@ from pipeline.worker_api import (
     ShardReport,
     ShardSink,
     ShardSource,
-    ShardWork,
 )
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from workers.checkpointing import Checkpointer
-from workers.errors import BrokenEngineError
 from workers.model_host import LoadedModel, library_versions
 from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
@@ -49,7 +48,7 @@ IDLE_SECONDS: Final = 0.02
 PROBE: Final = "probe"
 """The request that shows whether the engine works at all, when no row is left that could."""
 
-PROBE_PARAMS: Final = SamplingParams(max_tokens=1, temperature=0.0)
+PROBE_PARAMS: Final = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 logger = structlog.get_logger(__name__)
 
@@ -108,7 +107,7 @@ class ShardWorker:
         self._trials = Trials(model.max_num_seqs)
         self._preparing: Future[PreparedShard | None] | None = None
         self._prepared: PreparedShard | None = None  # waits until there is too little left to do
-        self._committing: dict[Future[bool], ShardWork] = {}
+        self._committing: dict[Future[bool], OpenShard] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
         self._logging: Future[None] | None = None
@@ -158,8 +157,6 @@ class ShardWorker:
         self._feed(helper)
         if self._engine.has_work:
             self._step()
-        elif self._trials.undecided and not (self._trials or self._preparing or self._beginning):
-            self._engine.add(Request(PROBE, as_token_ids([0]), PROBE_PARAMS))
         elif not self._trials and (self._preparing or self._beginning or self._committing or not self._shards):
             self._clock.sleep(IDLE_SECONDS)
         self._commit_done(helper)
@@ -199,24 +196,32 @@ class ShardWorker:
                 self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
                 logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
         for future in [future for future in self._committing if future.done()]:
-            work = self._committing.pop(future)
             committed = future.result()
+            work = self._committing.pop(future).work
             self._counts = self._counts.with_part(len(work.table), committed)
             event = "shard committed" if committed else "shard was committed by another attempt"
             logger.info(event, job=work.job.id, shard=work.shard, rows=len(work.table))
         if self._logging is not None and self._logging.done():
             self._logging.result()
             self._logging = None
+        if self._beginning is not None and self._beginning[1].done():
+            self._beginning[1].result()
+            self._beginning[0].begun = True
+            self._beginning = None
         if self._beating is not None and self._beating.done():
             closing, self._beating = self._beating.result(), None
             if closing:
-                self._unprepare()
+                if self._prepared is not None and self._prepared.work.job.id in closing:
+                    self._unprepare()
                 self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
 
     def _feed(self, helper: Executor) -> None:
         """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
         if self._trials or self._trials.trying:
             if self._engine.has_work:
+                return
+            if self._trials.undecided:
+                self._engine.add(Request(PROBE, as_token_ids([0, 0]), PROBE_PARAMS))
                 return
             if self._trials:
                 self._try_apart(self._trials.next_group(), helper)
@@ -234,13 +239,11 @@ class ShardWorker:
 
     def _has_begun(self, shard: OpenShard, helper: Executor) -> bool:
         """Whether it is durable that the shard is begun; if not, it is being written."""
-        if self._beginning is not None and self._beginning[1].done():
-            self._beginning[1].result()
-            self._beginning[0].begun = True
-            self._beginning = None
         if not shard.begun and self._beginning is None:
-            self._beginning = shard, helper.submit(self._sink.begin, shard.work)
-            return self._beginning[1].done() and self._has_begun(shard, helper)
+            begun = helper.submit(self._sink.begin, shard.work)
+            self._beginning = shard, begun
+            if begun.done():
+                self._collect(helper)
         return shard.begun
 
     def _try_apart(self, group: Sequence[Member], helper: Executor) -> None:
@@ -274,22 +277,20 @@ class ShardWorker:
                 self._next_log = self._clock.monotonic() + self._settings.checkpoint_seconds
 
     def _step(self) -> None:
-        before = self._engine.stats().steps if self._trials.alarmed else 0
         try:
             completions = self._engine.step()
         except EngineError as error:
             logger.error("step failed", reason=str(error), running=self._engine.num_running)
             self._trials.step_failed(str(error))
-            return
-        if self._trials.alarmed and self._engine.stats().steps > before:
-            self._finish(self._trials.step_worked())
+            completions = self._engine.take_ended()
         for completion in completions:
             self._end(completion)
 
     def _end(self, completion: Completion) -> None:
         """A request left the engine: note its outcome, or keep it as a suspect to be tried again."""
-        if completion.request_id == PROBE and completion.error is not None:
-            raise BrokenEngineError(f"the engine fails with every request, last with: {completion.error}")
+        if completion.request_id == PROBE:
+            self._finish(self._trials.proved(completion.error))
+            return
         found = self._running.pop(completion.request_id, None)
         if found is None:  # its shard was given back
             return
@@ -309,7 +310,7 @@ class ShardWorker:
     def _commit_done(self, helper: Executor) -> None:
         for shard in [shard for shard in self._shards if shard.done]:
             self._shards.remove(shard)
-            self._committing[helper.submit(self._commit, shard)] = shard.work
+            self._committing[helper.submit(self._commit, shard)] = shard
 
     def _commit(self, shard: OpenShard) -> bool:
         """On the helper: build the shard's results and commit them."""
@@ -355,6 +356,8 @@ class ShardWorker:
             self._checkpointer.forget(request_id)
             del self._running[request_id]
         self._trials.drop(shards)
+        if self._beginning is not None and id(self._beginning[0]) in gone:
+            self._beginning = None
         for shard in shards:
             self._shards.remove(shard)
             helper.submit(self._sink.release, shard.work, shard.generated).result()
@@ -362,12 +365,14 @@ class ShardWorker:
     def _abandon(self, helper: Executor) -> None:
         """The run ends with an error, which is no row's doing: have the attempts say that they ended, if they still
         can, so that nobody takes them for dead."""
-        try:
-            self._submit_log(self._shards, helper, final=True).result()
-            for shard in self._shards:
-                helper.submit(self._sink.release, shard.work, shard.generated).result()
-        except Exception as error:  # noqa: BLE001 - the run ends with what failed first; this is most often the same
-            logger.warning("what was computed last could not be logged", why=str(error))
+        shards = [*self._shards, *self._committing.values()]
+        ends: list[Callable[[], Future[None]]] = [lambda: self._submit_log(self._shards, helper, final=True)]
+        ends += [partial(helper.submit, self._sink.release, s.work, s.generated + s.unlogged) for s in shards]
+        for end in ends:
+            try:
+                end().result()
+            except Exception as error:  # noqa: BLE001 - the run ends with what failed first; this is most often the same
+                logger.warning("the end of what was being computed could not be logged", why=str(error))
 
     def _wall(self, seconds: float) -> datetime:
         """UTC of a time on the engine's clock."""
@@ -378,7 +383,7 @@ class ShardWorker:
         now = self._clock.monotonic()
         if now >= self._next_beat and self._beating is None:
             self._next_beat = now + HEARTBEAT_SECONDS
-            held = [shard.work for shard in self._shards] + list(self._committing.values())
+            held = [shard.work for shard in self._shards] + [shard.work for shard in self._committing.values()]
             held += [] if self._prepared is None else [self._prepared.work]
             self._beating = helper.submit(self._sink.holding, held)
         if self._observer is not None and now >= self._next_report:

@@ -2,19 +2,14 @@
 
 When a step raises, every row of it is suspect. Suspects are tried again apart from all others, in halves of halves;
 what fails alone has failed for good. Sampling depends on (seed, choice, position) only, so a row that is computed
-again gives the same answer. If rows keep failing alone and no step works in between, the engine itself is broken.
+again gives the same answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Final
 
-from workers.errors import BrokenEngineError
 from workers.rows import PreparedRow
-
-MAX_LONE_FAILURES: Final = 3
-"""Rows that may fail alone in a row, with no step that worked between them."""
 
 
 class Suspects:
@@ -26,16 +21,10 @@ class Suspects:
         self._reasons: set[str] = set()
         self._failed: set[str] = set()  # request ids of rows that a failed step had before
         self._alone: str | None = None
-        self._lone_failures = 0
 
     def __bool__(self) -> bool:
         """Whether there are rows to try; meanwhile nothing else should enter the engine."""
         return bool(self._groups or self._fresh)
-
-    @property
-    def alarmed(self) -> bool:
-        """Whether it matters that the next step works."""
-        return self._lone_failures > 0
 
     def suspect(self, groups: Iterable[list[PreparedRow]]) -> None:
         """Rows that may have ended the process before: each group is tried apart from all others, in this order."""
@@ -51,28 +40,18 @@ class Suspects:
         """A step raised; completions whose error is `reason` are suspects."""
         self._reasons.add(reason)
 
-    def step_worked(self) -> None:
-        """A step computed something."""
-        self._lone_failures = 0
-
     def concerns(self, error: str | None) -> bool:
         """Whether a step failed with this, which any row of it may have caused."""
         return error in self._reasons
 
-    def take(self, row: PreparedRow, error: str | None) -> bool:
+    def take(self, row: PreparedRow) -> bool:
         """Whether the row, ended by a failed step, is to be tried again; False: it failed alone, and not only once.
-        Once may be chance, and rows are also alone when their process has died.
-
-        Raises `BrokenEngineError` when too many rows failed alone without a step that worked.
-        """
+        Once may be chance, and rows are also alone when their process has died."""
         name = row.request.request_id
         if name != self._alone or name not in self._failed:
             self._failed.add(name)
             self._fresh.append(row)
             return True
-        self._lone_failures += 1
-        if self._lone_failures >= MAX_LONE_FAILURES:
-            raise BrokenEngineError(f"the engine fails with every request, last with: {error}")
         return False
 
     def next_group(self) -> Sequence[PreparedRow]:

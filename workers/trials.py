@@ -1,8 +1,8 @@
 """Rows tried apart from all others, because a step with them failed or the process died with them.
 
 `Suspects` decides which rows go together; here is known which shards they belong to, what must be noted durably before
-they are tried, and which rows have failed alone. Such a row's outcome is held back until a step works with others: if
-none does, the engine is broken, and nobody is to blame.
+they are tried, and which rows have failed alone. Such a row's outcome is held back until a request of the worker's own
+went through: if none does, the engine is broken, and nobody is to blame.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from engine.request import Completion
+from workers.errors import BrokenEngineError
 from workers.resumption import resume_failed
 from workers.rows import ComputedRow, PreparedRow
 from workers.shard_state import OpenShard
@@ -21,6 +22,9 @@ from workers.suspects import Suspects
 
 SUSPECT_AFTER: Final = 2
 """Attempts in a row that died before they had got any further, after which a shard's rows are tried apart."""
+
+MAX_FAILED_PROOFS: Final = 3
+"""Harmless requests that fail one after the other, after which the engine counts as broken."""
 
 Member = tuple[OpenShard, PreparedRow]
 
@@ -39,17 +43,13 @@ class Trials:
         self._suspects = Suspects()
         self._owner: dict[str, OpenShard] = {}
         self._trying = False
+        self._failed_proofs = 0
         self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._verdicts: list[tuple[OpenShard, ComputedRow]] = []
 
     def __bool__(self) -> bool:
         """Whether there are rows to try."""
         return bool(self._suspects)
-
-    @property
-    def alarmed(self) -> bool:
-        """Whether it matters that the next step works."""
-        return self._suspects.alarmed
 
     @property
     def trying(self) -> bool:
@@ -111,18 +111,24 @@ class Trials:
         """A step raised; completions whose error is `reason` are suspects."""
         self._suspects.step_failed(reason)
 
-    def step_worked(self) -> list[tuple[OpenShard, ComputedRow]]:
-        """A step computed something: those that failed alone did so by themselves, and are returned with that."""
-        self._suspects.step_worked()
+    def proved(self, error: str | None) -> list[tuple[OpenShard, ComputedRow]]:
+        """How a harmless request did: if well, the rows that failed alone did so by themselves, and are returned.
+        Raises `BrokenEngineError` when it failed too often."""
+        if error is not None:
+            self._failed_proofs += 1
+            if self._failed_proofs >= MAX_FAILED_PROOFS:
+                raise BrokenEngineError(f"the engine fails with every request, last with: {error}")
+            return []
+        self._failed_proofs = 0
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
     def take(self, shard: OpenShard, row: PreparedRow, completion: Completion) -> bool:
         """Whether the failed row is kept here, to be tried again or because it has failed alone; False: its outcome
-        stands. Raises `BrokenEngineError` when too many rows failed alone without a step that worked."""
+        stands."""
         if not self._suspects.concerns(completion.error):
             return False
-        if self._suspects.take(resume_failed(row, completion), completion.error):
+        if self._suspects.take(resume_failed(row, completion)):
             self._owner[completion.request_id] = shard
         else:
             self._verdicts.append((shard, ComputedRow(row, completion)))

@@ -153,6 +153,11 @@ class SteppedEngine:
         self._watch.left(self._process, [completion.request_id for completion in completions])
         return completions
 
+    def take_ended(self) -> list[Completion]:
+        completions = self._engine.take_ended()
+        self._watch.left(self._process, [completion.request_id for completion in completions])
+        return completions
+
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
         return self._engine.partial(request, given)
 

@@ -267,6 +267,66 @@ def test_a_single_row_that_fails_is_a_failed_row(host: Any, work_off: Any, kit: 
     assert sink.rows[0].error_code == RowErrorCode.ENGINE_ERROR
 
 
+def test_given_an_engine_that_reads_prompts_but_cant_go_on_when_rows_fail_then_nobody_is_blamed(
+    host: Any, kit: Any
+) -> None:
+    # Given first steps that work, and a log of each step
+    model, runner = host()
+    execute = runner.execute
+
+    def no_decodes(plan: StepPlan) -> StepOutput:
+        if plan.num_decodes:
+            raise RuntimeError("the device said no")
+        output: StepOutput = execute(plan)
+        return output
+
+    runner.execute = no_decodes
+    sink = kit.MemorySink()
+    source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(8)])])
+    worker = ShardWorker(
+        model, source, sink, kit.FakeClock(), WorkerSettings(checkpoint_seconds=0), helper=kit.InlineHelper()
+    )
+    with pytest.raises(BrokenEngineError):
+        worker.run()
+    assert not [row for point in sink.checkpoints[1] for row in point.finished["row"].to_pylist()]
+
+
+def test_given_many_poisoned_rows_when_each_fails_alone_then_the_engine_is_not_taken_for_broken(
+    host: Any, work_off: Any, kit: Any
+) -> None:
+    model, _ = host(poison=POISON)
+    bodies = [kit.completion([POISON, row], max_tokens=4) for row in range(50, 58)]
+    progress, _ = work_off(model, [kit.make_work([*bodies, kit.chat(max_tokens=3)])])
+    assert (progress.counts.failed, progress.counts.succeeded) == (8, 1)
+
+
+@pytest.mark.parametrize("looks", [16, 17, 18])
+def test_given_a_stop_just_after_a_failed_step_when_giving_back_then_all_tokens_are_logged(
+    looks: int, host: Any, work_off: Any, kit: Any
+) -> None:
+    steps = 0
+
+    def fails_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 15:
+            raise RuntimeError("the device said no")
+
+    class Stops:
+        left = looks
+
+        def is_set(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    model, _ = host(on_step=fails_once)
+    shard = kit.make_work([kit.completion(f"row {row}", max_tokens=50) for row in range(6)])
+    _, sink = work_off(model, [shard], settings=WorkerSettings(checkpoint_seconds=1e9), stop=Stops())
+    logged = sum(len(choice.token_ids) for point in sink.checkpoints[1] for choice in point.running)
+    assert logged == model.engine.stats().generated >= 6 * 13
+    assert sink.checkpoints[1][-1].head.generated == logged
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_given_a_broken_engine_and_hardly_a_row_when_they_fail_then_they_are_not_blamed(
     rows: int, host: Any, kit: Any
