@@ -16,10 +16,14 @@ from typing import Final
 from pipeline.ports import OutputLocked, StoreError
 
 PATIENCE_SECONDS: Final = 20.0
-"""What a killed run leaves ends within milliseconds, but not before a write that a slow disk has begun."""
+"""What a killed run leaves ends soon, but not before a write that a slow disk has begun, nor before its memory is
+freed."""
 
 DYING_SECONDS: Final = 1.0
-"""What a process of some gigabytes takes from the signal to its end."""
+"""What a process may take from the signal until the kernel marks it as ending."""
+
+PF_EXITING: Final = 0x4
+"""The kernel's flag of a process that it is taking down."""
 
 LOOK_SECONDS: Final = 0.02
 
@@ -40,17 +44,18 @@ def try_lock(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The process that took a lock."""
+    """The process that took a lock. `namespace`: where its id means something, see `_pid_namespace`."""
 
     pid: int
     host: str
+    namespace: str | None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
     def is_gone(self) -> bool:
-        """Whether it has surely ended. One that nobody has waited for (a zombie) has: its id is all that is left."""
-        if self.host != socket.gethostname():
+        """Whether it surely runs no more, see `has_ended`."""
+        if self.host != socket.gethostname() or self.namespace != _pid_namespace():
             return False
         try:
             os.kill(self.pid, 0)
@@ -59,10 +64,24 @@ class _Owner:
         except (OSError, OverflowError):
             return False
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, UnicodeDecodeError, IndexError):  # not on this system, or it ends just now
+            return has_ended(Path(f"/proc/{self.pid}/stat").read_bytes())
+        except OSError:  # not on this system, or it ends just now
             return False
-        return state in ("Z", "X")
+
+
+def has_ended(stat: bytes) -> bool:
+    """Whether a process runs no more, by its `/proc/PID/stat`: nobody has waited for it yet (a zombie), or the kernel
+    is freeing its memory (a second for four gigabytes, where it was measured) before it closes its files."""
+    fields = stat.rpartition(b")")[2].split()  # behind the name, which may hold anything: state, …, flags (the 7th)
+    return len(fields) > 6 and (fields[0] in (b"Z", b"X") or bool(int(fields[6]) & PF_EXITING))
+
+
+def _pid_namespace() -> str | None:
+    """Containers of one host name may have process ids of their own; None where the system has no such thing."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
 
 
 class RunLock:
@@ -110,7 +129,8 @@ class RunLock:
                 )
             time.sleep(LOOK_SECONDS)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        words = (str(os.getpid()), socket.gethostname(), _pid_namespace() or "")
+        os.pwrite(descriptor, f"{' '.join(words).rstrip()}\n".encode(), 0)
         self._descriptor = descriptor
 
     def release(self) -> None:
@@ -141,4 +161,6 @@ class RunLock:
             words = self.path.read_text().split()
         except (OSError, UnicodeDecodeError):
             return None
-        return _Owner(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
+        if len(words) not in (2, 3) or not words[0].isdigit():
+            return None
+        return _Owner(int(words[0]), words[1], words[2] if len(words) == 3 else None)
