@@ -87,6 +87,7 @@ def status_of(out: Path) -> JobStatus:
         return JobLedger(store).status()
 
 
+@pytest.mark.timeout(1200)
 def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_finished(
     tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
@@ -112,6 +113,7 @@ def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_
     assert status_of(out) is JobStatus.CANCELLED
 
 
+@pytest.mark.timeout(1200)
 def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_with_what_was_logged(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:

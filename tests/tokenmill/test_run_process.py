@@ -86,6 +86,7 @@ def custom_ids(out: Path) -> dict[str, list[str | None]]:
     }
 
 
+@pytest.mark.timeout(1200)
 def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command_goes_on(
     place: Path, start: Start
 ) -> None:
@@ -129,6 +130,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert f"{ROWS} of {ROWS + 2} rows succeeded, 2 failed" in err.splitlines()[-1]
 
 
+@pytest.mark.timeout(1200)
 def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_committed_parts_stand(
     place: Path, start: Start
 ) -> None:

@@ -17,6 +17,7 @@ two intervals: of the checkpoint that was being written, and since.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -167,7 +168,11 @@ class Attack:
         """Send the signal. The process is stopped before, so that what is durable then is what a kill would leave."""
         process.send_signal(signal.SIGSTOP)
         durable, files = self._log.tokens(), [*self._out.glob("work/0*/*-*[0-9]"), *self._out.glob("results/*")]
-        last = max((file.stat().st_mtime for file in files), default=None)
+        times: list[float] = []
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # SIGSTOP takes a moment; it may be removed in it
+                times.append(file.stat().st_mtime)
+        last = max(times, default=None)
         life = Life(
             seconds=round(seconds, 2),
             early=early,

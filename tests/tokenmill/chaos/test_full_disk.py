@@ -118,6 +118,7 @@ def memory() -> Iterator[Callable[[int, int], None]]:
     except OSError as error:
         pytest.skip(f"{untested}no control group can be made: {error.strerror}")
     limits = [group / name for name in names if (group / name).exists()]
+    swap = group / "memory.swap.max"
     if not limits:
         group.rmdir()
         pytest.skip(f"{untested}this control group has no limit of memory")
@@ -125,6 +126,8 @@ def memory() -> Iterator[Callable[[int, int], None]]:
     def limit(pid: int, size: int) -> None:
         for file in limits:
             file.write_text(str(size))
+        if swap.exists():  # else it swaps, and lives
+            swap.write_text("0")
         (group / "cgroup.procs").write_text(str(pid))
 
     yield limit
