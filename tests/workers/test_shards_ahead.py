@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, StepOutput, StepPlan
-from pipeline.worker_api import HEARTBEAT_SECONDS
+from pipeline.checkpoints import ShardHistory
+from pipeline.ports import PipelineError
+from pipeline.worker_api import HEARTBEAT_SECONDS, ShardWork
 from workers.model_host import LoadedModel
 from workers.shard_worker import ShardWorker, WorkerSettings
 from workers.tokenizer import Tokenizer
@@ -100,3 +103,39 @@ def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_given_back_too
     assert sorted(sink.released) == [1, 2]
     assert steps < 12 + HEARTBEAT_SECONDS / 0.5, "nothing was begun after the worker had learnt of it"
     assert not model.engine.has_work
+
+
+def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_its_turn(host: Any, kit: Any) -> None:
+    # Given a shard of another job that waits, whose attempts have died twice
+    clock, steps = kit.FakeClock(), 0
+    first, second = long_shards(kit, 2)
+    other = second.job.model_copy(update={"id": "job-2"})
+    second = replace(second, job=other, history=ShardHistory(silent=2))
+    source, sink = kit.ListSource([first, second]), kit.MemorySink()
+
+    def on_step() -> None:
+        nonlocal steps
+        steps += 1
+        clock.sleep(0.5)
+        if steps == 12:
+            sink.closing = frozenset({first.job.id})
+
+    model = host(clock, on_step)
+    ShardWorker(model, source, sink, clock, ONE, helper=kit.InlineHelper()).run()
+    assert (sink.released, list(sink.parts)) == ([1], [2])
+    assert sink.notes == [(2, [2]), (2, [])], "its rows are tried apart, and that is noted"
+
+
+def test_given_a_part_that_cant_be_written_then_its_attempt_says_that_it_ended(host: Any, kit: Any) -> None:
+    class Full(kit.MemorySink):  # type: ignore[misc]
+        def commit(self, work: ShardWork, *args: Any) -> bool:
+            raise PipelineError("the disk is full")
+
+        def checkpoint(self, *args: Any) -> None:
+            raise PipelineError("the disk is full")
+
+    clock, sink = kit.FakeClock(), Full()
+    source = kit.ListSource([kit.make_work([kit.chat(max_tokens=3)])])
+    with pytest.raises(PipelineError, match="full"):
+        ShardWorker(host(clock, lambda: None), source, sink, clock, ONE, helper=kit.InlineHelper()).run()
+    assert sink.released == [1]
