@@ -2,9 +2,9 @@
 
 Hashing reads every byte, which a job that goes on should not have to. So the file system's stamp is kept with the
 hash: while size, times and inode are those that were hashed, so are the bytes. Copied, touched or moved files are
-hashed again, and are the same input if their bytes are. A file that changes while it is read for the plan is an error
-all the same: nobody knows which bytes were read. What is not noticed is a write within the clock tick in which
-the file was hashed, or one below the file system.
+hashed again, and are the same input if their bytes are; so too while they are read for the plan. What is not noticed is
+a write within the clock tick in which the file was hashed, one below the file system, and one that was undone, byte for
+byte, before anybody looked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,20 +64,60 @@ def pin_again(pinned: InputRef) -> InputRef:
     return pinned.model_copy(update={"files": tuple(files)})
 
 
-def source_files(pinned: InputRef) -> list[SourceFile]:
-    """The pinned files, to be opened for planning; opening raises `InputError` when one is gone or has changed."""
-    return [SourceFile(file.uri, partial(_open, file)) for file in pinned.files]
+class WatchedInput:
+    """A pinned input while it is read: `check` tells whether what was read of it is what was hashed.
 
+    A stamp that changed over the same bytes (a hard link, other rights, a touch, a copy in its place, an inode that the
+    file system made up anew) is no reason to stop: the file is hashed once more, and goes on with its new stamp.
+    """
 
-def check_unchanged(pinned: InputRef) -> None:
-    """Whether the files are still as they were pinned, by their sizes and stamps: what was read of them meanwhile is
-    then what was hashed. Raises `InputError`."""
-    for file in pinned.files:
+    def __init__(self, pinned: InputRef) -> None:
+        self._files = list(pinned.files)
+
+    @property
+    def pinned(self) -> tuple[InputFile, ...]:
+        """The files with the stamps that they were found with last."""
+        return tuple(self._files)
+
+    def files(self) -> list[SourceFile]:
+        """To be opened for planning; opening raises `InputError` when one is gone or has changed."""
+        return [SourceFile(file.uri, partial(self._open, index)) for index, file in enumerate(self._files)]
+
+    def check(self) -> None:
+        """Whether the files still hold what was hashed; read again only where size or stamp are others.
+
+        Raises:
+            InputError: one of them is gone, can't be read, or has changed.
+        """
+        for index, file in enumerate(self._files):
+            try:
+                status = os.stat(file.uri)
+            except OSError as error:
+                raise _unreadable(file, error) from error
+            if not _is_as_pinned(file, *_stamped(status)):
+                self._open(index).close()
+
+    def _open(self, index: int) -> BinaryIO:
+        file = self._files[index]
         try:
-            status = os.stat(file.uri)
+            stream = Path(file.uri).open("rb")  # noqa: SIM115 - the caller closes it
         except OSError as error:
             raise _unreadable(file, error) from error
-        _compare(file, *_stamped(status))
+        try:
+            if not _is_as_pinned(file, *_look(stream)):
+                self._files[index] = _hash_again(file, stream)
+        except OSError as error:
+            stream.close()
+            raise _unreadable(file, error) from error
+        except InputError:
+            stream.close()
+            raise
+        return stream
+
+
+def source_files(pinned: InputRef) -> list[SourceFile]:
+    """The pinned files, see `WatchedInput.files`."""
+    return WatchedInput(pinned).files()
 
 
 def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
@@ -85,10 +126,16 @@ def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
         size, stamp = _look(stream)
         if known is not None and known.sha256 is not None and (known.size, known.stamp) == (size, stamp):
             return known
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if _look(stream) != (size, stamp):
-            raise InputError(f"{path}: changes while it is read; wait until it is written, and run again")
-    return InputFile(uri=str(path), size=size, sha256=digest, stamp=stamp)
+        return _hash(stream, str(path))
+
+
+def _hash(stream: BufferedReader, uri: str) -> InputFile:
+    """An open file, read from where it stands, which is its beginning."""
+    size, stamp = _look(stream)
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if _look(stream) != (size, stamp):
+        raise InputError(f"{uri}: changes while it is read; wait until it is written, and run again")
+    return InputFile(uri=uri, size=size, sha256=digest, stamp=stamp)
 
 
 def _look(stream: BinaryIO) -> tuple[int, FileStamp]:
@@ -100,32 +147,27 @@ def _stamped(status: os.stat_result) -> tuple[int, FileStamp]:
     return status.st_size, FileStamp(mtime=status.st_mtime_ns, ctime=status.st_ctime_ns, inode=status.st_ino)
 
 
-def _compare(file: InputFile, size: int, stamp: FileStamp) -> None:
-    """Whether a file is as it was pinned. Raises `InputError`."""
+def _is_as_pinned(file: InputFile, size: int, stamp: FileStamp) -> bool:
+    """Whether the file system says that nobody wrote it. Raises `InputError` when its bytes are surely others."""
     if size != file.size:
         raise InputError(
             f"{file.uri}: has {size} bytes, but had {file.size} when the job was accepted; "
             "put the old file back, or start anew with --fresh"
         )
-    if file.stamp is not None and stamp != file.stamp:
+    return file.stamp in (None, stamp)
+
+
+def _hash_again(file: InputFile, stream: BufferedReader) -> InputFile:
+    """The same bytes under a new stamp, ready to be read from the beginning; other bytes raise `InputError`."""
+    found = _hash(stream, file.uri)
+    if (found.size, found.sha256) != (file.size, file.sha256):
         raise InputError(
-            f"{file.uri}: was written, touched or replaced after it was hashed; run again to have it hashed again "
-            "(what is committed stays), or put the old file back first"
+            f"{file.uri}: was written or replaced after it was hashed, and holds other bytes now; "
+            "put the old file back and run again (what is committed stays), or start anew with --fresh"
         )
+    stream.seek(0)
+    return found
 
 
 def _unreadable(file: InputFile, error: OSError) -> InputError:
     return InputError(f"{file.uri}: can't read the input: {error.strerror}; put it back and run again")
-
-
-def _open(file: InputFile) -> BinaryIO:
-    try:
-        stream = Path(file.uri).open("rb")  # noqa: SIM115 - the caller closes it
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    try:
-        _compare(file, *_look(stream))
-    except InputError:
-        stream.close()
-        raise
-    return stream

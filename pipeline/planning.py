@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.active import tidy
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
-from pipeline.pinning import check_unchanged, source_files
+from pipeline.pinning import WatchedInput
 from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
 from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
@@ -154,13 +153,13 @@ def plan_job(
         for segment in ledger.segments():
             commit_rejects(ledger, segment, world)
         return None
-    source = open_source(source_files(job.input), job.input.format, job.settings.limits, _default_model(job))
-    check_input = partial(check_unchanged, job.input)
-    sink = LedgerPlanSink(ledger, job, world, source.carried, check_input)
+    watched = WatchedInput(job.input)
+    source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
+    sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
         return plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
     except InvalidInput as error:
-        check_input()  # else the lines may be another file's
+        watched.check()  # else the lines may be another file's
         _end_as_failed(ledger, job, world, error)
         raise
     finally:

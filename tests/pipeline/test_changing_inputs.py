@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.ledger import JobLedger
-from pipeline.pinning import check_unchanged, pin_again, pin_input, source_files
+from pipeline.pinning import WatchedInput, pin_again, pin_input
 from pipeline.planner import InputError, InvalidInput
 from pipeline.planning import plan_job
 from pipeline.ports import World
@@ -98,7 +98,9 @@ def test_given_an_input_rewritten_in_place_while_it_is_planned_then_the_open_seg
     world = world_with(scratch, WatchedStore(shard, lambda: rewrite(source, lines("new"))))
     ledger, job = accept(world, source)
 
-    with pytest.raises(InputError, match=rf"{source}: was written, touched or replaced after it was hashed; run again"):
+    with pytest.raises(
+        InputError, match=rf"{source}: was written or replaced after it was hashed, and holds other bytes"
+    ):
         plan_job(ledger, job, world)
 
     assert prompts(ledger) == [f"old {row}" for row in range(4 * segment)]
@@ -142,29 +144,99 @@ def test_given_invalid_lines_that_came_into_a_strict_jobs_input_meanwhile_then_t
     assert ledger.manifest() is not None
 
 
+def touched(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def linked(path: Path) -> None:
+    os.link(path, path.with_name("link"))
+
+
+def made_private(path: Path) -> None:
+    path.chmod(0o600)
+
+
+def replaced_by_a_copy(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+HARMLESS = [touched, linked, made_private, replaced_by_a_copy]
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_given_an_input_whose_bytes_stay_while_it_is_planned_then_the_plan_goes_on(
+    tmp_path: Path, source: Path, change: Callable[[Path], None]
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    changed: list[os.stat_result] = []
+
+    def change_it() -> None:
+        time.sleep(0.02)  # a later tick of the file system's clock
+        change(source)
+        changed.append(source.stat())
+
+    world = world_with(scratch, WatchedStore("shards/00002.parquet", change_it))
+    ledger, job = accept(world, source)
+
+    assert plan_job(ledger, job, world) is not None
+
+    (stamp,) = [file.stamp for file in job.input.files]
+    assert stamp is not None
+    assert len(changed) == 1
+    now = changed[0]
+    assert (stamp.mtime, stamp.ctime, stamp.inode) != (now.st_mtime_ns, now.st_ctime_ns, now.st_ino)
+    assert prompts(ledger) == [f"old {row}" for row in range(ROWS)]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("change", ["rewritten", "replaced", "touched", "gone"])
+@pytest.mark.parametrize("change", HARMLESS)
+def test_given_a_file_whose_stamp_alone_changed_then_it_is_hashed_once_more_and_not_again(
+    tmp_path: Path, change: Callable[[Path], None], suffix: str
+) -> None:
+    path = tmp_path / f"in{suffix}"
+    path.write_bytes(b"one\n")
+    pinned = pin_input(path)
+    opened, checked = WatchedInput(pinned), WatchedInput(pinned)
+    time.sleep(0.02)  # a later tick of the file system's clock
+    change(path)
+
+    with opened.files()[0].open() as stream:
+        assert stream.read() == b"one\n", "from the beginning"
+    checked.check()
+
+    assert opened.pinned == checked.pinned == pin_input(path).files
+    assert opened.pinned[0].stamp != pinned.files[0].stamp
+    # A hash that no file has: where nothing is said, nothing was hashed.
+    marked = [file.model_copy(update={"sha256": "f" * 64}) for file in opened.pinned]
+    WatchedInput(pinned.model_copy(update={"files": tuple(marked)})).check()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("change", ["rewritten", "replaced", "longer", "gone"])
 def test_given_a_file_that_changed_after_it_was_pinned_when_it_is_opened_then_it_is_refused(
     tmp_path: Path, change: str, suffix: str
 ) -> None:
     path = tmp_path / f"in{suffix}"
     path.write_bytes(b"one\n")
-    pinned = pin_input(path)
-    (file,) = source_files(pinned)
-    check_unchanged(pinned)
+    watched = WatchedInput(pin_input(path))
+    (file,) = watched.files()
+    watched.check()
     file.open().close()
     if change == "rewritten":
         rewrite(path, "two\n")
     elif change == "replaced":
         other = tmp_path / "other"
-        other.write_bytes(b"one\n")
+        other.write_bytes(b"two\n")
         other.replace(path)
-    elif change == "touched":
-        os.utime(path, ns=(1, 1))
+    elif change == "longer":
+        path.write_bytes(b"one\ntwo\n")
     else:
         path.unlink()
-    for look in (file.open, lambda: check_unchanged(pinned)):
-        with pytest.raises(InputError, match=rf"^{path}: .*run again") as caught:
+    for look in (file.open, watched.check, file.open, watched.check):
+        with pytest.raises(InputError, match=rf"^{path}: .*(run again|--fresh)$") as caught:
             look()
         assert "\n" not in str(caught.value)
 
@@ -178,7 +250,7 @@ def test_given_files_that_were_only_touched_or_copied_when_pinned_again_then_the
     (tmp_path / "c.jsonl").write_text("a file that came later is not the job's\n")
     os.utime(tmp_path / "a.jsonl", ns=(1, 1))
     again = pin_again(pinned)
-    check_unchanged(again)
+    WatchedInput(again).check()
     assert [file.sha256 for file in again.files] == [file.sha256 for file in pinned.files]
     assert (again.files[1], again.files[0].stamp != pinned.files[0].stamp) == (pinned.files[1], True)
     (tmp_path / "b.jsonl").unlink()

@@ -153,7 +153,9 @@ def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_p
         place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
         assert failed.wait(240)
-        with pytest.raises(PipelineError, match=rf"^{source}: was written, touched or replaced .*; run again"):
+        with pytest.raises(
+            PipelineError, match=rf"^{source}: was written or replaced .*; put the old file back and run again"
+        ):
             planner.check()
     assert len(list(output.ledger.segments())) == 1
 
