@@ -97,7 +97,7 @@ class ShardClient:
         won = commit_part(known.ledger, self._world, work.job.id, work.shard, work.table, table, work.history, maker)
         if not won:
             self._record_end(known.ledger, work, report.generated)
-        self._forget(known.ledger, work)
+        self._forget(known.ledger, work, won=won)
         return won
 
     def begin(self, work: ShardWork) -> None:
@@ -180,9 +180,10 @@ class ShardClient:
         if work.attempt_id in self._sequences:
             ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
 
-    def _forget(self, ledger: JobLedger, work: ShardWork) -> None:
-        """Drop what is in the part now: the checkpoints of this attempt and of those it went on from."""
-        keys = [key for keys in work.history.keys.values() for key in keys]
+    def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
+        """Drop what is accounted for now: the checkpoints of this attempt and, in the part, of those it went on from. Of
+        another's part nobody knows what it went on from."""
+        keys = [key for keys in work.history.keys.values() for key in keys] if won else []
         keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
         for key in keys:
             ledger.store.delete(ledger.prefix + key)

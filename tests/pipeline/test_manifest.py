@@ -117,6 +117,30 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     assert finish(house, client).usage.repeated == 18
 
 
+def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never_saw_is_counted(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0, 1]])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    first, winner, loser = house.client("dies"), house.client("wins"), house.client("loses")
+    works = []
+    for client in (first, winner):
+        house.queue.put(ShardTask(house.ledger.job().id, 1))
+        works.append(client.take(0))
+    dead, won = works
+    assert dead is not None
+    assert won is not None
+    first.begin(dead)
+    first.checkpoint(dead, CheckpointWork(FinishedRows([], []), [], generated=10, exposed=10))
+    house.queue.put(ShardTask(house.ledger.job().id, 1))
+    lost = loser.take(0)
+    assert lost is not None
+    assert lost.history.logged == {dead.attempt_id: 10}
+    for client, work in ((winner, won), (loser, lost)):
+        client.begin(work)
+        assert client.commit(work, computed(work), report(work)) is (work is won)
+    assert finish(house, winner).usage.repeated == 10 + 14
+
+
 def test_given_a_part_of_another_shard_then_the_job_is_not_ended(house: House) -> None:
     commit_all(house)
     objects = broken_store(house).objects
