@@ -181,8 +181,8 @@ class ShardClient:
             ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
 
     def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
-        """Drop what is accounted for now: the checkpoints of this attempt and, in the part, of those it went on from. Of
-        another's part nobody knows what it went on from."""
+        """Drop what is accounted for now: the checkpoints of this attempt and, if its part stands, of those it went on
+        from. What another's part went on from is not known here."""
         keys = [key for keys in work.history.keys.values() for key in keys] if won else []
         keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
         for key in keys:
