@@ -85,8 +85,12 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
 def test_models_run_by_transformers_code_are_as_exact(
     family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
 ) -> None:
-    for setting in covering_settings():
-        run(tiny_model(family), setting, prompts, answers(family))
+    settings, ties = covering_settings(), 0
+    for setting in settings:
+        engine, stopped = run(tiny_model(family), setting, prompts, answers(family))
+        ties += stopped
+        assert engine.stats().generated > 0
+    assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *FALLBACKS])

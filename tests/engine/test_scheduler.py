@@ -191,6 +191,7 @@ class TestSharing:
             h.scheduler.add(ask(f"r{i}", [3 + i % 3, *shared(10), 3 + i % 5, *shared(8)]), 0.0)
         # then every key read is the reader's own (the harness compares them all) and every answer is right.
         finish(h)
+        assert sorted(h.finished) == sorted((f"r{i}", 0) for i in range(12))
 
     def test_the_same_tokens_after_another_prefix_are_no_hit_even_if_the_digest_says_so(self) -> None:
         # Given a digest that ignores the parent: the second block of both prompts has the same name,
@@ -429,6 +430,7 @@ class TestAdmission:
         h = harness(blocks=(10,))
         h.scheduler.add(ask("pool", 30, 11), 0.0)
         finish(h)
+        assert len(h.finished["pool", 0].token_ids) == 11
 
     def test_nonsense_is_refused_with_a_reason(self) -> None:
         h = harness()

@@ -17,12 +17,13 @@ from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
 from schemas.job import Closing, InputRef, JobSettings, PlanSettings
+from tests.inline_helper import InlineHelper
 from tests.simulation import model
 from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
 from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
 from tests.simulation.scenario import Scenario
-from tests.simulation.threads import NoThread, SecondThread
+from tests.simulation.threads import SecondThread
 from tests.simulation.watch import Watch
 from workers.shard_worker import ShardWorker, WorkerSettings
 
@@ -144,7 +145,7 @@ class House:
             )
             loaded = model.load(process, self.scenario, self.watch)
             process.threaded = self.scenario.threaded
-            helper = SecondThread(process) if process.threaded else NoThread()
+            helper = SecondThread(process) if process.threaded else InlineHelper()
             worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
             try:
                 worker.run(cast(Any, _Asked(process)))

@@ -91,15 +91,3 @@ class SecondThread(Executor):
                 self._begun.popleft()
         finally:
             self._busy = False
-
-
-class NoThread(Executor):
-    """Runs each task at once, on the caller's turn."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
-            future.set_exception(error)
-        return future

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Usage
 from schemas.requests import dump_body, parse_body
 from schemas.results import ResultRow
 from schemas.tables import SHARD_FIELDS
+from tests.inline_helper import InlineHelper
 from workers.tokenizer import Tokenizer
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -97,18 +97,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> 
     tiny_models.make_tiny_model("llama", folder, vocab_size=400)
     byte_level_tokenizer().save_pretrained(folder)
     return folder
-
-
-class InlineHelper(Executor):
-    """Runs each task at once, on the caller's thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - a future carries it to whoever asks
-            future.set_exception(error)
-        return future
 
 
 class FakeClock:
