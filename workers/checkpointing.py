@@ -117,7 +117,7 @@ class Checkpointer:
             if partial.finish_reason is not None:
                 logged.ended.add(partial.index)
                 logged.stops += partial.stop_token_id is not None
-        # Never less than before: after a failed step the engine has forgotten a choice until its completion comes.
+        # Never less than before: a choice that had ended starts again when its prompt is scored a second time.
         sampled = max(logged.counted, sum(logged.tokens.values()) + logged.stops)
         shard.unlogged += sampled - logged.counted
         logged.counted = sampled
