@@ -22,12 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import Prompt, read_workload, write_prompts
+from workload import Prompt, load_prompts, write_prompts
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.models.load import describe_model
-from schemas.requests import ChatMessage
-from workers.tokenizer import Tokenizer
 
 
 def machine() -> dict[str, Any]:
@@ -44,8 +42,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run_once(engine: Engine, prompts: list[Prompt], name: str) -> dict[str, float]:
-    """One timed pass over the workload; a salt of its own hides the prefixes that earlier passes left."""
+def run_once(
+    engine: Engine, prompts: list[Prompt], name: str, lengths: list[list[int]] | None = None
+) -> dict[str, float]:
+    """One timed pass over the workload; a salt of its own hides the prefixes that earlier passes left.
+
+    How many tokens each request got, in order, is added to `lengths`, if given.
+    """
     before = engine.stats()
     begun = time.perf_counter()
     requests = [
@@ -57,8 +60,11 @@ def run_once(engine: Engine, prompts: list[Prompt], name: str) -> dict[str, floa
         )
         for i, prompt in enumerate(prompts)
     ]
-    output = sum(len(completion.choices[0].token_ids) for completion in engine.run(requests))
+    made = {completion.request_id: len(completion.choices[0].token_ids) for completion in engine.run(requests)}
     wall = time.perf_counter() - begun
+    if lengths is not None:
+        lengths.append([made[request.request_id] for request in requests])
+    output = sum(made.values())
     after = engine.stats()
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return {
@@ -74,7 +80,7 @@ def run_once(engine: Engine, prompts: list[Prompt], name: str) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", type=Path)
+    parser.add_argument("workload", type=Path, help="OpenAI batch lines, or token ids (.json) kept by --keep-prompts")
     parser.add_argument("--model", required=True, help="a folder or a GGUF file")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", default="auto")
@@ -89,15 +95,10 @@ def main() -> None:
     parser.add_argument("--null", action="store_true", help="no model: scheduler and bookkeeping alone")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--keep-prompts", type=Path, default=None, help="write the token ids here, for other engines")
+    parser.add_argument("--keep-lengths", type=Path, default=None, help="write each run's lengths of answers here")
     args = parser.parse_args()
 
-    tokenizer = Tokenizer.load(Path(args.model))
-
-    def template(messages: list[dict[str, Any]]) -> list[int]:
-        text = tokenizer.render_chat([ChatMessage.model_validate(message) for message in messages])
-        return [int(i) for i in tokenizer.encode_batch([text], add_special_tokens=False)[0]]
-
-    prompts = read_workload(args.workload, template, args.limit)
+    prompts = load_prompts(args.workload, Path(args.model), args.limit)
     if args.keep_prompts:
         write_prompts(args.keep_prompts, prompts)
     config = EngineConfig(
@@ -120,8 +121,9 @@ def main() -> None:
         engine = Engine.load(args.model, config)
     loaded = time.perf_counter() - begun
     runs = []
+    lengths: list[list[int]] = []
     for i in range(args.warmup + args.runs):
-        result = run_once(engine, prompts, str(i))
+        result = run_once(engine, prompts, str(i), lengths)
         print(
             f"{'warm-up' if i < args.warmup else 'run'} {i}: {result['wall_seconds']:.2f} s, "
             f"{result['output_tokens_per_second']:.1f} output tok/s, "
@@ -131,6 +133,8 @@ def main() -> None:
         )
         if i >= args.warmup:
             runs.append(result)
+    if args.keep_lengths:
+        args.keep_lengths.write_text(json.dumps(lengths[args.warmup :]), encoding="utf-8")
     rates = [run["output_tokens_per_second"] for run in runs]
     report = {
         "workload": args.workload.name,

@@ -41,3 +41,23 @@ def read_workload(path: Path, template: ChatTemplate, limit: int | None = None) 
         body = request["body"]
         prompts.append(Prompt(request["custom_id"], template(body["messages"]), int(body["max_tokens"])))
     return prompts
+
+
+def load_prompts(path: Path, model: Path, limit: int | None = None) -> list[Prompt]:
+    """Read a workload file with the chat template and the tokenizer of `model` (a folder or a GGUF file).
+
+    A `.json` file is what `write_prompts` kept: token ids, taken as they are.
+    """
+    if path.suffix == ".json":
+        return read_prompts(path)[:limit]
+    from schemas.requests import ChatMessage
+    from workers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(model)
+
+    def template(messages: list[dict[str, Any]]) -> list[int]:
+        text = tokenizer.render_chat([ChatMessage.model_validate(message) for message in messages])
+        ids: list[int] = tokenizer.encode_chats([text])[0].tolist()
+        return ids
+
+    return read_workload(path, template, limit)
