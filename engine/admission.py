@@ -1,4 +1,4 @@
-"""Who comes next, and how long its answer may get: the waiting queue and the length estimate."""
+"""What admission goes by: a queue in which items can die, and how long answers are expected to get."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from engine.request import Request
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 PRIOR_TOKENS = 256
 """Answer length assumed before any answer has been seen, tokens."""
@@ -22,7 +23,7 @@ MAX_GROUPS = 1024
 """Prefix groups whose answer lengths are remembered."""
 
 
-class LazyHeap(Generic[T]):
+class LazyHeap(Generic[T, K]):
     """A heap whose items can die inside it: `discard` is O(1), the dead are dropped when they surface or when
     they are the majority. Push and pop are O(log n).
 
@@ -34,14 +35,14 @@ class LazyHeap(Generic[T]):
 
     def __init__(self, alive: Callable[[T], bool]) -> None:
         self._alive = alive
-        self._heap: list[tuple[tuple[Any, int], T]] = []
+        self._heap: list[tuple[tuple[Any, int], T]] = []  # K, but mypy can't know that it is ordered
         self._dead = 0
 
     def __len__(self) -> int:
         """Living items."""
         return len(self._heap) - self._dead
 
-    def push(self, order: float, serial: int, item: T) -> None:
+    def push(self, order: K, serial: int, item: T) -> None:
         """Add an item; smaller `order` first, then smaller `serial` (which is unique)."""
         heapq.heappush(self._heap, ((order, serial), item))
 
@@ -55,9 +56,15 @@ class LazyHeap(Generic[T]):
             self._dead -= 1
         return None
 
-    def first_order(self) -> float | None:
+    def first_order(self) -> K | None:
         """The `order` of the first living item."""
         return None if self.peek() is None else self._heap[0][0][0]
+
+    def drain(self) -> list[tuple[K, T]]:
+        """Take out all living items, in order, each with its `order`."""
+        entries = sorted(self._heap, key=lambda entry: entry[0])
+        self._heap, self._dead = [], 0
+        return [(key[0], item) for key, item in entries if self._alive(item)]
 
     def pop(self) -> T:
         """Take the item that `peek` showed."""
@@ -95,11 +102,22 @@ class _Mean:
         return self.of / self.per
 
 
+class _Group:
+    """What is known of a prefix group's answers: their mean length, and how hints of it turned out."""
+
+    __slots__ = ("hinted", "lengths")
+
+    def __init__(self) -> None:
+        self.lengths = _Mean(0, 0)
+        self.hinted = _Mean(0, 0)
+
+
 class LengthEstimator:
     """Expected answer length, never above max_tokens.
 
     A request's own hint is scaled by how hinted answers have turned out so far. Without one it is the mean of
-    finished answers, of its prefix group where there are some (drawn towards everybody's while they are few).
+    finished answers. Either counts for its prefix group where there are some (drawn towards everybody's while they are
+    few).
     """
 
     __slots__ = ("_all", "_groups", "_hinted")
@@ -107,31 +125,41 @@ class LengthEstimator:
     def __init__(self) -> None:
         self._all = _Mean(PRIOR_WEIGHT * PRIOR_TOKENS, PRIOR_WEIGHT)
         self._hinted = _Mean(PRIOR_TOKENS, PRIOR_TOKENS)
-        self._groups: OrderedDict[int, _Mean] = OrderedDict()
+        self._groups: OrderedDict[int, _Group] = OrderedDict()
 
     def observe(self, request: Request, tokens: int) -> None:
         """Learn from an answer of `tokens` tokens that came to its natural end."""
         if request.params.max_tokens == 0:
             return
-        self._all.add(tokens, 1)
-        if request.expected_tokens is not None:
-            self._hinted.add(tokens, self._hint(request))
-        if request.prefix_group is not None:
-            mean = self._groups.pop(request.prefix_group, None) or _Mean(0, 0)
+        group = _Group() if request.prefix_group is None else self._group(request.prefix_group)
+        for mean in (self._all, group.lengths):
             mean.add(tokens, 1)
-            self._groups[request.prefix_group] = mean
-            if len(self._groups) > MAX_GROUPS:
-                self._groups.popitem(last=False)
+        if request.expected_tokens is not None:
+            for mean in (self._hinted, group.hinted):
+                mean.add(tokens, self._hint(request))
+
+    def _group(self, name: int) -> _Group:
+        group = self._groups.pop(name, None) or _Group()
+        self._groups[name] = group
+        if len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return group
 
     def expect(self, request: Request) -> int:
         """Tokens that the answer is expected to have."""
+        if request.params.max_tokens == 0:
+            return 0
+        group = None if request.prefix_group is None else self._groups.get(request.prefix_group)
         if request.expected_tokens is not None:
-            expected = self._hint(request) * self._hinted.value
+            hint = self._hint(request)
+            expected = hint * self._hinted.value
+            if group is not None:
+                weight = PRIOR_WEIGHT * hint
+                expected = hint * (group.hinted.of + PRIOR_WEIGHT * expected) / (group.hinted.per + weight)
         else:
             expected = self._all.value
-            group = None if request.prefix_group is None else self._groups.get(request.prefix_group)
             if group is not None:
-                expected = (group.of + PRIOR_WEIGHT * expected) / (group.per + PRIOR_WEIGHT)
+                expected = (group.lengths.of + PRIOR_WEIGHT * expected) / (group.lengths.per + PRIOR_WEIGHT)
         return min(ceil(expected), request.params.max_tokens)
 
     @staticmethod

@@ -172,6 +172,11 @@ class Engine:
         self.scheduler.add(request, self.clock())
         self._collector.resume(request)
 
+    def settle(self, *, more_to_come: bool) -> None:
+        """Say whether more requests may be added. If none will, the engine sees the end of the run, and starts answers
+        that would outlast it before their turn."""
+        self.scheduler.settle(more_to_come=more_to_come)
+
     def cancel(self, request_id: str) -> bool:
         """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
         return self.scheduler.cancel(request_id)
@@ -251,8 +256,10 @@ class Engine:
         """Complete all requests, in the order in which they end."""
         for request in requests:
             self.add(request)
+        self.settle(more_to_come=False)
         while self.has_work:
             yield from self.step()
+        self.settle(more_to_come=True)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""

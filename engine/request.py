@@ -158,7 +158,9 @@ class Request:
         priority: the class; lower runs first and may preempt higher ones (0 interactive, 1 standard, 2 bulk).
         deadline: on the engine's clock (seconds); past it the request ends with finish reason "timeout".
         expected_tokens: a guess of the answer's length in tokens, for admission; None: learnt from the run.
-        prefix_group: requests with the same value share a prompt prefix and are admitted side by side.
+        prefix_group: requests with the same value share a prompt prefix; answer lengths are learnt by group.
+        prefix_readers: requests that begin with that prefix and will be added after this one, as far as is known: the
+            prefix's blocks are kept for them, while there are others to give away.
         salt: keeps prefix-cache entries of different owners apart.
         watcher, mask: make the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the last hidden state or the mean over the prompt.
@@ -173,6 +175,7 @@ class Request:
     deadline: float | None = None
     expected_tokens: int | None = None
     prefix_group: int | None = None
+    prefix_readers: int = 0
     salt: bytes = b""
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None

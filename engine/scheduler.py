@@ -50,6 +50,7 @@ from engine.resumption import check_partial, end_of
 from engine.sequence import FinishedSequence, Sequence, SequenceState
 from engine.step import StepPlanner
 from engine.stopping import StopTable
+from engine.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +121,10 @@ class Scheduler:
         self._batch = RunningBatch(self.rows, self._cache, self._stops)
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
-        self._waiting = LazyHeap[Sequence](lambda sequence: sequence.state is SequenceState.WAITING)
-        self._planner = StepPlanner(
-            self._batch,
-            self._waiting,
-            self._lengths,
-            self._demand,
-            budget=budget,
-            rope_original_max=rope_original_max,
-        )
+        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
+        self._planner = StepPlanner(self._batch, self._waiting, self._lengths, self._demand, budget=budget)
         self._requests: dict[str, list[Sequence]] = {}
-        self._deadlines = LazyHeap[list[Sequence]](_unfinished)
+        self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
         self._in_flight: deque[tuple[StepPlan, NDArray[np.int64]]] = deque()
         self._finished: list[FinishedSequence] = []
         self._next_serial = 0
@@ -202,13 +196,18 @@ class Scheduler:
         self._next_serial += params.n
         self._requests[request.request_id] = siblings
         for sequence in siblings:
-            self._waiting.push(request.priority, sequence.serial, sequence)
+            self._waiting.add(sequence)
         if request.deadline is not None:
             self._deadlines.push(request.deadline, siblings[0].serial, siblings)
         for partial in request.partial:
             if (reason := end_of(request, partial)) is not None:
                 ended = self._finish(siblings[partial.index], reason, stop_token_id=partial.stop_token_id)
                 self._finished.append(ended)
+
+    def settle(self, *, more_to_come: bool) -> None:
+        """Say whether more requests may be added. If none will, the end of the run can be seen, and answers that would
+        outlast it are started before their turn (`WaitingQueue`)."""
+        self._waiting.settled = not more_to_come
 
     def sampled(self, request_id: str) -> list[tuple[int, NDArray[np.int32]]]:
         """The choices of a request that have not ended, each with what it has sampled so far (int32 [tokens], a view
@@ -361,7 +360,7 @@ class Scheduler:
             self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
         else:
             sequence.state = SequenceState.FINISHED
-            self._waiting.discard()
+            self._waiting.discard(sequence)
         self._planner.counters.ended += 1
         request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :].copy()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -370,6 +369,8 @@ class Scheduler:
             del self._requests[request.request_id]
             if request.deadline is not None and reason is not FinishReason.TIMEOUT:
                 self._deadlines.discard()
+            if not self._requests:
+                self._waiting.forget_groups()
         return FinishedSequence(
             request=request,
             choice=sequence.choice,

@@ -34,6 +34,8 @@ class Sequence:
         chain: digests of its full blocks; None until its first look into the prefix cache.
         watcher: made with the first sampled token, kept through preemption.
         cached_tokens: prompt tokens hit before any preemption.
+        awaited: digests of the blocks that it will read, while it waits.
+        put_back_at: endings that had been counted when it was put back last.
         high_water: most positions that were ever computed.
         prompt_computed: its whole prompt went through a finished step.
         arrived_at, started_at: `add` and first admission, in seconds.
@@ -41,12 +43,14 @@ class Sequence:
 
     __slots__ = (
         "arrived_at",
+        "awaited",
         "cached_tokens",
         "chain",
         "choice",
         "high_water",
         "preemptions",
         "prompt_computed",
+        "put_back_at",
         "request",
         "row",
         "serial",
@@ -66,6 +70,8 @@ class Sequence:
         self.row = -1
         self.token_ids = request.prompt_token_ids
         self.chain: HashChain | None = None
+        self.awaited: list[bytes] = []
+        self.put_back_at = 0
         self.watcher: TokenWatcher | None = None
         self.cached_tokens = 0
         self.high_water = 0

@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.admission import LazyHeap, LengthEstimator
+from engine.admission import LengthEstimator
 from engine.batch import RunningBatch
 from engine.cache.demand import BlockDemand
-from engine.cache.prefix import HashChain, PrefixNode
+from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.waiting import WaitingQueue
 
 
 class Counters:
@@ -45,18 +46,16 @@ class StepPlanner:
 
     Args:
         budget: most tokens of a step.
-        rope_original_max: prompts longer than this have keys that depend on the prompt's length.
     """
 
     def __init__(
         self,
         batch: RunningBatch,
-        waiting: LazyHeap[Sequence],
+        waiting: WaitingQueue,
         lengths: LengthEstimator,
         demand: BlockDemand,
         *,
         budget: int,
-        rope_original_max: int | None,
     ) -> None:
         self.counters = Counters()
         self._batch = batch
@@ -66,7 +65,7 @@ class StepPlanner:
         self._lengths = lengths
         self._demand = demand
         self._budget = budget
-        self._rope_original_max = rope_original_max
+        self._short_of_blocks = False  # the last head had to wait for some
         self._begin()
 
     def _begin(self) -> None:
@@ -84,6 +83,8 @@ class StepPlanner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         self._begin()
+        if self._waiting.order_is_due:
+            self._order_waiting()
         while self._left > 0 and (head := self._waiting.peek()) is not None:
             self._plan_running(head.request.priority)
             head = self._waiting.peek() or head  # one that has just given way may stand before it now
@@ -91,6 +92,12 @@ class StepPlanner:
                 break
         self._plan_running(None)
         return self._assemble()
+
+    def _order_waiting(self) -> None:
+        """Let the queue see how much there is left to do, and how many do it together."""
+        known = self._rows.num_known[self._order]
+        left = int((self._batch.expected_positions(self._order) + 1 - known).sum())
+        self._waiting.order(left, len(self._order) if self._short_of_blocks else len(self._batch.owners))
 
     # -- running rows
 
@@ -145,7 +152,7 @@ class StepPlanner:
         batch, rows, cache = self._batch, self._rows, self._cache
         sequence = batch.owner(row)
         start, known = int(rows.num_computed[row]), int(rows.num_known[row])
-        chain = self._chain(sequence)
+        chain = self._waiting.chain(sequence)
         confirmed = int(batch.confirmed[row])
         if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
             hits = cache.match(chain, rows.token_ids[row, :known], row)
@@ -180,8 +187,9 @@ class StepPlanner:
         sequence = self._batch.owner(int(self._order[self._end]))
         self._batch.vacate(sequence, SequenceState.WAITING)
         sequence.preemptions += 1
+        sequence.put_back_at = self.counters.ended
         self.counters.preemptions += 1
-        self._waiting.push(sequence.request.priority, sequence.serial, sequence)
+        self._waiting.put_back(sequence)
         return sequence
 
     # -- waiting sequences
@@ -193,22 +201,25 @@ class StepPlanner:
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
-        chain = self._chain(sequence)
+        chain = self._waiting.chain(sequence)
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
         expected = self._expected(sequence)
         positions = max(expected - 1, len(sequence.token_ids))
         wanted = self._wanted(sequence, positions, hits)
-        if elders and not self._expected_to_fit(wanted, below):
+        self._short_of_blocks = bool(elders) and not self._expected_to_fit(wanted, below)
+        if self._short_of_blocks:
             return False
         start = len(hits) * cache.block_size
         count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
+        if self._repeats(sequence, start, count):
+            return False
         new_blocks = cache.blocks_for(start + count) - len(hits)
         while not (batch.has_free_row and self._has_room(hits, new_blocks)):
             if self._next >= self._end:
                 return False
             self._preempt_last()
-        self._waiting.pop()
         row = batch.seat(sequence, chain, hits, expected)
+        self._waiting.pop()
         grown = cache.grow(row, cache.blocks_for(start + count))
         assert grown, "blocks were counted before the row was taken"
         cache.publish(row, chain, start + count)
@@ -219,6 +230,24 @@ class StepPlanner:
             future = zip(self._demand.of_sequence(positions, pending), held, strict=True)
             self._committed = [c + max(0, f - h) for c, (f, h) in zip(self._committed, future, strict=True)]
         return True
+
+    def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
+        """Whether the chunk would be a part of the very block that another row will have completed with its next one:
+        then the sequence waits for that. (A chunk with whole blocks in it goes on where the other row stops; the two
+        take turns, and hit what the other has computed.)"""
+        end = start + self._rows.block_size
+        if count >= end - start or end >= len(sequence.token_ids) or not self._planned:
+            return False
+        if not (self._cache.prefix_caching and sequence.reads_prefix_cache):
+            return False
+        planned = np.concatenate(self._planned)
+        known, computed = self._rows.num_known[planned], self._rows.num_computed[planned]
+        chain = self._waiting.chain(sequence)
+        for row in planned[(computed >= start) & (computed < end) & (known >= end)].tolist():
+            same = bool((self._rows.token_ids[row, :end] == sequence.token_ids[:end]).all())
+            if same and self._waiting.chain(self._batch.owner(row)).root_key == chain.root_key:
+                return True
+        return False
 
     def _enter(self, sequence: Sequence, row: int, start: int, count: int, now: float) -> None:
         """Book a sequence that has just got its row."""
@@ -231,18 +260,6 @@ class StepPlanner:
         self._new.append(NewRow(row, sequence.request, sequence.choice))
         self._admitted.append(row)
         self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
-
-    def _chain(self, sequence: Sequence) -> HashChain:
-        """The sequence's digests; a choice starts with those of the prompt that its siblings have computed."""
-        if sequence.chain is None:
-            first = sequence.siblings[0].chain
-            if first is not None:
-                sequence.chain = first.fork(sequence.prompt_len // self._cache.block_size)
-            else:
-                limit = self._rope_original_max
-                length = sequence.prompt_len if limit is not None and sequence.prompt_len > limit else None
-                sequence.chain = HashChain(sequence.request.salt, length, self._cache.index.digest)
-        return sequence.chain
 
     def _expected(self, sequence: Sequence) -> int:
         """Known tokens that the sequence is expected to end with."""

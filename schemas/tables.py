@@ -37,7 +37,7 @@ SHARD_FIELDS: tuple[pa.Field, ...] = (
     pa.field("model", pa.string(), nullable=False),
     pa.field("request_hash", pa.binary(16), nullable=False),
     pa.field("prefix_group", pa.int64()),  # null: shares no known prefix
-    pa.field("prefix_readers", pa.int32()),  # requests of the group in this shard and later ones
+    pa.field("prefix_readers", pa.int32()),  # requests after this one that begin with the group's prefix
     pa.field("estimated_prompt_tokens", pa.int32(), nullable=False),
     pa.field("expected_tokens", pa.int32(), nullable=False),  # of the answer
 )

@@ -21,7 +21,8 @@ from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import TokenIds
 from workers.translate import PRIORITIES, Generation, JobRules, RowHints, Translator
 
-COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", "prefix_group", "expected_tokens")
+HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
+COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
 
 CONDEMNED_AFTER: Final = 2
 """Deaths of a process that computed one row and no other, after which the row isn't tried any more. Once may be chance:
@@ -147,7 +148,7 @@ class ShardReader:
         finished = work.history.finished_rows
         for at, name in enumerate(names):
             if name.row == columns["compute_row"][at]:
-                hints = RowHints(name.row, columns["prefix_group"][at], columns["expected_tokens"][at])
+                hints = RowHints(name.row, **{hint: columns[hint][at] for hint in HINTS})
                 whose = (name, *copies.pop(name.row, ()))
                 if name.row in finished:
                     continue

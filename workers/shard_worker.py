@@ -35,6 +35,7 @@ from pipeline.worker_api import (
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from workers.checkpointing import Checkpointer
+from workers.lookahead import Lookahead, engine_has_all
 from workers.model_host import LoadedModel, library_versions
 from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
@@ -99,8 +100,8 @@ class ShardWorker:
         self._reader = ShardReader(model)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
-        self._watermark = self._settings.watermark or 2 * model.max_num_seqs
-        self._ahead = max(1, model.max_num_seqs // 8) if self._settings.request_timeout else 2 * model.max_num_seqs
+        timed = self._settings.request_timeout is not None
+        self._ahead = Lookahead(model.max_num_seqs, self._settings.watermark, timed=timed)
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
@@ -168,7 +169,7 @@ class ShardWorker:
         meanwhile: preparing takes time, in which the engine should not run dry."""
         room = len(self._shards) < self._settings.max_open_shards
         ready = sum(len(shard.waiting) for shard in self._shards) + self._engine.num_waiting
-        if self._prepared is not None and room and ready < self._watermark:
+        if self._prepared is not None and room and (ready < self._ahead.watermark or self._source_finished):
             shard, self._prepared = self._prepared, None
             opened = OpenShard.open(shard)
             self._shards.append(opened)
@@ -231,11 +232,14 @@ class ShardWorker:
                 self._submit_log(self._shards, helper, final=False).result()
             self._trials.release()
             self._try_apart((), helper)
+        last_open = self._source_finished and self._preparing is None and self._prepared is None
+        ahead = self._ahead.rows(last_open=last_open)
         for shard in self._shards:
-            if shard.waiting and self._engine.num_waiting < self._ahead and not self._has_begun(shard, helper):
+            if shard.waiting and self._engine.num_waiting < ahead and not self._has_begun(shard, helper):
                 break
-            while shard.waiting and self._engine.num_waiting < self._ahead:
+            while shard.waiting and self._engine.num_waiting < ahead:
                 self._add(shard, shard.waiting.popleft())
+        self._engine.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
 
     def _has_begun(self, shard: OpenShard, helper: Executor) -> bool:
         """Whether it is durable that the shard is begun; if not, it is being written."""

@@ -65,6 +65,7 @@ class RowHints:
 
     row: int
     prefix_group: int | None = None
+    prefix_readers: int | None = None
     expected_tokens: int | None = None
 
 
@@ -141,6 +142,7 @@ class Translator:
             priority=self._rules.priority,
             expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
             prefix_group=hints.prefix_group,
+            prefix_readers=hints.prefix_readers or 0,
             salt=self._rules.salt,
             watcher=watchers,
         )

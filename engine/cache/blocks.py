@@ -1,10 +1,12 @@
 """The blocks of one cache group: who refers to them, which are free, and in which order they are given away.
 
-A free block is either clean (its content has no name) or cached (a prefix node still points to it). Clean ones are
-taken first; cached ones in the order they were freed, which an `OrderedDict` keeps with O(1) removal from the middle
-(a hit takes a block out of the free ones again). A cached block stays findable until it is given to a new owner.
+A free block is clean (its content has no name), cached (a prefix node still points to it), or awaited (the same, and
+sequences are known that will read it). They are given away in this order: what will be read is kept while anything
+else is left, and what has lost its last reader goes before it. Cached and awaited ones go in the order they were freed,
+which an `OrderedDict` keeps with O(1) removal from the middle (a hit takes a block out of the free ones again). Both
+stay findable until they are given to a new owner.
 
-    num_blocks - 1 == clean + cached + referenced        (block 0 is `NO_BLOCK` and never given out)
+    num_blocks - 1 == clean + cached + awaited + referenced        (block 0 is `NO_BLOCK` and never given out)
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class BlockPool:
         index: where the nodes of published blocks live.
     """
 
-    __slots__ = ("_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_suspect", "num_blocks")
+    __slots__ = (
+        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_suspect", "num_blocks",
+    )  # fmt: skip
 
     def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
         if num_blocks < 2:
@@ -40,6 +44,7 @@ class BlockPool:
         self._refs = array("i", bytes(4 * num_blocks))
         self._clean = list(range(num_blocks - 1, NO_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._awaited: OrderedDict[int, None] = OrderedDict()
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
         self._suspect = bytearray(num_blocks)
         self._dirty: list[int] = []
@@ -47,12 +52,17 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now, cached ones included."""
-        return len(self._clean) + len(self._cached)
+        return len(self._clean) + len(self._cached) + len(self._awaited)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that a prefix hit could still take."""
-        return len(self._cached)
+        """Free blocks that a prefix hit could still take, awaited ones included."""
+        return len(self._cached) + len(self._awaited)
+
+    @property
+    def num_awaited(self) -> int:
+        """Free blocks that sequences are known to read later on."""
+        return len(self._awaited)
 
     @property
     def refs(self) -> NDArray[np.int32]:
@@ -65,15 +75,15 @@ class BlockPool:
         return self._refs[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each, evicting the longest-freed cached ones when clean ones
-        run out. The caller has made sure that `count <= num_free`."""
+        """Hand out `count` blocks with one reference each, evicting when clean ones run out: the longest-freed cached
+        ones, and awaited ones last. The caller has made sure that `count <= num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         blocks = []
         for _ in range(count):
             if self._clean:
                 block = self._clean.pop()
             else:
-                block, _ = self._cached.popitem(last=False)
+                block, _ = (self._cached or self._awaited).popitem(last=False)
                 self._unname(block)
             self._refs[block] = 1
             if self._suspect[block]:
@@ -85,7 +95,7 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """Add a reference to a published block (a prefix hit)."""
         if self._refs[block] == 0:
-            del self._cached[block]
+            del self._shelf(block)[block]
         self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -96,10 +106,22 @@ class BlockPool:
             assert refs >= 0, f"block {block} of group {self._group} was released more often than taken"
             self._refs[block] = refs
             if refs == 0:
-                if self._nodes[block] is None:
+                node = self._nodes[block]
+                if node is None:
                     self._clean.append(block)
+                elif self._index.is_awaited(node):
+                    self._awaited[block] = None
                 else:
                     self._cached[block] = None
+
+    def sort(self, block: int) -> None:
+        """A published block's prefix has got its first reader to come, or lost its last one."""
+        if self._refs[block] == 0:
+            node = self._nodes[block]
+            assert node is not None
+            del self._shelf(block)[block]
+            shelf = self._awaited if self._index.is_awaited(node) else self._cached
+            shelf[block] = None
 
     def publish(self, block: int, node: PrefixNode) -> None:
         """Make a referenced block findable as `node`, unless another block already is."""
@@ -114,8 +136,8 @@ class BlockPool:
     def withdraw(self, block: int) -> None:
         """Make a block unfindable; whoever refers to it keeps it."""
         self._unname(block)
-        if self._refs[block] == 0 and block in self._cached:
-            del self._cached[block]
+        if self._refs[block] == 0 and (block in self._cached or block in self._awaited):
+            del self._shelf(block)[block]
             self._clean.append(block)
 
     def suspect(self, block: int) -> None:
@@ -141,20 +163,27 @@ class BlockPool:
                 f"{int(expected_refs[block])} in the tables"
             )
         used = int(np.count_nonzero(expected_refs))
-        free = set(self._clean) | set(self._cached)
-        if len(free) + used != self.num_blocks - 1 or len(self._clean) + len(self._cached) != len(free):
+        free = {*self._clean, *self._cached, *self._awaited}
+        if len(free) + used != self.num_blocks - 1 or self.num_free != len(free):
             raise AssertionError(
-                f"group {self._group}: {len(self._clean)} clean + {len(self._cached)} cached + {used} in use "
-                f"!= {self.num_blocks} - 1"
+                f"group {self._group}: {len(self._clean)} clean + {len(self._cached)} cached + {len(self._awaited)} "
+                f"awaited + {used} in use != {self.num_blocks} - 1"
             )
         for block in free:
             if self._refs[block] or block == NO_BLOCK:
                 raise AssertionError(f"group {self._group} block {block} is free with {self._refs[block]} references")
-            if (self._nodes[block] is None) == (block in self._cached):
+            node = self._nodes[block]
+            if (node is None) == (block in self._cached or block in self._awaited):
                 raise AssertionError(f"group {self._group} block {block}: findable and clean, or lost and cached")
+            if node is not None and self._index.is_awaited(node) != (block in self._awaited):
+                raise AssertionError(f"group {self._group} block {block}: its readers are not what it is kept for")
         for block, node in self.named():
             if node.blocks[self._group] != block:
                 raise AssertionError(f"group {self._group} block {block}: its node names {node.blocks[self._group]}")
+
+    def _shelf(self, block: int) -> OrderedDict[int, None]:
+        """Where a free block with a name lies."""
+        return self._awaited if block in self._awaited else self._cached
 
     def _unname(self, block: int) -> None:
         node = self._nodes[block]

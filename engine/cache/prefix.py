@@ -4,6 +4,9 @@ A node stands for "these tokens after that prefix", whatever blocks hold its key
 by identity and its tokens by value, so a walk from the root that finds node after node has compared the whole
 prefix: digests that collide cost a hit, never a wrong block. Nodes outlive their blocks while a longer prefix or
 a running sequence builds on them; that is what lets a sliding-window group, which lost its early blocks, still match.
+
+The index also counts, by digest, the sequences that are known to read a prefix later on. These counts only steer which
+block is given away first, so digests that collide cost nothing but that.
 """
 
 from __future__ import annotations
@@ -78,12 +81,13 @@ class PrefixNode:
 class PrefixIndex:
     """Finds the node of a prefix; forgets it when nothing refers to it any more."""
 
-    __slots__ = ("_nodes", "_num_groups", "digest")
+    __slots__ = ("_nodes", "_num_groups", "_readers", "digest")
 
     def __init__(self, num_groups: int, digest: Digest = chain_digest) -> None:
         self.digest = digest
         self._num_groups = num_groups
         self._nodes: dict[bytes, PrefixNode] = {}
+        self._readers: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -120,6 +124,25 @@ class PrefixIndex:
                 return
             del self._nodes[current.digest]
             current = current.parent
+
+    def is_awaited(self, node: PrefixNode) -> bool:
+        """Whether sequences are known that will read this prefix."""
+        return node.digest in self._readers
+
+    def expect(self, digest: bytes) -> PrefixNode | None:
+        """Count one more sequence that will read the prefix; its node, when it is the first one and there is a node."""
+        readers = self._readers.get(digest, 0)
+        self._readers[digest] = readers + 1
+        return None if readers else self._nodes.get(digest)
+
+    def dismiss(self, digest: bytes) -> PrefixNode | None:
+        """Take back one `expect`; the prefix's node, when nobody is left who will read it and there is a node."""
+        readers = self._readers[digest] - 1
+        if readers:
+            self._readers[digest] = readers
+            return None
+        del self._readers[digest]
+        return self._nodes.get(digest)
 
     def check(self, holders: dict[int, int]) -> None:
         """Compare every node's references with `holders` (id(node) -> blocks and sequences) plus its children."""

@@ -14,6 +14,8 @@ at its end; a request that shares only its first part hits there only while thos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,6 +104,22 @@ class CacheTables:
                 if run < min(i + 1, reach):
                     agreed[i + 1] = False
         return max(i for i, ok in enumerate(agreed) if ok)
+
+    def expect_reader(self, digests: Iterable[bytes]) -> None:
+        """A sequence is known that will read the blocks with these digests: they are kept while others can go."""
+        for digest in digests:
+            self._sort(self.index.expect(digest))
+
+    def dismiss_reader(self, digests: Iterable[bytes]) -> None:
+        """Take back one `expect_reader`: blocks that have lost their last reader to come are the first to go."""
+        for digest in digests:
+            self._sort(self.index.dismiss(digest))
+
+    def _sort(self, node: PrefixNode | None) -> None:
+        if node is not None:
+            for pool, block in zip(self.pools, node.blocks, strict=True):
+                if block != NO_BLOCK:
+                    pool.sort(block)
 
     def free_hits(self, nodes: list[PrefixNode], start: int = 0) -> list[int]:
         """Per group, how many free blocks taking these hits uses up."""

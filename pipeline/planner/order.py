@@ -73,15 +73,14 @@ class Arrangement:
         order: int64, indices.
         joined: bool, must stay in one shard with the request before it.
         groups: int64, the shared prefix worth keeping for this request (its hash), or `NO_GROUP`.
-        group_begins, group_ends: int64, the places between which all requests that begin with that prefix run, those
-            of groups inside it too: readers of a prefix are always side by side.
+        group_ends: int64, the place behind the last request that begins with that prefix, those of groups inside it
+            included: readers of a prefix are always side by side.
         shared_bytes: prompt bytes of all requests that an earlier one has computed.
     """
 
     order: Ints
     joined: NDArray[np.bool_]
     groups: Ints
-    group_begins: Ints
     group_ends: Ints
     shared_bytes: int
 
@@ -128,12 +127,11 @@ def arrange(
     joined = np.zeros(len(order), dtype=bool)
     joined[1:] = (small[1:] == small[:-1]) & (small[1:] != NO_GROUP)
     depths = memberships.depths[order]
-    begins, ends = np.zeros((2, len(order)), dtype=np.int64)
+    ends = np.zeros(len(order), dtype=np.int64)
     for depth, key in enumerate(keys):
         chosen = depths == depth
-        run_begins, run_ends = _runs(key[order])
-        begins[chosen], ends[chosen] = run_begins[chosen], run_ends[chosen]
-    return Arrangement(order, joined, memberships.groups[order], begins, ends, shared_bytes)
+        ends[chosen] = _run_ends(key[order])[chosen]
+    return Arrangement(order, joined, memberships.groups[order], ends, shared_bytes)
 
 
 class _Memberships:
@@ -169,11 +167,10 @@ class _Memberships:
         self._bytes[chosen] = sizes[better]
 
 
-def _runs(values: Ints) -> tuple[Ints, Ints]:
-    """For each place, where the run of equal values that it lies in begins and ends."""
+def _run_ends(values: Ints) -> Ints:
+    """For each place, where the run of equal values that it lies in ends."""
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
-    sizes = np.diff(ends, prepend=0)
-    return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
+    return np.repeat(ends, np.diff(ends, prepend=0))
 
 
 def _nodes(hashes: Ints, indices: Ints, expected: NDArray[np.int32]) -> tuple[Ints, Ints, Ints, NDArray[np.int32]]:

@@ -234,8 +234,7 @@ class SegmentPlan:
         bounds = np.searchsorted(places[everyone], [start for start, _ in self.ranges] + [len(self._running)])
         for (start, end), begin, stop in zip(self.ranges, bounds[:-1], bounds[1:], strict=True):
             groups = self._arrangement.groups[start:end]
-            begins, ends = self._arrangement.group_begins[start:end], self._arrangement.group_ends[start:end]
-            readers = ends - np.maximum(begins, start)
+            readers = self._arrangement.group_ends[start:end] - np.arange(start, end) - 1
             yield self._draft(self._running[start:end], everyone[begin:stop], groups, readers)
 
     def _draft(
@@ -245,7 +244,7 @@ class SegmentPlan:
         groups: NDArray[np.int64],
         readers: NDArray[np.int64],
     ) -> ShardDraft:
-        """The shard of the requests `computed` (with their groups and readers left) and `members` (with copies)."""
+        """The shard of the requests `computed` (with their groups and readers to come) and `members` (with copies)."""
         assert self._spill is not None, "this segment was only measured"
         columns = self._columns
         texts = self._spill.take(members)

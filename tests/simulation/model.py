@@ -128,6 +128,9 @@ class SteppedEngine:
     def clock(self) -> Callable[[], float]:
         return self._engine.clock
 
+    def settle(self, *, more_to_come: bool) -> None:
+        self._engine.settle(more_to_come=more_to_come)
+
     def add(self, request: Request) -> None:
         self._engine.add(request)
         if request.request_id == PROBE:

@@ -43,7 +43,7 @@ def test_groups_run_together_ordered_by_their_longest_answer(tools: Any) -> None
     assert [row["row"] for row in planned.rows] == [5, 3, 0, 6, 1, 4, 2]
     rules, other = planned.rows[1]["prefix_group"], planned.rows[4]["prefix_group"]
     assert [row["prefix_group"] for row in planned.rows] == [None, rules, rules, rules, other, other, None]
-    assert [row["prefix_readers"] for row in planned.rows] == [None, 3, 3, 3, 2, 2, None]
+    assert [row["prefix_readers"] for row in planned.rows] == [None, 2, 1, 0, 1, 0, None]
     assert [row["expected_tokens"] for row in planned.rows] == [50, 40, 10, 1, 30, 5, 20]
     assert planned.summary.segments[0].prefix_groups == 2
 
@@ -60,14 +60,15 @@ def test_a_group_inside_a_group_counts_for_both(tools: Any) -> None:
     planned = tools.plan(data)
     outer, inner = planned.rows[0], planned.rows[-1]
     assert [row["prefix_group"] for row in planned.rows] == [outer["prefix_group"]] * 10 + [inner["prefix_group"]] * 10
-    assert (outer["prefix_readers"], inner["prefix_readers"]) == (20, 10)
+    assert (outer["prefix_readers"], inner["prefix_readers"]) == (19, 0)
     assert outer["prefix_group"] != inner["prefix_group"]
 
 
-def test_readers_are_counted_down_from_shard_to_shard(tools: Any) -> None:
+def test_readers_are_counted_down_across_shards(tools: Any) -> None:
     data = lines(tools, *((RULES, str(n), 5) for n in range(10)))
     planned = tools.plan(data, tools.job(plan={"max_shard_rows": 4, "min_group_rows": 2}))
-    assert [[row["prefix_readers"] for row in rows] for rows in planned.shards.values()] == [[10] * 4, [6] * 4, [2] * 2]
+    counts = [[row["prefix_readers"] for row in rows] for rows in planned.shards.values()]
+    assert counts == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
 
 
 def test_shared_tokens_are_those_after_the_first_reader(tools: Any) -> None:
@@ -85,7 +86,7 @@ def test_token_prompts_share_prefixes_too(tools: Any) -> None:
         )
     planned = tools.plan(b"\n".join(made))
     assert len({row["prefix_group"] for row in planned.rows}) == 1
-    assert [row["prefix_readers"] for row in planned.rows] == [4] * 4
+    assert [row["prefix_readers"] for row in planned.rows] == [3, 2, 1, 0]
     assert [row["estimated_prompt_tokens"] for row in planned.rows] == [201] * 4
 
 

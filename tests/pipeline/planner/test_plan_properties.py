@@ -128,22 +128,17 @@ def check_sharing(rows: list[dict[str, Any]], lines: list[Any], plan: dict[str, 
 
 
 def check_readers(planned: Any) -> None:
-    """`prefix_readers` says how many computed requests from this shard on (in its segment) begin with the prefix."""
+    """`prefix_readers` says how many computed requests after this one (in its segment) begin with the prefix, and these
+    come next, side by side."""
     for segment in planned.summary.segments:
-        numbers = [shard.number for shard in segment.shards]
-        for number in numbers:
-            later = [row for other in numbers if other >= number for row in planned.shards[other] if row["body"]]
-            for row in planned.shards[number]:
-                if row["prefix_group"] is None:
-                    continue
-                same = [other for other in later if other["prefix_group"] == row["prefix_group"]]
-                shared = common_prefix([text_of(other) for other in same])
-                assert len(shared) >= CHARS_WORTH or len(same) == 1
-                if len(same) > 1:
-                    assert row["prefix_readers"] >= len(same)
-                assert row["prefix_readers"] <= sum(
-                    text_of(other)[:CHARS_WORTH] == text_of(row)[:CHARS_WORTH] for other in later
-                )
+        rows = [row for shard in segment.shards for row in planned.shards[shard.number] if row["body"]]
+        for at, row in enumerate(rows):
+            if row["prefix_group"] is None:
+                continue
+            same = [other for other in rows[at:] if other["prefix_group"] == row["prefix_group"]]
+            readers = rows[at : at + row["prefix_readers"] + 1]
+            assert all(other in readers for other in same)
+            assert len(common_prefix([text_of(other) for other in readers])) >= CHARS_WORTH or len(readers) == 1
 
 
 def text_of(row: dict[str, Any]) -> str:
