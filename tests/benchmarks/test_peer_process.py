@@ -1,0 +1,94 @@
+"""An engine in a process of its own: its memory with its children's, its time limit, its processors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+MB = 1_000_000
+
+
+def run(code: str, tmp_path: Path, limit: float = 60, **env: str) -> process.Finished:
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    return process.run([sys.executable, "-c", code], tmp_path / "it.log", limit=limit, cpus=cpus, env=env)
+
+
+def test_output_and_exit_status_come_back(tmp_path: Path) -> None:
+    done = run("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)", tmp_path)
+
+    assert (done.returncode, done.stdout, done.log) == (3, "out\n", "err\n")
+
+
+def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
+    """Given a parent of 100 MB and a child of 200 MB at the same time, at least their sum is counted."""
+    child = "import time; held = b'x' * 200_000_000; time.sleep(1)"
+    code = f"import subprocess, sys; held = b'x' * 100_000_000; subprocess.run([sys.executable, '-c', {child!r}])"
+
+    done = run(code, tmp_path)
+
+    assert done.returncode == 0
+    assert 300 * MB < done.peak_rss_bytes < 400 * MB
+
+
+def test_a_peak_between_two_looks_is_not_missed(tmp_path: Path) -> None:
+    """Given 300 MB held for a moment only, the kernel's high-water mark still tells of it."""
+    done = run("import time; held = b'x' * 300_000_000; del held; time.sleep(1)", tmp_path)
+
+    assert done.peak_rss_bytes > 300 * MB
+
+
+def test_the_time_limit_ends_the_whole_tree(tmp_path: Path) -> None:
+    """Given an engine whose worker has a session of its own, nothing of it outlives the limit."""
+    note = tmp_path / "worker"
+    worker = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True); "
+        "time.sleep(60)"
+    )
+    begun = time.monotonic()
+
+    done = run(code, tmp_path, limit=2)
+
+    assert done.returncode is None
+    assert time.monotonic() - begun < 20
+    pid = int(note.read_text())
+    state = Path(f"/proc/{pid}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.05)
+
+
+def test_every_engine_gets_the_processors_it_is_told_and_no_others_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    code = "import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('OMP_NUM_THREADS'), os.environ['MINE'])"
+
+    done = run(code, tmp_path, MINE="set")
+
+    assert done.stdout == f"{sorted(os.sched_getaffinity(0))[:1]} None set\n"
+
+
+def test_work_of_others_is_told_apart_from_the_engines_own(tmp_path: Path) -> None:
+    """Given an engine that keeps one core busy, that core is not counted among what others use."""
+    busy = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
+    loaded = run(busy.format(1.5), tmp_path)
+    neighbour = subprocess.Popen([sys.executable, "-c", busy.format(2.5)])
+    try:
+        crowded = run("import time; time.sleep(1.5)", tmp_path)
+    finally:
+        neighbour.wait()
+
+    # Others may use this machine too: what holds is that the engine's own core is not among theirs.
+    assert loaded.others <= (os.cpu_count() or 1) - 0.3
+    assert crowded.others > 0.3
