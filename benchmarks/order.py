@@ -46,10 +46,11 @@ from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.wiring import EngineOptions, pin_model, sequences, tokens_per_sequence
-from workers.model_host import LoadedModel, ModelLimits, dtype_name
+from workers.model_host import LoadedModel, dtype_name
 from workers.shard_state import HINTS
 from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
+from workers.translate import ModelLimits
 
 RunOrder = Literal["plan", "arrival"]
 
@@ -167,7 +168,7 @@ def load(planned: PlannedJob, *, null: bool) -> LoadedModel:
         engine=engine,
         tokenizer=Tokenizer.load(path),
         limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
-        dtype=planned.pin.dtype or dtype_name(spec),
+        dtype=dtype_name(spec),
         max_num_seqs=schedule.max_num_seqs,
         digest=planned.pin.digest,
     )
@@ -236,9 +237,9 @@ def main() -> None:
             raise SystemExit(f"error: {error}") from error
     prompts = [prompt.token_ids for prompt in load_prompts(args.workload, args.model)]
     best = best_hits(prompts, planned.config.cache.block_size)
-    pairs: list[dict[str, dict[str, Any]]] = []
+    pairs: list[dict[RunOrder, dict[str, Any]]] = []
     for i in range(args.pairs):
-        pair = {}
+        pair: dict[RunOrder, dict[str, Any]] = {}
         orders: list[RunOrder] = ["plan", "arrival"]
         for order in orders if i % 2 == 0 else reversed(orders):
             pair[order], _ = run(planned, order, best, null=args.null)

@@ -99,12 +99,13 @@ def measure(
         begun = time.perf_counter()
         scores[name] = score(engine, prompts)
         against = {other: scores[other] for other in (named[0][0], BASELINE) if other in scores and other != name}
-        entry = {
+        differences = {other: asdict(compare(scores[name], theirs)) for other, theirs in against.items()}
+        entry: dict[str, Any] = {
             "name": name,
             "settings": asdict(engine.config),
             "perplexity": math.exp(-float(scores[name].mean())),
             "seconds": time.perf_counter() - begun,
-            "against": {other: asdict(compare(scores[name], theirs)) for other, theirs in against.items()},
+            "against": differences,
         }
         found.append(entry)
         said = ", ".join(
