@@ -70,13 +70,16 @@ class PlannedJob:
     config: EngineConfig
 
 
-def plan_workload(workload: Path, model: Path, folder: Path, overrides: dict[str, Any]) -> PlannedJob:
-    """Submit and plan the workload in `folder`, as the command line would; engine settings with `overrides`."""
+def plan_workload(
+    workload: Path, model: Path, folder: Path, overrides: dict[str, Any], limit: int | None = None
+) -> PlannedJob:
+    """Submit and plan the workload in `folder`, as the command line would, its first `limit` lines or all; the engine's
+    settings with `overrides`."""
     source = folder / "requests.jsonl"
     write_input(workload, source)
     options = EngineOptions(dtype=overrides.get("dtype", "auto"))
     pin = pin_model(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)), model, options, None)
-    order = Order(input=pin_input(source), models=(pin,), settings=JobSettings(), tier=Tier.STANDARD)
+    order = Order(input=pin_input(source), models=(pin,), settings=JobSettings(limit=limit), tier=Tier.STANDARD)
     with open_output(folder / "out") as output:
         job = submit(order, output.ledger, output.world).job
         plan_job(output.ledger, job, output.world, token_counter(model))
@@ -226,16 +229,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a folder or a GGUF file")
     parser.add_argument("--set", default="", dest="overrides", help="engine settings: key:value,key:value")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=None, help="first N requests only")
     parser.add_argument("--null", action="store_true", help="no model: order, hits and steps alone")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     log_to_stderr()
     with tempfile.TemporaryDirectory(prefix="order-") as folder:
         try:
-            planned = plan_workload(args.workload, args.model, Path(folder), parse_overrides(args.overrides))
+            planned = plan_workload(
+                args.workload, args.model, Path(folder), parse_overrides(args.overrides), args.limit
+            )
         except SettingError as error:
             raise SystemExit(f"error: {error}") from error
-    prompts = [prompt.token_ids for prompt in load_prompts(args.workload, args.model)]
+    prompts = [prompt.token_ids for prompt in load_prompts(args.workload, args.model, args.limit)]
     best = best_hits(prompts, planned.config.cache.block_size)
     pairs: list[dict[RunOrder, dict[str, Any]]] = []
     for i in range(args.pairs):

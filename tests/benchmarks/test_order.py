@@ -68,3 +68,11 @@ def test_given_planned_shards_when_they_are_sorted_by_arrival_then_nothing_of_th
     assert any(shard["prefix_group"].null_count < len(shard) for shard in planned.shards)
     assert all(shard["prefix_group"].null_count == len(shard) for shard in arrived)
     assert all(shard.schema.equals(planned.shards[0].schema) for shard in arrived)
+
+
+def test_given_a_limit_when_a_workload_is_planned_then_only_its_first_lines_are_in(
+    model: Path, workload: Path, tmp_path: Path
+) -> None:
+    planned = plan_workload(workload, model, tmp_path, {"dtype": "float32"}, limit=5)
+
+    assert sorted(row for shard in planned.shards for row in shard["row"].to_pylist()) == [0, 1, 2, 3, 4]
