@@ -108,6 +108,7 @@ def measure(
             "against": differences,
         }
         found.append(entry)
+        del engine  # before the next one is loaded beside it
         said = ", ".join(
             f"{d['relative']:+.3%} ± {d['standard_error']:.3%} of {o}" for o, d in entry["against"].items()
         )
