@@ -13,16 +13,15 @@ computed catch up with known, for as many sequences as one token budget allows (
 while the first one computes. Blocks that the step will fill are published when it is planned: keys are written before
 they are read, so a sequence admitted later in the same step already hits them.
 
-One step, highest class first, within a class by arrival:
+One step, highest class first, within a class by arrival (or as the waiting queue orders it, see waiting.py):
 1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
    the lowest class give way (its blocks are freed, its known tokens kept, and it waits at its place by arrival);
 2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
-   sequences of its class and above are still expected to take, and its own need, must be free, counting what lower
-   classes would have to give back. They are preempted only when their rows or blocks are needed now;
+   sequences of its class and above are expected to take at any time until their ends, and its own need, must be free,
+   counting what lower classes would have to give back. They are preempted only when rows or blocks are needed now;
 3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
 
-A sequence that was put back is expected to want a block more than it gave up, and those before it have taken of what
-it gave up: so it doesn't fit again until others give blocks back, and nothing thrashes.
+A sequence that was put back gets no row before another sequence has ended, so nothing thrashes.
 The oldest sequence of the highest class can take every block from all others, and alone fits the pool (`add` refuses
 what doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
 """

@@ -6,12 +6,14 @@ back: what it publishes in this step will be there.
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.admission import LengthEstimator
 from engine.batch import RunningBatch
-from engine.cache.demand import BlockDemand
+from engine.cache.demand import BlockDemand, BlockOutlook
 from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
 from engine.sequence import Sequence, SequenceState
@@ -78,7 +80,7 @@ class StepPlanner:
         self._counts: list[NDArray[np.int32]] = []
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
-        self._committed: list[int] | None = None
+        self._outlook: BlockOutlook | None = None
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
@@ -111,7 +113,7 @@ class StepPlanner:
             end = self._next + int(np.searchsorted(classes, priority, side="right"))
             if end == self._next:
                 return
-        self._committed = None
+        self._outlook = None
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
         pending = self._rows.num_known[rows] - starts
@@ -201,12 +203,13 @@ class StepPlanner:
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
+        if elders and sequence.preemptions and sequence.put_back_at == self.counters.ended:
+            return False
         chain = self._waiting.chain(sequence)
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
         expected = self._expected(sequence)
-        positions = max(expected - 1, len(sequence.token_ids))
-        wanted = self._wanted(sequence, positions, hits)
-        self._short_of_blocks = bool(elders) and not self._expected_to_fit(wanted, below)
+        steps = max(expected - 1 - len(sequence.token_ids), 0)
+        self._short_of_blocks = bool(elders) and not self._expected_to_fit(sequence, steps, hits, below)
         if self._short_of_blocks:
             return False
         start = len(hits) * cache.block_size
@@ -224,11 +227,9 @@ class StepPlanner:
         assert grown, "blocks were counted before the row was taken"
         cache.publish(row, chain, start + count)
         self._enter(sequence, row, start, count, now)
-        if self._committed is not None:
-            held = [int(cache.length[row]) - int(first[row]) for first in cache.first]
-            pending = len(sequence.token_ids) - start - count
-            future = zip(self._demand.of_sequence(positions, pending), held, strict=True)
-            self._committed = [c + max(0, f - h) for c, (f, h) in zip(self._committed, future, strict=True)]
+        if self._outlook is not None:
+            known = len(sequence.token_ids)
+            self._outlook.add(known, steps, known - start - count, row, len(hits))
         return True
 
     def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
@@ -269,25 +270,29 @@ class StepPlanner:
             expected = known + max((known - sequence.prompt_len) // 4, self._cache.block_size)
         return min(expected, sequence.max_known)
 
-    def _wanted(self, sequence: Sequence, positions: int, hits: list[PrefixNode]) -> list[int]:
-        """Free blocks, per group, that a sequence with these hits takes until it has `positions`."""
-        pending = len(sequence.token_ids) - len(hits) * self._cache.block_size
-        most = self._demand.of_sequence(positions, pending)
-        held, taken = self._cache.held_hits(len(hits)), self._cache.free_hits(hits)
-        return [max(m - h, 0) + t for m, h, t in zip(most, held, taken, strict=True)]
-
-    def _expected_to_fit(self, wanted: list[int], below: NDArray[np.int32]) -> bool:
+    def _expected_to_fit(
+        self, sequence: Sequence, steps: int, hits: list[PrefixNode], below: NDArray[np.int32]
+    ) -> bool:
         """Whether what is free, with what lower classes would give back, covers what the running rows of this class
-        and above are still expected to take, and `wanted`."""
-        if self._committed is None:
+        and above are expected to take at any time, together with a sequence that takes `steps` more to its end. The
+        more had to be computed again because expectations were wrong, the more is kept back."""
+        if self._outlook is None:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
-            pending = self._rows.num_known[rows] - self._rows.num_computed[rows]
-            self._committed = self._demand.of_rows(rows, self._batch.expected_positions(rows), pending)
-        supply = [pool.num_free for pool in self._cache.pools]
+            known, positions = self._rows.num_known[rows], self._batch.expected_positions(rows)
+            pending = known - self._rows.num_computed[rows]
+            self._outlook = BlockOutlook(self._demand, rows, self._rows.block_tables, known, positions, pending)
+        known_tokens, count = len(sequence.token_ids), len(hits)
+        pending_tokens = known_tokens - count * self._cache.block_size
+        taken = self._cache.free_hits(hits)
+        wasted = self.counters.recomputed_tokens / max(1, self.counters.computed_tokens)
+        supply = [
+            pool.num_free - hit - ceil(wasted * pool.num_blocks)
+            for pool, hit in zip(self._cache.pools, taken, strict=True)
+        ]
         if len(below):
             given = self._demand.reclaimable(below, self._rows.block_tables)
             supply = [free + more for free, more in zip(supply, given, strict=True)]
-        return all(w + c <= s for w, c, s in zip(wanted, self._committed, supply, strict=True))
+        return self._outlook.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
 
     def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
         """Whether the pools can give the first chunk its blocks now."""
