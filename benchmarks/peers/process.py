@@ -84,19 +84,23 @@ def children_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def born(pid: int) -> int:
-    """When a process was started (clock ticks since boot), 0 if it has ended: tells two users of one id apart."""
+def born(pid: int) -> tuple[int, float]:
+    """When a process was started (clock ticks since boot), and the seconds that it computed; zeros if it has ended.
+
+    The first tells two users of one id apart.
+    """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return 0, 0.0
+    return int(fields[19]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def end(process: subprocess.Popen[bytes], known: Mapping[int, int]) -> None:
     """Kill what is left of a tree, by what was seen of it last (ids and times of birth), and what came since."""
-    left = {pid: born(pid) for pid in descendants(process.pid)} if process.poll() is None else {}
+    left = {pid: born(pid)[0] for pid in descendants(process.pid)} if process.poll() is None else {}
     for pid, birth in (dict(known) | left).items():
-        if birth and born(pid) == birth:
+        if birth and born(pid)[0] == birth:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -110,6 +114,7 @@ def run(
     busy, used, begun = busy_seconds(), children_seconds(), time.monotonic()
     peak = 0
     known: dict[int, int] = {}
+    computed: dict[tuple[int, int], float] = {}
     with out.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
             command,
@@ -122,7 +127,9 @@ def run(
         )
         try:
             while process.poll() is None and time.monotonic() - begun < limit:
-                known = {pid: born(pid) for pid in descendants(process.pid)}
+                seen = {pid: born(pid) for pid in descendants(process.pid)}
+                known = {pid: birth for pid, (birth, _) in seen.items()}
+                computed |= {(pid, birth): spent for pid, (birth, spent) in seen.items()}
                 sizes = [memory(pid) for pid in known]
                 peak = max(peak, sum(rss for rss, _ in sizes), *(mark for _, mark in sizes))
                 time.sleep(PERIOD)
@@ -130,6 +137,8 @@ def run(
             returncode = process.poll()
             end(process, known)
     seconds = time.monotonic() - begun
-    others = (busy_seconds() - busy - (children_seconds() - used)) / seconds
+    # The kernel's account has only those whose parent waited for them, what was seen has nothing of the last moment.
+    own = max(children_seconds() - used, sum(computed.values()))
+    others = (busy_seconds() - busy - own) / seconds
     text, told = out.read_text(errors="replace"), log.read_text(errors="replace")
     return Finished(returncode, text, told, seconds, peak, max(0.0, others))

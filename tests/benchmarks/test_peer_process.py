@@ -80,9 +80,11 @@ def test_every_engine_gets_the_processors_it_is_told_and_no_others_settings(
 
 
 def test_work_of_others_is_told_apart_from_the_engines_own(tmp_path: Path) -> None:
-    """Given an engine that keeps one core busy, that core is not counted among what others use."""
+    """Given an engine whose worker keeps a core busy and is never waited for, others are not charged with it."""
     busy = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
-    loaded = run(busy.format(1.5), tmp_path)
+    worker = busy.format(1.5)
+    code = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(1.7)"
+    loaded = run(f"{code}; os._exit(0)", tmp_path)
     neighbour = subprocess.Popen([sys.executable, "-c", busy.format(2.5)])
     try:
         crowded = run("import time; time.sleep(1.5)", tmp_path)
