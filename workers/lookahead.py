@@ -26,9 +26,19 @@ class Lookahead:
     """
 
     def __init__(self, max_num_seqs: int, watermark: int | None, *, timed: bool) -> None:
-        self.watermark = watermark or 2 * max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self._watermark = watermark or 2 * max_num_seqs
         self._few = max(1, max_num_seqs // 8) if timed else 2 * max_num_seqs
         self._most = self._few if timed else MOST_AHEAD * max_num_seqs
+
+    def wants_shard(self, shards: Sequence[OpenShard], num_waiting: int) -> bool:
+        """Whether another shard should be opened beside these: too few rows are ready (`num_waiting` in the engine), or
+        what is left of the shards ends before an answer as long as their longest would, so that such a one in the next
+        shard had better start now."""
+        ready = sum(len(shard.waiting) for shard in shards) + num_waiting
+        left = sum(shard.expected_left for shard in shards)
+        longest = max((shard.longest for shard in shards), default=0)
+        return ready < self._watermark or left < longest * self._max_num_seqs
 
     def rows(self, *, last_open: bool) -> int:
         """How many rows may wait in the engine. `last_open`: no other shards will be opened."""

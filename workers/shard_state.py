@@ -51,6 +51,7 @@ class OpenShard:
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
         kept: what rows had that a failed step threw out of the engine, to be logged.
         begun: it is durable that rows of the shard may be in the engine.
+        expected, longest: tokens that its rows are expected to generate, together and the longest answer.
     """
 
     work: ShardWork
@@ -66,11 +67,24 @@ class OpenShard:
     last_end: float | None = None
     kept: list[LoggedChoice] = field(default_factory=list)
     begun: bool = False
+    expected: int = 0
+    longest: int = 0
 
     @classmethod
     def open(cls, shard: PreparedShard) -> OpenShard:
         total = len(shard.waiting) + len(shard.refused)
-        return cls(shard.work, deque(shard.waiting), list(shard.refused), total, len(shard.refused))
+        opened = cls(shard.work, deque(shard.waiting), list(shard.refused), total, len(shard.refused))
+        for row in shard.waiting:
+            params, hint = row.request.params, row.request.expected_tokens
+            length = params.max_tokens if hint is None else hint
+            opened.expected += length * params.n
+            opened.longest = max(opened.longest, length)
+        return opened
+
+    @property
+    def expected_left(self) -> float:
+        """Tokens that are expected of the rows without an outcome."""
+        return self.expected * (1 - self.num_finished / self.total) if self.total else 0.0
 
     @property
     def done(self) -> bool:

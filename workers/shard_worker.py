@@ -168,8 +168,8 @@ class ShardWorker:
         """Open the prepared shard when there is too little left to do, and have the one after it fetched and prepared
         meanwhile: preparing takes time, in which the engine should not run dry."""
         room = len(self._shards) < self._settings.max_open_shards
-        ready = sum(len(shard.waiting) for shard in self._shards) + self._engine.num_waiting
-        if self._prepared is not None and room and (ready < self._ahead.watermark or self._source_finished):
+        wanted = self._source_finished or self._ahead.wants_shard(self._shards, self._engine.num_waiting)
+        if self._prepared is not None and room and wanted:
             shard, self._prepared = self._prepared, None
             opened = OpenShard.open(shard)
             self._shards.append(opened)
