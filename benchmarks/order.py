@@ -45,7 +45,7 @@ from tokenmill.embedded import open_output
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
-from tokenmill.wiring import EngineOptions, pin_model, sequences, tokens_per_sequence
+from tokenmill.wiring import EngineOptions, pin_model, rows_at_once, sequences, tokens_per_sequence
 from workers.model_host import LoadedModel, dtype_name
 from workers.shard_state import HINTS
 from workers.shard_worker import ShardWorker
@@ -91,7 +91,7 @@ def plan_workload(
         )
         if refused := sum(segment.rejected for segment in segments):
             raise SystemExit(f"error: the planner refuses {refused} lines of {workload}")
-    config = options.config(tokens_per_sequence(segments), sequences(segments))
+    config = options.config(tokens_per_sequence(segments), sequences(segments), rows_at_once(segments))
     return PlannedJob(job, pin, tables, with_overrides(config, overrides))
 
 

@@ -198,6 +198,7 @@ class PlanSegment(Paper):
         prefix_groups: groups of requests that share a prefix worth keeping.
         shared_prefix_tokens: estimated, of computed requests: prompt tokens that an earlier one shares.
         max_tokens: the most that the computed requests may generate.
+        certain_tokens: of the longest answer that nothing can end before.
         sequences: of the computed requests, one for each choice.
         tokens_per_byte: what the first segment's planner learnt from a sample of its prompts; later segments are
             estimated with it, whoever plans them.
@@ -218,6 +219,7 @@ class PlanSegment(Paper):
     prefix_groups: Count = 0
     shared_prefix_tokens: Count = 0
     max_tokens: Count = 0
+    certain_tokens: Count = 0
     sequences: Count = 0
     tokens_per_byte: Annotated[float, Field(gt=0)] | None = None
     shards: tuple[ShardRef, ...]

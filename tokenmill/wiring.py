@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import ceil
 from pathlib import Path
 
 from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConfig
@@ -35,6 +36,12 @@ from workers.shard_worker import ShardWorker, WorkerSettings
 
 MIN_TOKENS_PER_SEQUENCE = 256
 
+ROWS_MARGIN = 1.1
+"""Rows beyond what the work needs if it could be packed without gaps, and prompts cost no steps."""
+
+ROWS_STEP = 16
+"""Rows come in multiples: those of a tile of the matrix units."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -47,8 +54,10 @@ class EngineOptions:
     max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
     kv_cache_bytes: int | None = None
 
-    def config(self, tokens_per_sequence: int | None = None, sequences: int | None = None) -> EngineConfig:
-        """The engine's settings, for so many sequences of about this length (tokens)."""
+    def config(
+        self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
+    ) -> EngineConfig:
+        """The engine's settings, for so many sequences of about this length (tokens), at most `rows` at once."""
         return EngineConfig(
             dtype=self.dtype,
             device=self.device,
@@ -56,7 +65,7 @@ class EngineOptions:
             cache=CacheConfig(
                 memory_bytes=self.kv_cache_bytes, sequences=sequences, tokens_per_sequence=tokens_per_sequence
             ),
-            schedule=ScheduleConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            schedule=ScheduleConfig(min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens),
         )
 
 
@@ -113,7 +122,7 @@ def load_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> Loa
     return LoadedModel.load(
         Path(pin.source),
         name=pin.name,
-        config=plan.engine.config(tokens_per_sequence(segments), sequences(segments)),
+        config=plan.engine.config(tokens_per_sequence(segments), sequences(segments), rows_at_once(segments)),
         revision=pin.revision,
         chat_template=plan.chat_template,
         digest=pin.digest,
@@ -213,6 +222,20 @@ def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
 def sequences(segments: list[PlanSegment]) -> int | None:
     """Of all computed requests; None while more may be planned."""
     return sum(segment.sequences for segment in segments) or None if segments[-1].last else None
+
+
+def rows_at_once(segments: list[PlanSegment]) -> int | None:
+    """Sequences side by side with which the job takes no longer than its longest answer must; None: the more the
+    better, or more may be planned.
+
+    Each step gives an answer one token, so the job takes as many steps as the longest one has tokens. With so many rows
+    all others are done by then, even if each is as long as it may be; more rows would only stand empty at the end.
+    """
+    longest = max(segment.certain_tokens for segment in segments)
+    if not segments[-1].last or not longest:
+        return None
+    rows = ROWS_MARGIN * sum(segment.max_tokens for segment in segments) / longest
+    return ceil(rows / ROWS_STEP) * ROWS_STEP
 
 
 def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:

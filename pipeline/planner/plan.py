@@ -233,6 +233,7 @@ class _Open:
             prefix_groups=planned.prefix_groups,
             shared_prefix_tokens=planning._estimator.bytes_to_tokens(planned.shared_bytes),
             max_tokens=planned.max_tokens,
+            certain_tokens=self._builder.certain_tokens,
             sequences=planned.sequences,
             tokens_per_byte=planning._estimator.tokens_per_byte,
             shards=tuple(refs),

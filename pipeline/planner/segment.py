@@ -106,6 +106,7 @@ class SegmentBuilder:
         self._models, self._choices = array("i"), array("i")
         self._prompt_tokens, self._expected = array("i"), array("i")
         self._shareable, self._depths = array("b"), array("b")
+        self.certain_tokens = 0  # of the longest answer
         self._chain_hashes, self._chain_sizes = array("q"), array("i")
 
     def add(self, checked: CheckedBatch) -> None:
@@ -119,6 +120,7 @@ class SegmentBuilder:
         self._max_tokens.extend([row.max_tokens for row in rows])
         self._models.extend([self._codes[row.model] for row in rows])
         self._choices.extend([row.choices for row in rows])
+        self.certain_tokens = max(self.certain_tokens, *(row.certain_tokens for row in rows))
         self._prompt_tokens.extend([row.prompt_tokens for row in rows])
         self._expected.extend([row.expected_tokens for row in rows])
         self._shareable.extend([row.shareable for row in rows])

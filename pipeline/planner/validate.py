@@ -31,6 +31,7 @@ class Checked(NamedTuple):
         request_hash: 16 bytes, equal for requests that must give equal answers.
         shareable: whether an equal request may take this one's answer.
         prompt_tokens: estimated.  expected_tokens: of one choice.  max_tokens: of all choices together.
+        certain_tokens: that each choice will have at least, whatever the model says.
     """
 
     position: int
@@ -45,6 +46,7 @@ class Checked(NamedTuple):
     prompt_tokens: int
     expected_tokens: int
     max_tokens: int
+    certain_tokens: int
     chain: PrefixChain
 
 
@@ -153,6 +155,7 @@ class Validator:
             prompt_tokens=self._estimator.prompt_tokens(body, len(prompt)),
             expected_tokens=self._expected(body, limit),
             max_tokens=limit * body.n,
+            certain_tokens=_certain(body),
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
         )
 
@@ -175,6 +178,13 @@ class Validator:
         if body.ignore_eos:
             return limit
         return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
+
+
+def _certain(body: ChatBody | CompletionBody) -> int:
+    """Tokens that an answer will have at least: nothing can end it before."""
+    if body.output_limit is None or not body.ignore_eos or body.stop or body.stop_token_ids:
+        return body.min_tokens
+    return body.output_limit
 
 
 def stored_and_hash(url: str, body: ChatBody | CompletionBody) -> tuple[bytes, bytes]:
