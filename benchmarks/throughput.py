@@ -84,6 +84,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder or a GGUF file")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
@@ -105,6 +108,9 @@ def main() -> None:
         dtype=args.dtype,
         threads=args.threads,
         attention=args.attention,
+        instruction_set=args.instruction_set,
+        quantize=args.quantize,
+        kv_dtype=args.kv_dtype,
         cache=CacheConfig(
             block_size=args.block_size,
             prefix_caching=not args.no_prefix_caching,

@@ -7,6 +7,8 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantize = Literal["none", "int8", "int8-weight-only"]
+KVDType = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,10 @@ class EngineConfig:
         max_model_len: most tokens of one sequence; None: the model's own limit.
         threads: for compute; None: torch's choice.
         attention: name of the backend; "auto" picks the best one for the device.
+        instruction_set: of the native CPU kernels ("avx2", "avx512", "avx512_bf16", "amx"); "auto": the most there is.
+        quantize: weights at load. "int8": with activations quantized row by row (W8A8), where that is faster;
+            "int8-weight-only": activations stay as they are (W8A16).
+        kv_dtype: of the cache; "int8" halves it, with one scale per token and head.
     """
 
     dtype: DType = "auto"
@@ -61,5 +67,8 @@ class EngineConfig:
     max_model_len: int | None = None
     threads: int | None = None
     attention: str = "auto"
+    instruction_set: str = "auto"
+    quantize: Quantize = "none"
+    kv_dtype: KVDType = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -17,6 +17,12 @@ from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.memory import plan_cache
 from engine.models.base import ModelSpec
 from engine.models.load import load_model
+from engine.models.loader import DecoderBuilder, TorchBuilder
+from engine.models.native import NativeBuilder
+from engine.native.choice import native_library
+from engine.native.library import NativeLibrary
+from engine.native.shapes import ShapeTable
+from engine.native.structs import Kind
 from engine.null_runner import NullRunner
 from engine.plan import NO_TOKEN, CacheGroup
 from engine.request import Completion, PartialChoice, Request
@@ -73,6 +79,19 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def decoder_builder(config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderBuilder:
+    """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere.
+
+    Raises:
+        EngineError: an option needs the native kernels.
+    """
+    if native is None:
+        if config.quantize != "none" or config.kv_dtype != "auto":
+            raise EngineError("quantize and kv_dtype need the native kernels, which do not serve here")
+        return TorchBuilder()
+    return NativeBuilder(native, config.quantize, ShapeTable(native, dtype) if config.quantize == "int8" else None)
+
+
 class Engine:
     """Continuous batching over one model.
 
@@ -120,7 +139,9 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        model = load_model(path, dtype=dtype, device=device, max_positions=config.max_model_len)
+        native = native_library(config.attention, config.instruction_set, dtype, device, config.threads)
+        builder = decoder_builder(config, native, dtype)
+        model = load_model(path, dtype=dtype, device=device, max_positions=config.max_model_len, builder=builder)
         spec = model.spec
         limit = spec.max_position
         if config.max_model_len is not None:
@@ -128,8 +149,9 @@ class Engine:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
         groups = plan_cache(spec, config.cache, config.schedule, limit, device)
-        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim)
-        attention = make_backend(config.attention, layout, dtype, device)
+        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+        kv_kind = Kind.I8 if config.kv_dtype == "int8" else None
+        attention = make_backend(config.attention, layout, dtype, device, native, kv_kind)
 
         def make_runner(scheduler: Scheduler) -> StepRunner:
             return ModelRunner(

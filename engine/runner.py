@@ -6,6 +6,7 @@ model reads are views of buffers made once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionBatch
+from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
 from engine.models.base import CausalModel
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.pooling import Pooler
-from engine.sampler import NON_FINITE, Sampler, prompt_logprobs
+from engine.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
@@ -59,6 +60,7 @@ class ModelRunner:
         self._attention = attention
         self._rows = rows
         self._sampler = Sampler(max_num_seqs, model.spec.vocab_size, model.spec.eos_token_ids, device)
+        self._greedy: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(model, "greedy", None)
         self._pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
         self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
@@ -73,12 +75,8 @@ class ModelRunner:
         count = plan.num_tokens
         self._input_ids[:count].copy_(torch.from_numpy(token_ids))
         self._positions[:count].copy_(torch.from_numpy(positions))
-        attention = self._attention
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return attention.attend(layer, q, k, v, scale, step)
-
         lengths = self._rope_lengths(at_row, positions)
+        attend = AttentionStep(self._attention, step)
         hidden = self._model.forward(self._input_ids[:count], self._positions[:count], attend, lengths)
         return self._outputs(plan, hidden)
 
@@ -128,7 +126,7 @@ class ModelRunner:
             else:
                 last = hidden.index_select(0, torch.from_numpy(ends[sampled] - 1).to(self._device))
             at = plan.starts[sampled] + plan.counts[sampled]
-            out = self._sampler.sample(self._model.logits(last), rows, at, at - self._rows.prompt_len[rows])
+            out = self._sample(last, rows, at)
             token_ids[sampled], failed[sampled] = out.token_ids, out.failed
             logprobs = out.logprobs
             reasons = {row: reason for row, reason in out.reasons.items() if reason != NON_FINITE}
@@ -138,6 +136,27 @@ class ModelRunner:
                 reasons.pop(row, None)
         pooled = self._pooler.take(plan, hidden, ends, self._rows, failed) if self._pooler.active else {}
         return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons)
+
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
+        """The next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].
+
+        Where the model can, rows that take the likeliest token and nothing else never get all their logits written.
+        """
+        num_outputs = at - self._rows.prompt_len[rows]
+        plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
+        if self._greedy is None or not plain.any():
+            return self._sampler.sample(self._model.logits(hidden), rows, at, num_outputs)
+        if plain.all():
+            return self._sampler.accept(*self._greedy(hidden), rows)
+        easy, rest = np.flatnonzero(plain), np.flatnonzero(~plain)
+        chosen = self._sampler.accept(*self._greedy(hidden[torch.from_numpy(easy)]), rows[easy])
+        logits = self._model.logits(hidden[torch.from_numpy(rest)])
+        out = self._sampler.sample(logits, rows[rest], at[rest], num_outputs[rest])
+        token_ids = np.empty(len(rows), dtype=np.int32)
+        failed = np.empty(len(rows), dtype=np.bool_)
+        for lines, part in ((easy, chosen), (rest, out)):
+            token_ids[lines], failed[lines] = part.token_ids, part.failed
+        return SampleOutput(token_ids, failed, chosen.reasons | out.reasons, out.logprobs)
 
     def _score(
         self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]

@@ -131,6 +131,14 @@ class Sampler:
             self._add_logprobs(output, asked, tokens, rows)
         return output
 
+    def plain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows that take the likeliest token, and ask for nothing else of their logits."""
+        return np.asarray(self._params.greedy[rows] & ~self._params.special[rows])
+
+    def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
+        """The output of `plain` rows whose likeliest tokens (int64 [S]) are known already; alive: bool [S]."""
+        return self._output(tokens, alive, alive, rows)
+
     def _choose(
         self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,18 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the paged cache: each layer holds K and V as [num_blocks, block_size, kv_heads, head_dim]."""
+    """What the paged cache holds: for each layer, num_blocks blocks of block_size tokens, each with K and V of
+    [kv_heads, head_dim]. How a block lies in memory is the backend's own affair.
+
+    Attributes:
+        num_heads: query heads; 0: as many as KV heads.
+    """
 
     groups: tuple[CacheGroup, ...]
     block_size: int
     num_kv_heads: int
     head_dim: int
+    num_heads: int = 0
 
 
 class AttentionBackend(Protocol):
@@ -62,3 +68,17 @@ class AttentionBackend(Protocol):
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """A backend with what it has prepared for one step: the `Attend` that models call, layer by layer.
+
+    A model that computes whole steps by itself takes it apart instead.
+    """
+
+    backend: AttentionBackend
+    prepared: Any
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.backend.attend(layer, q, k, v, scale, self.prepared)

@@ -1,15 +1,25 @@
 """The paged cache's tensors: for each layer, K and V as [num_blocks, block_size, kv_heads, head_dim].
 
-Zero-initialised: kernels may read the unused tail of a sequence's last block, and 0 * NaN would be NaN. On Linux the
-zero pages cost memory only once they are written.
+Zero-initialised: kernels may read the unused tail of a sequence's last block, and 0 * NaN would be NaN.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost memory, on a CPU, only where they are written: a pool is large, and much of it may never be
+    used. `torch.zeros` writes every page of them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class KVStorage:
@@ -35,8 +45,8 @@ class KVStorage:
                 self.group_of[layer] = index
                 self.window_of[layer] = group.window
                 shape = (group.num_blocks, layout.block_size * width)
-                self.keys[layer] = torch.zeros(shape, dtype=dtype, device=device)
-                self.values[layer] = torch.zeros(shape, dtype=dtype, device=device)
+                self.keys[layer] = zeros(shape, dtype, device)
+                self.values[layer] = zeros(shape, dtype, device)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]."""

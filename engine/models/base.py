@@ -61,3 +61,12 @@ class CausalModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab_size] for hidden [S, hidden_size]."""
         ...
+
+
+class GreedyModel(CausalModel, Protocol):
+    """A model that can say which token is the likeliest without writing all logits."""
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """For hidden [S, hidden_size]: the argmax of `logits` (int64 [S], the lowest of equals), and whether the row is
+        sound: no logit NaN or +inf, and one finite at least (bool [S])."""
+        ...

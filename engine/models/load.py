@@ -20,7 +20,7 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
 from engine.models.hf import describe_transformers_model, load_transformers_model
-from engine.models.loader import build_decoder
+from engine.models.loader import DecoderBuilder, build_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,12 @@ class ModelDescription:
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int | None = None,
+    builder: DecoderBuilder | None = None,
 ) -> CausalModel:
     """Load a model, ready to compute.
 
@@ -48,6 +53,7 @@ def load_model(
         dtype: float32, bfloat16 or float16, of weights and activations.
         max_positions: tokens that no sequence will exceed. Rotary tables are sized for it; models whose rotary
             frequencies can't follow each sequence's length are accepted only below their original context.
+        builder: of the parts of a fused decoder; None: torch's operators.
 
     Raises:
         ModelNotFound: no model is there.  UnsupportedModel: it can't be computed here; says why.
@@ -59,7 +65,12 @@ def load_model(
         if decoder is None:
             return load_transformers_model(path, config, dtype, device, folder_end_tokens(path, config), max_positions)
         return build_decoder(
-            decoder, source or SafetensorsCheckpoint(path), dtype=dtype, device=device, positions=max_positions
+            decoder,
+            source or SafetensorsCheckpoint(path),
+            dtype=dtype,
+            device=device,
+            positions=max_positions,
+            builder=builder,
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(f"the weights of {path} do not fit the memory of {device}: {error}") from error

@@ -8,11 +8,13 @@ leftovers mean that the config does not say what the weights are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import CorruptWeights
+from engine.models.base import CausalModel
 from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
@@ -22,6 +24,46 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
 large ones would pay gigabytes for little."""
+
+
+class DecoderBuilder(Protocol):
+    """Makes the parts of a decoder from its weights, and the decoder from its parts."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The product of gate and up, stacked in this order [2 * intermediate, hidden]."""
+        ...
+
+    def head(self, weight: Tensor) -> Linear: ...
+
+    def tied_head(self, embedding: Tensor) -> Linear:
+        """A head that is the embedding."""
+        ...
+
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
+        """From embedding, layers, norm, head and positions, as `FusedDecoder` takes them."""
+        ...
+
+
+class TorchBuilder:
+    """A decoder of torch's operators."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return dense(weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return dense(weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        return dense(weight)
+
+    def tied_head(self, embedding: Tensor) -> Linear:
+        small = embedding.numel() * embedding.element_size() <= _PACKED_HEAD_BYTES
+        return dense(embedding) if small and packs(embedding.dtype, embedding.device) else DenseLinear(embedding)
+
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
+        return FusedDecoder(spec, dtype, **parts)
 
 
 class _Reader:
@@ -54,8 +96,10 @@ class _Reader:
         self.fill(name, weight)
         return weight
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
-        """One `Linear` from the products `names`, stacked."""
+    def fused(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the products `names`, stacked."""
         for name, count in zip(names, rows, strict=True):
             self.expect(f"{name}.weight", count, columns)
         weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
@@ -65,7 +109,7 @@ class _Reader:
         if offset is not None:
             for index, part in enumerate(torch.split(offset, list(rows))):
                 self.fill(f"{names[index]}.bias", part)
-        return dense(weight, offset)
+        return weight, offset
 
     def norm(self, name: str, size: int, offset: bool) -> Tensor:
         weight = torch.empty(size, dtype=torch.float32, device=self.device)
@@ -80,24 +124,34 @@ class _Reader:
 
 
 def build_decoder(
-    spec: DecoderSpec, source: WeightSource, *, dtype: torch.dtype, device: torch.device, positions: int | None = None
-) -> FusedDecoder:
+    spec: DecoderSpec,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: int | None = None,
+    builder: DecoderBuilder | None = None,
+) -> CausalModel:
     """Read the weights of `spec` and put them where they will be used.
+
+    Args:
+        builder: of the decoder's parts; None: torch's operators.
 
     Raises:
         CorruptWeights: a tensor is missing, has another shape, can't be read, or is one too many.
     """
+    builder = builder or TorchBuilder()
     reader = _Reader(source, dtype, device)
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
     embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-    layers = tuple(_layer(spec, reader, f"{prefix}layers.{index}") for index in range(spec.num_layers))
+    layers = tuple(_layer(spec, reader, builder, f"{prefix}layers.{index}") for index in range(spec.num_layers))
     norm = reader.norm(f"{prefix}norm", spec.hidden_size, spec.norm_offset)
-    head = _head(spec, reader, embedding)
+    head = _head(spec, reader, builder, embedding)
     reader.finish(spec.ignored_weights)
-    return FusedDecoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
+    return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
 
 
-def _layer(spec: DecoderSpec, reader: _Reader, name: str) -> Layer:
+def _layer(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, name: str) -> Layer:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
 
@@ -112,23 +166,24 @@ def _layer(spec: DecoderSpec, reader: _Reader, name: str) -> Layer:
     qkv_names = [f"{attention}.{part}_proj" for part in "qkv"]
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=reader.fused(qkv_names, spec.qkv_sizes, hidden, spec.qkv_bias),
-        output=reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias),
+        qkv=builder.linear(*reader.fused(qkv_names, spec.qkv_sizes, hidden, spec.qkv_bias)),
+        output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
         mlp_norm=norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"),
-        gate_up=reader.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, spec.mlp_bias),
-        down=reader.fused([f"{mlp}.down_proj"], [hidden], inner, spec.mlp_bias),
+        gate_up=builder.gated(
+            *reader.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, spec.mlp_bias)
+        ),
+        down=builder.linear(*reader.fused([f"{mlp}.down_proj"], [hidden], inner, spec.mlp_bias)),
         qk_norm=qk_norm,
         output_norm=norm("post_attention_layernorm") if spec.sandwich_norms else None,
         down_norm=norm("post_feedforward_layernorm") if spec.sandwich_norms else None,
     )
 
 
-def _head(spec: DecoderSpec, reader: _Reader, embedding: Tensor) -> Linear:
+def _head(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, embedding: Tensor) -> Linear:
     """The language-model head. A checkpoint that stores a head unlike the embedding it is tied to means the head."""
     name = next((head for head in _HEADS if reader.has(head)), _HEADS[0])
     if not spec.tied or reader.has(name):
         head = reader.matrix(name, spec.vocab_size, spec.hidden_size)
         if not (spec.tied and torch.equal(head, embedding)):
-            return dense(head)
-    small = embedding.numel() * embedding.element_size() <= _PACKED_HEAD_BYTES
-    return dense(embedding) if small and packs(embedding.dtype, embedding.device) else DenseLinear(embedding)
+            return builder.head(head)
+    return builder.tied_head(embedding)

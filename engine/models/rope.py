@@ -118,6 +118,11 @@ class RotaryTable:
 
     def look_up(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
         """The rotation of tokens at int64 `positions` [T]; int64 `lengths` [T] are read with dynamic scaling only."""
+        cos, sin = self.rows(positions, lengths).chunk(2, dim=-1)
+        return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+
+    def rows(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """[T, head_dim], a new tensor: cosines, then sines, of half a head."""
         if self._grows:
             self._grow(int(positions.max()) + 1)
         rows = self._table.index_select(0, positions)
@@ -129,8 +134,7 @@ class RotaryTable:
             if longer.numel():
                 frequencies = self._stretched(dynamic, lengths[longer])
                 rows[longer] = self._encode(positions[longer, None] * frequencies)
-        cos, sin = rows.chunk(2, dim=-1)
-        return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+        return rows
 
     def _grow(self, positions: int) -> None:
         have = self._table.shape[0]

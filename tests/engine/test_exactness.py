@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine import Engine
+from engine.native.build import INSTRUCTION_SETS
 from tests.engine.oracle import (
     Answer,
     Setting,
@@ -21,6 +23,7 @@ from tests.engine.oracle import (
     greedy_answer,
     make_prompts,
 )
+from tests.native_paths import native_path
 
 MAX_TOKENS = 6
 SHARED = 40
@@ -52,9 +55,11 @@ def answers(tiny_model: TinyModel, prompts: list[list[int]]) -> Callable[[str], 
     return answers
 
 
-def run(path: Path, setting: Setting, prompts: list[list[int]], want: list[Answer]) -> tuple[Engine, int]:
+def run(
+    path: Path, setting: Setting, prompts: list[list[int]], want: list[Answer], **changes: Any
+) -> tuple[Engine, int]:
     """Run the setting on as many prompts as its batch deserves; every block is free at the end."""
-    engine = Engine.load(path, setting.config(max_model_len=256))
+    engine = Engine.load(path, setting.config(max_model_len=256, **changes))
     count = NUM_PROMPTS[setting.batch_size]
     got = engine_answers(engine, prompts[:count], MAX_TOKENS)
     ties = check_equal(want[:count], got)
@@ -78,6 +83,24 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
         hits += engine.stats().cached
         assert engine.stats().cached == 0 or setting.prefix_caching
     assert hits > 0
+    assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
+
+
+@pytest.mark.parametrize("path", ["paged-sdpa", *INSTRUCTION_SETS])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_every_path_gives_the_same_tokens(
+    family: str, path: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
+) -> None:
+    if path in INSTRUCTION_SETS:
+        native_path(path)  # or skip
+        changes = {"attention": "native", "instruction_set": path}
+    else:
+        changes = {"attention": path}
+    settings, ties = covering_settings(), 0
+    for setting in settings:
+        engine, stopped = run(tiny_model(family), setting, prompts, answers(family), **changes)
+        ties += stopped
+        assert engine.stats().generated > 0
     assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
 
 

@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import AttentionBatch, KVLayout, backend_names, make_backend
+from engine.attention import AttentionBackend, AttentionBatch, KVLayout, make_backend
 from engine.errors import EngineError
+from engine.native.structs import Kind
 from engine.plan import CacheGroup
+from tests.native_paths import PATHS, native_path
 
-FAST_BACKENDS = [name for name in backend_names() if name != "reference"]
+FAST_BACKENDS = ["paged-sdpa", *(f"native {name}" for name in PATHS)]
 STALE = 1e4  # what unused slots of live blocks may still hold: finite, and far from any answer
 
 
@@ -47,6 +49,13 @@ class Sequences:
         return AttentionBatch(starts, np.array(sizes, dtype=np.int32), num_decodes, tuple(tables), tuple(slots))
 
 
+def backend_of(name: str, layout: KVLayout, dtype: torch.dtype, kv_kind: Kind | None = None) -> AttentionBackend:
+    """A backend by name; "native PATH" is the native one on a path of its own."""
+    kind, _, path = name.partition(" ")
+    library = native_path(path) if path else None
+    return make_backend(kind, layout, dtype, torch.device("cpu"), library, kv_kind)
+
+
 def poison(backend: object, layout: KVLayout) -> None:
     """Fill every block but block 0 with stale values."""
     for layer in range(2):
@@ -77,8 +86,8 @@ def test_agrees_with_the_oracle(
     num_heads, kv_heads = heads
     head_dim = 16
     sequences = Sequences(rng, count=6, longest=700, block_size=block_size, window=window)
-    layout = KVLayout(sequences.groups, block_size, kv_heads, head_dim)
-    fast = make_backend(name, layout, dtype, torch.device("cpu"))
+    layout = KVLayout(sequences.groups, block_size, kv_heads, head_dim, num_heads)
+    fast = backend_of(name, layout, dtype)
     oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
     poison(fast, layout)
     for _ in range(6):
@@ -101,10 +110,10 @@ def test_agrees_with_the_oracle(
             torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", backend_names())
+@pytest.mark.parametrize("name", ["reference", *FAST_BACKENDS])
 def test_zeroed_blocks_are_zero_in_every_layer_of_the_group(name: str) -> None:
     layout = KVLayout((CacheGroup((0, 2), None, 4), CacheGroup((1,), 8, 4)), 4, 1, 8)
-    backend = make_backend(name, layout, torch.float32, torch.device("cpu"))
+    backend = backend_of(name, layout, torch.float32)
     storage = backend.storage  # type: ignore[attr-defined]
     for tensor in (*storage.keys, *storage.values):
         tensor.fill_(float("nan"))

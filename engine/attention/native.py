@@ -1,0 +1,151 @@
+"""Paged attention by our own kernels (native/csrc/attention.h), over a cache laid out for them.
+
+Mixed prompt chunks and decoding rows are one call, cut into tasks of about equal cost; what decoding sequences share
+is read once for all of them. A row's result does not depend on the rest of its batch, to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBatch, KVLayout
+from engine.attention.storage import zeros
+from engine.errors import EngineError
+from engine.native.library import NativeLibrary, StepTasks
+from engine.native.structs import KIND_OF, CacheShape, GroupInput, Kind, LayerStruct
+from engine.native.workspace import MOST_PARTIALS, Workspace
+
+CPU = torch.device("cpu")
+
+_LANES = 16
+"""Columns of a block and dimensions of a value are padded to whole vectors of the widest instruction set."""
+
+
+class NativeStorage:
+    """The paged cache as csrc/api.h lays it out: K as pairs of dimensions by key, V as pairs of keys by dimension.
+
+    Attributes:
+        shape: for the kernels.
+        keys, values: per layer [num_blocks, elements of a block].
+        key_scales, value_scales: per layer float32 [num_blocks, kv_heads * columns]; int8 caches only.
+        group_of: per layer, the index of its cache group.
+        window_of: per layer, its sliding window in tokens, or None.
+    """
+
+    def __init__(self, layout: KVLayout, kind: Kind) -> None:
+        self.layout = layout
+        columns = -(-layout.block_size // _LANES) * _LANES
+        value_dim = -(-layout.head_dim // _LANES) * _LANES
+        self.shape = CacheShape(kind, layout.block_size, columns, layout.num_kv_heads, layout.head_dim, value_dim)
+        num_layers = sum(len(group.layers) for group in layout.groups)
+        self.group_of = [0] * num_layers
+        self.window_of: list[int | None] = [None] * num_layers
+        self.keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
+        dtype = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.I8: torch.int8}[kind]
+        key_dim = layout.head_dim if kind == Kind.F32 else -(-layout.head_dim // 2) * 2
+        heads = layout.num_kv_heads
+        if kind == Kind.I8:
+            self.key_scales = [torch.empty(0)] * num_layers
+            self.value_scales = [torch.empty(0)] * num_layers
+        for index, group in enumerate(layout.groups):
+            for layer in group.layers:
+                self.group_of[layer] = index
+                self.window_of[layer] = group.window
+                self.keys[layer] = zeros((group.num_blocks, heads * key_dim * columns), dtype, CPU)
+                self.values[layer] = zeros((group.num_blocks, heads * columns * value_dim), dtype, CPU)
+                if kind == Kind.I8:
+                    self.key_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
+                    self.value_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        """Zero these blocks in all layers of the group."""
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for layer in self.layout.groups[group].layers:
+            for tensors in (self.keys, self.values, self.key_scales, self.value_scales):
+                if tensors:
+                    tensors[layer].index_fill_(0, index, 0)
+
+    def layer_struct(self, layer: int) -> LayerStruct:
+        """The layer's cache; its weights are the caller's to fill in."""
+        struct = LayerStruct()
+        struct.keys, struct.values = self.keys[layer].data_ptr(), self.values[layer].data_ptr()
+        if self.key_scales:
+            struct.key_scales = self.key_scales[layer].data_ptr()
+            struct.value_scales = self.value_scales[layer].data_ptr()
+        struct.group = self.group_of[layer]
+        return struct
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """A step's tasks, and the arrays they point into."""
+
+    tasks: StepTasks
+    num_decodes: int
+    arrays: tuple[object, ...]
+
+
+class NativeAttention:
+    """The CPU's own backend."""
+
+    name = "native"
+
+    def __init__(
+        self, layout: KVLayout, dtype: torch.dtype, library: NativeLibrary, kv_kind: Kind | None = None
+    ) -> None:
+        """`kv_kind`: of the cache; None: the dtype's.
+
+        Raises:
+            EngineError: the dtype is not one that the kernels compute in.
+        """
+        if dtype not in KIND_OF:
+            raise EngineError(f"native attention computes in bfloat16 and float32, not {dtype}; use paged-sdpa")
+        self.library = library
+        self.activations = KIND_OF[dtype]
+        self.storage = NativeStorage(layout, self.activations if kv_kind is None else kv_kind)
+        self._layers = [self.storage.layer_struct(layer) for layer in range(len(self.storage.keys))]
+        self._heads = layout.num_heads or layout.num_kv_heads
+        self._space: Workspace | None = None
+
+    def prepare(self, batch: AttentionBatch) -> NativeStep:
+        groups = self.storage.layout.groups
+        starts = np.ascontiguousarray(batch.starts, dtype=np.int32)
+        counts = np.ascontiguousarray(batch.counts, dtype=np.int32)
+        keep: list[object] = [starts, counts]
+        inputs = (GroupInput * len(groups))()
+        for index, group in enumerate(groups):
+            table = np.ascontiguousarray(batch.block_tables[index], dtype=np.int32)
+            slots = np.ascontiguousarray(batch.slot_mapping[index], dtype=np.int64)
+            keep += (table, slots)
+            inputs[index] = GroupInput(
+                starts.ctypes.data, counts.ctypes.data, table.ctypes.data, slots.ctypes.data,
+                len(starts), batch.num_decodes, table.shape[1], group.window or 0,
+            )  # fmt: skip
+        tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)
+        return NativeStep(tasks, batch.num_decodes, tuple(keep))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        heads = q.shape[1]
+        if heads != self._heads:
+            raise EngineError(f"attention was made for {self._heads} heads, but the model has {heads}")
+        if self._space is None or self._space.max_tokens < step.num_decodes:
+            self._space = Workspace.for_attention(
+                self.library, self.storage.shape, heads, max(64, 2 * step.num_decodes)
+            )
+        self.library.attend(
+            self.storage.shape, self.activations, heads, scale, self._layers[layer],
+            step.tasks.group(self.storage.group_of[layer]), (q.contiguous(), k.contiguous(), v.contiguous()), out,
+            self._space.struct,
+        )  # fmt: skip
+        return out
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        self.storage.zero(group, blocks)

@@ -1,0 +1,197 @@
+"""The decoder families in native code: one call computes a whole step, attention and cache included.
+
+The same `DecoderSpec` that the fused decoder reads is handed to the kernels as data. Hidden states stay in float32
+between the layers; products take them in the model's dtype, or quantized row by row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionStep
+from engine.attention.native import NativeAttention
+from engine.config import Quantize
+from engine.errors import EngineError
+from engine.models.base import Attend, ModelSpec
+from engine.models.decoder import DecoderSpec, Layer
+from engine.models.rope import RotaryTable
+from engine.native.library import NativeLibrary
+from engine.native.linear import NativeLinear
+from engine.native.shapes import ShapeTable
+from engine.native.structs import KIND_OF, PARTS, DecoderShape, Kind, LayerStruct, StepStruct
+from engine.native.workspace import Workspace
+from engine.quant.base import Linear
+
+
+class NativeDecoder:
+    """A `CausalModel` whose steps run in the kernels; its attention must be `NativeAttention`."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        library: NativeLibrary,
+        *,
+        embedding: Tensor,
+        layers: tuple[Layer, ...],
+        norm: Tensor,
+        head: Linear,
+        positions: int | None,
+    ) -> None:
+        """As `FusedDecoder`; the layers' and the head's products are `NativeLinear`s."""
+        self.library = library
+        self._spec = spec.model_spec(dtype)
+        self._decoder = spec
+        self._kind = KIND_OF[dtype]
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._head = _native(head)
+        self._ropes = tuple(RotaryTable(rope, torch.float32, torch.device("cpu"), positions) for rope in spec.ropes)
+        self._bound: _Bound | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """See `CausalModel.forward`."""
+        if not (isinstance(attend, AttentionStep) and isinstance(attend.backend, NativeAttention)):
+            raise EngineError("a native decoder computes with native attention only; load the model for another one")
+        bound = self._bind(attend.backend, len(input_ids))
+        rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
+        pointers = (ctypes.c_void_p * len(rotations))(*(rows.data_ptr() for rows in rotations))
+        hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
+        ids = input_ids.contiguous()
+        step = StepStruct(
+            len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
+            pointers, hidden.data_ptr(),
+        )  # fmt: skip
+        self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalModel.logits`."""
+        with torch.inference_mode():
+            logits = self._head.product(hidden, self._room(len(hidden)))
+            if (cap := self._decoder.final_softcap) is not None:
+                logits.div_(cap).tanh_().mul_(cap)
+            return logits
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `GreedyModel.greedy`. A soft cap keeps the order, so it needs no place here."""
+        return self._head.argmax(hidden, self._room(len(hidden)))
+
+    def spent(self) -> dict[str, float]:
+        """Seconds in each part of the kernels since the first step, by the first thread's clock."""
+        if self._bound is None:
+            return {}
+        return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
+
+    def _room(self, rows: int) -> Workspace:
+        if self._bound is not None and rows <= self._bound.space.max_tokens:
+            return self._bound.space
+        return Workspace.for_linear(self.library, self._decoder.hidden_size, rows)
+
+    def _bind(self, attention: NativeAttention, tokens: int) -> _Bound:
+        """Structs that point to the weights and to this attention's cache, and room for so many tokens."""
+        bound = self._bound
+        if bound is None or bound.attention is not attention or bound.space.max_tokens < tokens:
+            self._bound = bound = self._make(attention, max(tokens, 64))
+        return bound
+
+    def reserve(self, attention: NativeAttention, tokens: int) -> None:
+        """Make room for steps of so many tokens at once, before the first one."""
+        self._bind(attention, tokens)
+
+    def _make(self, attention: NativeAttention, tokens: int) -> _Bound:
+        spec, cache = self._decoder, attention.storage.shape
+        shape = DecoderShape(
+            self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
+            int(spec.activation == "gelu_tanh"), spec.norm_eps, spec.attention_scale, self._embedding_scale(), cache,
+        )  # fmt: skip
+        layers = (LayerStruct * spec.num_layers)()
+        for index, layer in enumerate(self._layers):
+            struct = attention.storage.layer_struct(index)
+            struct.qkv, struct.output = _native(layer.qkv).struct, _native(layer.output).struct
+            struct.gate_up, struct.down = _native(layer.gate_up).struct, _native(layer.down).struct
+            for name in ("input_norm", "mlp_norm", "qk_norm", "output_norm", "down_norm"):
+                weight: Tensor | None = getattr(layer, name)
+                setattr(struct, name, None if weight is None else weight.data_ptr())
+            struct.rope = spec.layer_ropes[index]
+            layers[index] = struct
+        space = Workspace.for_decoder(
+            self.library, cache, spec.num_heads, spec.hidden_size, spec.intermediate_size, self._kind, tokens
+        )
+        return _Bound(attention, shape, layers, space)
+
+    def _embedding_scale(self) -> float:
+        scale = self._decoder.embedding_scale
+        return 1.0 if scale is None else float(torch.tensor(scale, dtype=self._spec.dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    attention: NativeAttention
+    shape: DecoderShape
+    layers: Any
+    space: Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class NativeBuilder:
+    """Makes a decoder's parts for the kernels.
+
+    Attributes:
+        quantize: weights at load. int8 serves where the table says that it is faster; the head keeps the model's dtype,
+            because it decides between neighbouring tokens.
+    """
+
+    library: NativeLibrary
+    quantize: Quantize = "none"
+    table: ShapeTable | None = None
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return NativeLinear(self.library, self._kind(weight), weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Gate and up, stacked, are interleaved by vectors, so that both halves of a result lie in one panel."""
+        mixed_bias = None if bias is None else self._mix(bias)
+        return NativeLinear(self.library, self._kind(weight), self._mix(weight), mixed_bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        return NativeLinear(self.library, KIND_OF[weight.dtype], weight)
+
+    def tied_head(self, embedding: Tensor) -> Linear:
+        return self.head(embedding)
+
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> NativeDecoder:
+        return NativeDecoder(spec, dtype, self.library, **parts)
+
+    def _mix(self, stacked: Tensor) -> Tensor:
+        lanes = self.library.panel // 2
+        rows = stacked.shape[0] // 2
+        padding = [0, 0] * (stacked.dim() - 1) + [0, -rows % lanes]
+        gate, up = (F.pad(half, padding) for half in stacked.chunk(2))
+        shape = (-1, lanes, *stacked.shape[1:])
+        return torch.stack((gate.reshape(shape), up.reshape(shape)), dim=1).reshape(-1, *stacked.shape[1:])
+
+    def _kind(self, weight: Tensor) -> Kind:
+        if self.quantize == "int8-weight-only":
+            return Kind.W8
+        if self.quantize == "int8":
+            table = self.table or ShapeTable(self.library, weight.dtype)
+            if table.int8_is_faster(*weight.shape):
+                return Kind.I8
+        return KIND_OF[weight.dtype]
+
+
+def _native(linear: Linear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear

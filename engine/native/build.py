@@ -1,0 +1,131 @@
+"""Builds the kernels once, with whatever C++ compiler there is, into a cache keyed by all that decides the result.
+
+The library needs no headers of torch's: it binds by ctypes, and names the two matrix primitives that torch exports.
+That keeps a build at some 20 seconds, and makes a torch without those primitives an error at load, not a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+
+INSTRUCTION_SETS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "avx512_bf16": (
+        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx512bf16", "-mavx512vnni",
+    ),
+}  # fmt: skip
+"""Name -> compiler flags, from the least to the most; each gets its own copy of the kernels."""
+
+_COMMON = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-w")
+_DRIVER = ("-O2", "-std=c++17", "-fPIC", "-fopenmp")
+_SECONDS = 300
+
+
+class NativeUnavailable(Exception):
+    """The native kernels can't serve here; says why, and what would change it."""
+
+
+def default_cache() -> Path:
+    """Where built libraries lie: TOKENMILL_NATIVE_CACHE, or tokenmill/native in the user's cache folder."""
+    if folder := os.environ.get("TOKENMILL_NATIVE_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tokenmill" / "native"
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command: CXX, or the first of g++, c++, clang++ that is there.
+
+    Raises:
+        NativeUnavailable: there is none.
+    """
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    raise NativeUnavailable("no C++ compiler is installed; install g++, or name one in CXX")
+
+
+def build(cache: Path | None = None) -> Path:
+    """The library's path, built now if it is not in the cache.
+
+    Raises:
+        NativeUnavailable: this is no x86-64 Linux, there is no compiler, or it fails.
+    """
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise NativeUnavailable(f"the native kernels are for x86-64 Linux, not {sys.platform} on {os.uname().machine}")
+    compiler = find_compiler()
+    cache = cache or default_cache()
+    library = cache / f"kernels-{_key(compiler)}.so"
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+            built = _compile(compiler, Path(folder))
+            built.replace(library)  # whole or not at all, whoever else builds it at the same time
+    except OSError as error:
+        raise NativeUnavailable(
+            f"can't build in {cache}: {error.strerror or error}; set TOKENMILL_NATIVE_CACHE to a folder with room"
+        ) from error
+    return library
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.iterdir())
+
+
+def _key(compiler: Iterable[str]) -> str:
+    """Of all that decides what comes out: sources, flags, compiler and torch."""
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    version = _run([*compiler, "--version"])
+    for part in (repr(INSTRUCTION_SETS), repr(_COMMON + _DRIVER), version, torch.__version__, *compiler):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: list[str], folder: Path) -> Path:
+    jobs = [
+        [*compiler, *_COMMON, *flags, f"-DKERNELS=kernels_{name}", "-c", str(SOURCES / "kernels.cpp")]
+        for name, flags in INSTRUCTION_SETS.items()
+    ]
+    jobs.append([*compiler, *_DRIVER, "-c", str(SOURCES / "driver.cpp")])
+    objects = [folder / f"{index}.o" for index in range(len(jobs))]
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        list(pool.map(lambda job, to: _run([*job, "-o", str(to)]), jobs, objects))
+    library = folder / "kernels.so"
+    # torch's own folder first: its OpenMP must be ours too, or there would be two pools of threads.
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    _run([
+        *compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{torch_libraries}", "-ltorch_cpu",
+        "-Wl,--allow-shlib-undefined", "-o", str(library),
+    ])  # fmt: skip
+    return library
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise NativeUnavailable(f"the compiler {command[0]} failed: {lines[0] if lines else 'without a word'}")
+    return done.stdout

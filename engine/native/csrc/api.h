@@ -1,0 +1,112 @@
+// What crosses between Python (ctypes), the driver (driver.cpp) and the kernels of one instruction set (kernels.cpp).
+// Plain structs, fixed layout: engine/native/structs.py mirrors them field by field.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+
+// Element kinds. Of activations and caches: F32, BF16; of caches also I8. Of weights: any.
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_W8 = 3 };
+
+// y = x W^T + bias with W packed in panels of `panel` columns: [ceil(n / panel)][kw][panel] words.
+// KIND_I8: x is quantized by row; KIND_W8: int8 weights, unpacked to the activations' bf16 or f32 panel by panel.
+struct Linear {
+    int32_t kind, n, k, kw;
+    const uint32_t* packed;
+    const float* scale;     // [n padded to panels], int8 kinds
+    const int32_t* offset;  // KIND_I8: 128 * sum of the column's weights
+    const float* bias;      // or null, padded likewise
+};
+
+struct Layer {
+    Linear qkv, output, gate_up, down;
+    const float *input_norm, *mlp_norm, *qk_norm, *output_norm, *down_norm;  // the last three may be null
+    uint32_t *keys, *values;         // the layer's cache, see CacheShape
+    float *key_scales, *value_scales;  // I8 caches: [num_blocks][kv_heads][columns]
+    int32_t group, rope;
+};
+
+// A layer's cache, all word arrays:
+//   keys   [num_blocks][kv_heads][head_dim / P][columns], a word holds P consecutive dimensions of one key
+//   values [num_blocks][kv_heads][columns / P][value_dim], a word holds one dimension of P consecutive keys
+// so both products read them as they lie. I8 caches hold pairs (P = 2) of bytes, in half words.
+struct CacheShape {
+    int32_t kind, block_size, columns, kv_heads, head_dim, value_dim;  // columns: block_size padded to 16
+};
+
+struct DecoderShape {
+    int32_t activations;  // KIND_F32 or KIND_BF16
+    int32_t num_layers, hidden, intermediate, heads, gelu;
+    float eps, attention_scale, embedding_scale;
+    CacheShape cache;
+};
+
+// Consecutive query rows of one KV head over a range of key tiles.
+struct AttentionTask {
+    int32_t kv_head, first_row, num_rows;  // rows: of `AttentionGroup.row_*`
+    int32_t table_row;                     // whose blocks are read
+    int32_t first_tile, last_tile;         // [first, last)
+    int32_t begins;    // 1: starts from nothing, 0: goes on from the rows' stored states
+    int32_t ends;      // 1: writes the output, 0: stores the rows' states
+    int32_t partial;   // >= 0: stores each tile's result by itself, from this slot on; -1: merges as it goes
+};
+
+// One cache group's share of a step.
+struct AttentionGroup {
+    const int32_t* tables;  // [num_sequences][table_width]
+    const int64_t* slots;   // [tokens], block * block_size + offset
+    int32_t table_width, window;  // window 0: none
+    int32_t num_first, num_second, num_merges, num_rows;
+    const AttentionTask *first, *second, *merges;  // each list can run in any order; lists one after the other
+    const int32_t *row_token, *row_position;       // [num_rows]
+};
+
+struct Step {
+    int32_t tokens, num_groups;
+    const int64_t* token_ids;
+    const AttentionGroup* groups;
+    const float* const* rotations;  // per rope kind [tokens][head_dim]: cosines, then sines, of half a head
+    void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
+};
+
+// Buffers of a decoder, made once for `max_tokens`; strides are in elements of the named type.
+struct Workspace {
+    int64_t hidden_stride, qkv_stride, attended_stride, gated_stride, input_words;
+    float *residual, *update, *qkv, *row_scale, *state, *partial;
+    uint32_t *input, *attended, *gated, *query;
+    uint8_t* thread_space;  // [threads][thread_bytes]
+    int64_t thread_bytes;
+    int64_t* spent;  // or null: nanoseconds that the first thread spent in each Part, waiting for others included
+};
+
+enum Part : int32_t { PART_NORM, PART_PRODUCT, PART_ROTATE, PART_ATTENTION, PART_QUANTIZE, PART_HEAD, NUM_PARTS };
+
+typedef void (*Brgemm)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const void* a,
+                       const void* b, void* c);
+
+struct Team {
+    int32_t size, arrived, epoch;
+    int32_t next[4];
+    Brgemm bf16, u8s8;  // matrix primitives for whole tiles, or null
+};
+
+struct Kernels {
+    int32_t panel, lanes;
+    void (*pack)(int32_t kind, int32_t n, int32_t k, const float* rows, uint32_t* packed, float* scale, int32_t* offset);
+    void (*forward)(Team*, int32_t member, const DecoderShape*, const Layer*, const void* embedding, const float* norm,
+                    const Step*, const Workspace*);
+    void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,
+                   const Workspace*);
+    void (*argmax)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows,
+                   int64_t* best, uint8_t* finite, const Workspace*);
+    void (*attend)(Team*, int32_t member, const CacheShape*, int32_t activations, int32_t heads, float scale,
+                   const Layer*, const AttentionGroup*, int32_t tokens, const void* q, const void* k, const void* v,
+                   void* out, const Workspace*);
+};
+
+}  // extern "C"
+
+constexpr int ROW_BLOCK = 120;        // rows of a product that share a pass over a weight panel
+constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
+constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

@@ -1,0 +1,409 @@
+// Paged attention over the cache's own layout (api.h, CacheShape): scores and weighted values are products of words, as
+// the layers' are, so one page of keys serves all query heads that share it, and all sequences that share the page.
+//
+// Keys are taken in tiles at fixed positions. A tile's softmax is computed by itself, and tiles are merged from the
+// first to the last (Milakov & Gimelshein 2018, section 3). So it makes no difference to a single bit whether a row's
+// tiles are computed by one thread or many, alone or together with other sequences, in a prompt's chunk or decoding.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+inline int per_word(int kind) { return kind == KIND_F32 ? 1 : 2; }
+
+// One tile of one sequence: its blocks, and which head of them.
+struct TilePart {
+    const int32_t* table;
+    int blocks, kv_head;
+};
+
+struct TileShape {
+    int blocks, keys, columns;
+    explicit TileShape(const CacheShape& s) {
+        blocks = TILE_KEYS / s.block_size > 0 ? TILE_KEYS / s.block_size : 1;
+        keys = blocks * s.block_size;
+        columns = blocks * s.columns;
+    }
+};
+
+// Room of one thread for one task.
+struct AttentionSpace {
+    float *scores, *weighted, *sums, *most, *total, *line;
+    u32 *query, *weights;
+    float* query_scale;
+    static int64_t align(int64_t bytes) { return (bytes + 127) / 64 * 64; }
+    AttentionSpace(uint8_t* at, const CacheShape& s, int rows, int columns) {
+        auto take = [&](int64_t bytes) { uint8_t* here = at; at += align(bytes); return here; };
+        scores = (float*)take(int64_t(rows) * columns * 4);
+        weights = (u32*)take(int64_t(rows) * columns * 4);
+        weighted = (float*)take(int64_t(rows) * s.value_dim * 4);
+        sums = (float*)take(int64_t(rows) * s.value_dim * 4);
+        query = (u32*)take(int64_t(rows) * (s.head_dim + 1) * 4);
+        query_scale = (float*)take(rows * 4);
+        most = (float*)take(rows * 4);
+        total = (float*)take(rows * 4);
+        line = (float*)take((int64_t(s.head_dim) + VL) * 4);
+    }
+};
+
+// One token's keys and values of all KV heads into its slot; k, v: [kv_heads][head_dim] float32.
+inline void store_token(const CacheShape& s, const Layer& layer, int64_t slot, const float* k, const float* v) {
+    const int64_t block = slot / s.block_size;
+    const int at = int(slot % s.block_size), columns = s.columns, dim = s.head_dim;
+    const int per = per_word(s.kind), key_words = (dim + per - 1) / per;
+    for (int h = 0; h < s.kv_heads; h++, k += dim, v += dim) {
+        const int64_t head = block * s.kv_heads + h;
+        if (s.kind == KIND_F32) {
+            float* keys = (float*)layer.keys + head * key_words * columns + at;
+            for (int i = 0; i < dim; i++) keys[int64_t(i) * columns] = k[i];
+            float* values = (float*)layer.values + (head * columns + at) * s.value_dim;
+            for (int i = 0; i < dim; i++) values[i] = v[i];
+        } else if (s.kind == KIND_BF16) {
+            u32* keys = layer.keys + head * key_words * columns + at;
+            for (int w = 0; w < key_words; w++)
+                keys[int64_t(w) * columns] = to_bf16(k[2 * w]) | u32(2 * w + 1 < dim ? to_bf16(k[2 * w + 1]) : 0) << 16;
+            uint16_t* values = (uint16_t*)(layer.values + (head * columns / 2 + at / 2) * s.value_dim) + at % 2;
+            for (int i = 0; i < dim; i++) values[2 * i] = to_bf16(v[i]);
+        } else {
+            float most_k = 0, most_v = 0, nothing = 0;
+            for (int i = 0; i < dim; i++) {
+                most_k = fmaxf(most_k, fabsf(k[i])), most_v = fmaxf(most_v, fabsf(v[i]));
+                nothing += (k[i] - k[i]) + (v[i] - v[i]);
+            }
+            // NaN in the scales carries on what integers could not.
+            layer.key_scales[head * columns + at] = most_k / 127.0f + nothing;
+            layer.value_scales[head * columns + at] = most_v / 127.0f + nothing;
+            const float to_k = most_k > 0 && nothing == 0 ? 127.0f / most_k : 0;
+            const float to_v = most_v > 0 && nothing == 0 ? 127.0f / most_v : 0;
+            int8_t* keys = (int8_t*)layer.keys + (head * key_words * columns + at) * 2;
+            for (int i = 0; i < dim; i++) keys[int64_t(i / 2) * columns * 2 + i % 2] = int8_t(rintf(k[i] * to_k));
+            int8_t* values = (int8_t*)layer.values + (head * columns / 2 + at / 2) * s.value_dim * 2 + at % 2;
+            for (int i = 0; i < dim; i++) values[2 * i] = int8_t(rintf(v[i] * to_v));
+        }
+    }
+}
+
+template <class D>
+void block_products(const Team& team, const u32* a, int64_t lda, int rows, const u32* const* b, int num_blocks, int kb, int64_t ldb,
+                    int columns, u32* c, int64_t ldc, const u32* const* ahead) {
+    if constexpr (D::P == 2) {
+        if (team.bf16 && rows >= BRGEMM_ROWS && columns % 32 == 0) {
+            int done = 0;
+            for (; rows - done >= BRGEMM_ROWS; done += BRGEMM_ROWS)
+                for (int column = 0; column < columns; column += 32)
+                    for (int j = 0; j < num_blocks; j++)
+                        team.bf16(BRGEMM_ROWS, 32, kb * 2, lda * 2, ldb, ldc, j > 0, a + done * lda + j * kb,
+                                    b[j] + column, c + done * ldc + column);
+            a += done * lda, c += done * ldc, rows -= done;
+            if (!rows) return;
+        }
+    }
+    product<D>(a, lda, rows, b, num_blocks, kb, ldb, columns, c, ldc, false, ahead);
+}
+
+// The rows of a task over one layer's cache.
+struct Attention {
+    const Team& team;
+    const CacheShape& s;
+    const Layer& layer;
+    const AttentionGroup& group;
+    const int32_t activations, heads, per_head;
+    const float scale;
+    const TileShape tile;
+    const u32* query;     // [tokens][heads][head_dim] in the activations' kind
+    void* out;            // [tokens][out_stride]
+    const int64_t out_stride;
+    float *state, *partial;
+
+    int64_t state_stride() const { return s.value_dim + 2; }
+
+    void load_query(const AttentionTask& task, int rows, AttentionSpace& room) const {
+        const int element = activations == KIND_F32 ? 4 : 2, words = (s.head_dim * element + 3) / 4;
+        for (int r = 0; r < rows; r++) {
+            const int token = group.row_token[task.first_row + r / per_head];
+            const int head = task.kv_head * per_head + r % per_head;
+            const uint8_t* from = (const uint8_t*)query + (int64_t(token) * heads + head) * s.head_dim * element;
+            if (s.kind != KIND_I8) {
+                room.query[r * words + words - 1] = 0;
+                __builtin_memcpy(room.query + r * words, from, s.head_dim * element);
+                continue;
+            }
+            read_operand(activations, from, s.head_dim, room.line);
+            float most = 0, nothing = 0;
+            for (int i = 0; i < s.head_dim; i++) most = fmaxf(most, fabsf(room.line[i])), nothing += room.line[i] * 0;
+            // 64 products of 127 and this stay below 2^31; longer heads get a smaller range.
+            const float range = s.head_dim <= 512 ? 32767.0f : 8191.0f;
+            room.query_scale[r] = most / range + nothing;
+            const float inverse = most > 0 && nothing == 0 ? range / most : 0;
+            int16_t* to = (int16_t*)(room.query + r * ((s.head_dim + 1) / 2));
+            for (int i = 0; i < s.head_dim; i++) to[i] = int16_t(rintf(room.line[i] * inverse));
+            if (s.head_dim & 1) to[s.head_dim] = 0;
+        }
+    }
+
+    int64_t key_words() const { return (s.head_dim + per_word(s.kind) - 1) / per_word(s.kind) * int64_t(s.columns); }
+    int64_t value_words() const { return s.columns / per_word(s.kind) * int64_t(s.value_dim); }
+    // Of int8 caches a "word" is half as large.
+    const u32* keys_of(const TilePart& part, int b) const {
+        const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * key_words();
+        return s.kind == KIND_I8 ? (const u32*)((const uint16_t*)layer.keys + at) : layer.keys + at;
+    }
+    const u32* values_of(const TilePart& part, int b) const {
+        const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * value_words();
+        return s.kind == KIND_I8 ? (const u32*)((const uint16_t*)layer.values + at) : layer.values + at;
+    }
+
+    TilePart part_of(const AttentionTask& task, int t) const {
+        const int last = group.row_position[task.first_row + task.num_rows - 1];
+        const int blocks = (last - t * tile.keys) / s.block_size + 1;
+        return {group.tables + int64_t(task.table_row) * group.table_width + t * tile.blocks,
+                blocks < tile.blocks ? blocks : tile.blocks, task.kv_head};
+    }
+
+    // Scores of one tile, [rows][tile.columns], unscaled, int32 for int8 caches. Meanwhile `next`'s keys are fetched.
+    void scores(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
+        const int per = per_word(s.kind), kw = (s.head_dim + per - 1) / per;
+        for (int b = 0; b < part.blocks; b++) {
+            const u32* keys = keys_of(part, b);
+            const u32* ahead = b < next.blocks ? keys_of(next, b) : nullptr;
+            u32* to = (u32*)room.scores + b * s.columns;
+            if (s.kind == KIND_F32) {
+                product<F32>(room.query, kw, rows, &keys, 1, kw, s.columns, s.columns, to, tile.columns, false, &ahead);
+            } else if (s.kind == KIND_BF16) {
+                block_products<BF16>(team, room.query, kw, rows, &keys, 1, kw, s.columns, s.columns, to, tile.columns, &ahead);
+            } else {
+                const uint16_t *pairs = (const uint16_t*)keys, *pairs_ahead = (const uint16_t*)ahead;
+                product<I16>(room.query, kw, rows, &pairs, 1, kw, s.columns, s.columns, to, tile.columns, false,
+                             &pairs_ahead);
+            }
+        }
+    }
+
+    // Softmax of one row of scores over the keys it sees: weights as an operand, their sum, the largest score.
+    // Returns false when the row sees nothing here.
+    bool soften(const AttentionTask& task, int r, int tile_start, const TilePart& part, AttentionSpace& room,
+                float* most, float* total, float* value_scale) const {
+        const int blocks = part.blocks;
+        const int position = group.row_position[task.first_row + r / per_head];
+        const int from = group.window > 0 && position - group.window + 1 > 0 ? position - group.window + 1 : 0;
+        if (position < tile_start || from >= tile_start + tile.keys) return false;
+        float* row = room.scores + int64_t(r) * tile.columns;
+        vf top = set1(-INFINITY);
+        const vf factor = set1(s.kind == KIND_I8 ? scale * room.query_scale[r] : scale);
+        auto seen = [&](int b, int c, int* first, int* last) {
+            const int start = tile_start + b * s.block_size;
+            *first = from - start - c, *last = position + 1 - start - c;
+            if (*last > s.block_size - c) *last = s.block_size - c;
+            *first = *first < 0 ? 0 : *first > VL ? VL : *first;
+            *last = *last < 0 ? 0 : *last > VL ? VL : *last;
+            return *first < *last;
+        };
+        int first, last;
+        for (int b = 0; b < blocks; b++) {
+            const float* scales = layer.key_scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
+            for (int c = 0; c < s.columns; c += VL) {
+                float* at = row + b * s.columns + c;
+                vf x = set1(-INFINITY);
+                if (seen(b, c, &first, &last)) {
+                    if (s.kind == KIND_I8)
+                        x = mul(to_float(load_words(at)), mul(load(scales + c), factor));
+                    else
+                        x = mul(load(at), factor);
+                    if (last - first < VL) x = pick(x, set1(-INFINITY), first, last);
+                    top = max(top, x);
+                }
+                store(at, x);
+            }
+        }
+        *most = peak(top);
+        const vf lowest = set1(*most);
+        vf sums = zero(), largest = zero();
+        u32* weights = room.weights + int64_t(r) * tile.columns / (s.kind == KIND_F32 ? 1 : 2);
+        for (int b = 0; b < blocks; b++) {
+            const int64_t head = int64_t(part.table[b]) * s.kv_heads + part.kv_head;
+            for (int c = 0; c < s.columns; c += VL) {
+                const int at = b * s.columns + c;
+                vf p = zero();
+                if (seen(b, c, &first, &last)) {
+                    p = exp_f(sub(load(row + at), lowest));
+                    if (last - first < VL) p = pick(p, zero(), first, last);
+                    sums = add(sums, p);
+                }
+                if (s.kind == KIND_F32) {
+                    store((float*)weights + at, p);
+                } else if (s.kind == KIND_BF16) {
+                    store_bf16((uint16_t*)weights + at, p);
+                } else {
+                    p = mul(p, pick(load(layer.value_scales + head * s.columns + c), zero(), first, last));
+                    largest = max(largest, abs_f(p));
+                    store(row + at, p);
+                }
+            }
+        }
+        *total = sum(sums);
+        if (s.kind == KIND_I8) {
+            // 16,384 x 127 x 512 keys stay below 2^31.
+            const float range = 16383.0f * (tile.keys <= 512 ? 1.0f : 512.0f / tile.keys), largest_of = peak(largest);
+            const vf inverse = set1(largest_of > 0 ? range / largest_of : 0);
+            *value_scale = largest_of / range + (*total - *total);
+            for (int at = 0; at < blocks * s.columns; at += VL)
+                store_halves((uint16_t*)weights + at, to_int(mul(load(row + at), inverse)));
+        }
+        return true;
+    }
+
+    // Weighted values of one tile, [rows][value_dim]. Meanwhile `next`'s values are fetched.
+    void values(int rows, const TilePart& part, const TilePart& next, const float* value_scale, AttentionSpace& room) const {
+        const int per = per_word(s.kind), kb = s.columns / per;
+        const int64_t lda = tile.columns / per;
+        const u32 *of_block[TILE_KEYS], *ahead[TILE_KEYS];
+        for (int b = 0; b < part.blocks; b++) {
+            of_block[b] = values_of(part, b);
+            ahead[b] = b < next.blocks ? values_of(next, b) : nullptr;
+        }
+        if (s.kind == KIND_I8) {
+            product<I16>(room.weights, lda, rows, (const uint16_t* const*)of_block, part.blocks, kb, s.value_dim,
+                         s.value_dim, (u32*)room.weighted, s.value_dim, false, (const uint16_t* const*)ahead);
+            for (int r = 0; r < rows; r++)
+                for (int d = 0; d < s.value_dim; d += VL) {
+                    float* at = room.weighted + r * s.value_dim + d;
+                    store(at, mul(to_float(load_words(at)), set1(value_scale[r])));
+                }
+            return;
+        }
+        if (s.kind == KIND_F32)
+            product<F32>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
+                         (u32*)room.weighted, s.value_dim, false, ahead);
+        else
+            block_products<BF16>(team, room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
+                                 (u32*)room.weighted, s.value_dim, ahead);
+    }
+
+    // state (+)= one tile of the row. Always in this order, with these operations: see the top of the file.
+    void merge(float tile_most, float tile_total, const float* tile_sums, float* most, float* total, float* sums) const {
+        if (*most == -INFINITY) {
+            *most = tile_most, *total = tile_total;
+            for (int d = 0; d < s.value_dim; d += VL) store(sums + d, load(tile_sums + d));
+            return;
+        }
+        const float both = tile_most > *most ? tile_most : *most;
+        float factors[VL];
+        store(factors, exp_f(pick(set1(*most - both), set1(tile_most - both), 0, 1)));
+        const vf old_factor = set1(factors[0]), new_factor = set1(factors[1]);
+        *total = *total * factors[0] + tile_total * factors[1];
+        for (int d = 0; d < s.value_dim; d += VL)
+            store(sums + d, fma(load(sums + d), old_factor, mul(load(tile_sums + d), new_factor)));
+        *most = both;
+    }
+
+    void write(int token, int head, float total, const float* sums) const {
+        const vf inverse = set1(total);
+        const int dim = s.head_dim;
+        for (int d = 0; d < dim; d += VL) {
+            const vf x = div(load(sums + d), inverse);
+            const int left = dim - d;
+            if (activations == KIND_F32) {
+                float* to = (float*)out + token * out_stride + head * dim + d;
+                left >= VL ? store(to, x) : store_first(to, x, left);
+            } else {
+                uint16_t* to = (uint16_t*)out + token * out_stride + head * dim + d;
+                if (left >= VL) {
+                    store_bf16(to, x);
+                } else {
+                    uint16_t tail[VL];
+                    store_bf16(tail, x);
+                    for (int i = 0; i < left; i++) to[i] = tail[i];
+                }
+            }
+        }
+    }
+
+    float* state_of(const AttentionTask& task, int r) const {
+        const int64_t token = group.row_token[task.first_row + r / per_head];
+        return state + (token * heads + task.kv_head * per_head + r % per_head) * state_stride();
+    }
+
+    // next: the task that this thread will run then, or null.
+    void run(const AttentionTask& task, const AttentionTask* next, uint8_t* space) const {
+        const int rows = task.num_rows * per_head;
+        AttentionSpace room(space, s, rows, tile.columns);
+        load_query(task, rows, room);
+        for (int r = 0; r < rows; r++) {
+            if (task.begins) {
+                room.most[r] = -INFINITY, room.total[r] = 0;
+            } else {
+                const float* from = state_of(task, r);
+                room.most[r] = from[0], room.total[r] = from[1];
+                __builtin_memcpy(room.sums + r * s.value_dim, from + 2, s.value_dim * 4);
+            }
+        }
+        float tile_most[4096], tile_total[4096], value_scale[4096];
+        for (int t = task.first_tile; t < task.last_tile; t++) {
+            const int start = t * tile.keys;
+            const TilePart part = part_of(task, t);
+            TilePart following{nullptr, 0, 0};
+            if (t + 1 < task.last_tile)
+                following = part_of(task, t + 1);
+            else if (next)
+                following = part_of(*next, next->first_tile);
+            scores(rows, part, following, room);
+            for (int r = 0; r < rows; r++) {
+                if (soften(task, r, start, part, room, tile_most + r, tile_total + r, value_scale + r)) continue;
+                tile_most[r] = -INFINITY, tile_total[r] = 0, value_scale[r] = 0;
+                u32* weights = room.weights + int64_t(r) * tile.columns / (s.kind == KIND_F32 ? 1 : 2);
+                __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * (s.kind == KIND_F32 ? 4 : 2));
+            }
+            values(rows, part, following, value_scale, room);
+            for (int r = 0; r < rows; r++) {
+                const float* sums = room.weighted + r * s.value_dim;
+                if (task.partial >= 0) {
+                    float* to = partial + (int64_t(task.partial) + int64_t(t - task.first_tile) * rows + r) * state_stride();
+                    to[0] = tile_most[r], to[1] = tile_total[r];
+                    __builtin_memcpy(to + 2, sums, s.value_dim * 4);
+                } else if (tile_most[r] != -INFINITY) {
+                    merge(tile_most[r], tile_total[r], sums, room.most + r, room.total + r, room.sums + r * s.value_dim);
+                }
+            }
+        }
+        if (task.partial >= 0) return;
+        for (int r = 0; r < rows; r++) {
+            if (task.ends) {
+                write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head,
+                      room.total[r], room.sums + r * s.value_dim);
+                continue;
+            }
+            float* to = state_of(task, r);
+            to[0] = room.most[r], to[1] = room.total[r];
+            __builtin_memcpy(to + 2, room.sums + r * s.value_dim, s.value_dim * 4);
+        }
+    }
+
+    // Merges the tiles that tasks with partial >= 0 have left, from the first to the last, and writes the output.
+    void run_merge(const AttentionTask& task, uint8_t* space) const {
+        const int rows = task.num_rows * per_head;
+        AttentionSpace room(space, s, rows, tile.columns);
+        for (int r = 0; r < rows; r++) {
+            float most = -INFINITY, total = 0;
+            for (int t = 0; t < task.last_tile - task.first_tile; t++) {
+                const float* from = partial + (int64_t(task.partial) + int64_t(t) * rows + r) * state_stride();
+                if (from[0] != -INFINITY) merge(from[0], from[1], from + 2, &most, &total, room.sums);
+            }
+            write(group.row_token[task.first_row + r / per_head], task.kv_head * per_head + r % per_head, total, room.sums);
+        }
+    }
+};
+
+// All of a group's tasks for one layer; every member calls it.
+inline void attend_layer(Member& me, const Attention& attention, const Workspace& space) {
+    const AttentionGroup& group = attention.group;
+    uint8_t* room = space.thread_space + me.index * space.thread_bytes;
+    auto run = [&](const AttentionTask* tasks, int n) {
+        if (n) me.share_ahead(n, [&](int i, int next) { attention.run(tasks[i], next < 0 ? nullptr : tasks + next, room); });
+    };
+    run(group.first, group.num_first);
+    run(group.second, group.num_second);
+    if (group.num_merges) me.share(group.num_merges, [&](int i) { attention.run_merge(group.merges[i], room); });
+}
+
+}  // namespace

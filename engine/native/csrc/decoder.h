@@ -1,0 +1,217 @@
+// A whole step of a decoder: every layer, in one call, on a team of threads. Between two products all that touches a
+// token's row (norm, rotation, quantizing) is one pass; results leave the products through their epilogues.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+    vf squares = zero();
+    for (int i = 0; i < n; i += VL) {
+        const vf v = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        squares = fma(v, v, squares);
+    }
+    const vf inverse = set1(1.0f / sqrtf(sum(squares) / n + eps));
+    for (int i = 0; i < n; i += VL) {
+        if (n - i >= VL)
+            store(y + i, mul(mul(load(x + i), inverse), load(weight + i)));
+        else
+            store_first(y + i, mul(mul(load_first(x + i, n - i), inverse), load_first(weight + i, n - i)), n - i);
+    }
+}
+
+inline vf gate(vf x, bool gelu) {
+    // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x)
+    vf inner = x;
+    if (gelu) inner = mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+    return div(x, add(set1(1.0f), exp_f(sub(zero(), inner))));
+}
+
+struct Decoder {
+    const DecoderShape& shape;
+    const Step& step;
+    const Workspace& space;
+
+    float* line(const Member& me) const { return (float*)(space.thread_space + me.index * space.thread_bytes); }
+
+    void embed(Member& me, const void* embedding) const {
+        const int64_t stride = space.hidden_stride;
+        me.share_rows(step.tokens, 16, [&](int first, int last) {
+            for (int t = first; t < last; t++) {
+                float* x = space.residual + t * stride;
+                const int64_t at = step.token_ids[t] * shape.hidden;
+                if (shape.activations == KIND_F32)
+                    read_operand(KIND_F32, (const float*)embedding + at, shape.hidden, x);
+                else
+                    read_operand(KIND_BF16, (const uint16_t*)embedding + at, shape.hidden, x);
+                if (shape.embedding_scale != 1.0f) {
+                    for (int i = 0; i < shape.hidden; i++) x[i] *= shape.embedding_scale;
+                    // transformers scales the embedding in its own precision
+                    if (shape.activations == KIND_BF16)
+                        for (int i = 0; i < shape.hidden; i++) x[i] = from_bf16(to_bf16(x[i]));
+                }
+            }
+        });
+    }
+
+    // residual += norm(update) where `update_norm` is given; then `norm` of it as the operand of `next`.
+    void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden) const {
+        float* y = line(me);
+        const int n = shape.hidden;
+        me.share_rows(step.tokens, 8, [&](int first, int last) {
+            for (int t = first; t < last; t++) {
+                float* x = space.residual + t * space.hidden_stride;
+                if (update_norm) {
+                    rms_norm(space.update + t * space.hidden_stride, update_norm, n, shape.eps, y);
+                    for (int i = 0; i < n; i++) x[i] += y[i];
+                }
+                rms_norm(x, weight, n, shape.eps, y);
+                if (next)
+                    write_operand(operand_kind(shape.activations, *next), y, n, space.input + t * space.input_words,
+                                  space.row_scale + t);
+                else if (shape.activations == KIND_F32)
+                    __builtin_memcpy((float*)hidden + int64_t(t) * n, y, n * 4);
+                else
+                    for (int i = 0; i < n; i++) ((uint16_t*)hidden)[int64_t(t) * n + i] = to_bf16(y[i]);
+            }
+        });
+    }
+
+    void qkv(Member& me, const Layer& layer) const {
+        for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, step.tokens,
+                   (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
+                       for (int r = 0; r < count; r++) {
+                           float* to = space.qkv + (first + r) * space.qkv_stride + panel * PANEL;
+                           store(to, load(c + r * PANEL));
+                           store(to + VL, load(c + r * PANEL + VL));
+                       }
+                   });
+    }
+
+    // Heads are normed and rotated; keys and values go to the cache, queries to their buffer.
+    void rotate(Member& me, const Layer& layer) const {
+        const CacheShape& cache = shape.cache;
+        const int dim = cache.head_dim, half = dim / 2, heads = shape.heads, rotated = heads + cache.kv_heads;
+        const AttentionGroup& group = step.groups[layer.group];
+        const float* rotation = step.rotations[layer.rope];
+        me.share_rows(step.tokens, 4, [&](int first, int last) {
+            for (int t = first; t < last; t++) {
+                float* x = space.qkv + t * space.qkv_stride;
+                const float *cosine = rotation + int64_t(t) * dim, *sine = cosine + half;
+                for (int h = 0; h < rotated; h++) {
+                    float* head = x + h * dim;
+                    if (layer.qk_norm) rms_norm(head, layer.qk_norm + h * dim, dim, shape.eps, head);
+                    for (int i = 0; i < half; i++) {
+                        const float a = head[i], b = head[i + half];
+                        head[i] = a * cosine[i] - b * sine[i];
+                        head[i + half] = b * cosine[i] + a * sine[i];
+                    }
+                    if (h < heads) {
+                        if (shape.activations == KIND_F32) {
+                            __builtin_memcpy((float*)space.query + (int64_t(t) * heads + h) * dim, head, dim * 4);
+                        } else {
+                            uint16_t* to = (uint16_t*)space.query + (int64_t(t) * heads + h) * dim;
+                            for (int i = 0; i < dim; i++) to[i] = to_bf16(head[i]);
+                        }
+                    }
+                }
+                store_token(cache, layer, group.slots[t], x + heads * dim, x + rotated * dim);
+            }
+        });
+    }
+
+    void attend(Member& me, const Layer& layer) const {
+        const AttentionGroup& group = step.groups[layer.group];
+        const Attention attention{*me.team, shape.cache, layer, group, shape.activations, shape.heads,
+                                  shape.heads / shape.cache.kv_heads, shape.attention_scale, TileShape(shape.cache),
+                                  space.query, space.attended, space.attended_stride, space.state, space.partial};
+        attend_layer(me, attention, space);
+    }
+
+    // x: rows in the activations' kind. The product joins the residual, or waits in `update` to be normed.
+    void project(Member& me, const Linear& w, const u32* x, int64_t stride, bool joins) const {
+        const int64_t words = shape.activations == KIND_F32 ? stride : stride / 2;
+        int64_t lda;
+        const u32* a = as_operand(me, shape.activations, w, x, words, step.tokens, space, &lda);
+        for_panels(me, shape.activations, w, a, lda, space.row_scale, step.tokens, (uint8_t*)line(me),
+                   [&](int first, int count, int panel, const float* c) {
+                       float* to = (joins ? space.residual : space.update) + first * space.hidden_stride + panel * PANEL;
+                       for (int r = 0; r < count; r++, to += space.hidden_stride)
+                           for (int v = 0; v < PANEL; v += VL) {
+                               const vf y = load(c + r * PANEL + v);
+                               store(to + v, joins ? add(load(to + v), y) : y);
+                           }
+                   });
+    }
+
+    // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
+    void gate_up(Member& me, const Layer& layer) const {
+        const bool gelu = shape.gelu;
+        for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, step.tokens,
+                   (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
+                       for (int r = 0; r < count; r++) {
+                           const vf y = mul(gate(load(c + r * PANEL), gelu), load(c + r * PANEL + VL));
+                           const int64_t at = (first + r) * space.gated_stride + panel * VL;
+                           if (shape.activations == KIND_F32)
+                               store((float*)space.gated + at, y);
+                           else
+                               store_bf16((uint16_t*)space.gated + at, y);
+                       }
+                   });
+    }
+};
+
+void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer* layers, const void* embedding,
+             const float* norm, const Step* step, const Workspace* space) {
+    Member me(team, member, space->spent);
+    const Decoder decoder{*shape, *step, *space};
+    decoder.embed(me, embedding);
+    const float* update_norm = nullptr;
+    for (int i = 0; i < shape->num_layers; i++) {
+        const Layer& layer = layers[i];
+        decoder.norm(me, update_norm, layer.input_norm, &layer.qkv, nullptr);
+        me.book(PART_NORM);
+        decoder.qkv(me, layer);
+        me.book(PART_PRODUCT);
+        decoder.rotate(me, layer);
+        me.book(PART_ROTATE);
+        decoder.attend(me, layer);
+        me.book(PART_ATTENTION);
+        decoder.project(me, layer.output, space->attended, space->attended_stride, !layer.output_norm);
+        me.book(PART_PRODUCT);
+        decoder.norm(me, layer.output_norm, layer.mlp_norm, &layer.gate_up, nullptr);
+        me.book(PART_NORM);
+        decoder.gate_up(me, layer);
+        me.book(PART_PRODUCT);
+        decoder.project(me, layer.down, space->gated, space->gated_stride, !layer.down_norm);
+        me.book(PART_PRODUCT);
+        update_norm = layer.down_norm;
+    }
+    decoder.norm(me, update_norm, norm, nullptr, step->hidden);
+    me.book(PART_NORM);
+}
+
+// Attention alone, for models whose layers are computed elsewhere. q [tokens][heads][head_dim], k and v likewise with
+// kv_heads; out as q. All in the activations' kind.
+void attend(Team* team, int32_t member, const CacheShape* cache, int32_t activations, int32_t heads, float scale,
+            const Layer* layer, const AttentionGroup* group, int32_t tokens, const void* q, const void* k,
+            const void* v, void* out, const Workspace* space) {
+    Member me(team, member, nullptr);
+    const int64_t width = int64_t(cache->kv_heads) * cache->head_dim;
+    float* line = (float*)(space->thread_space + member * space->thread_bytes);
+    const int element = activations == KIND_F32 ? 4 : 2;
+    me.share_rows(tokens, 4, [&](int first, int last) {
+        for (int t = first; t < last; t++) {
+            read_operand(activations, (const uint8_t*)k + t * width * element, int(width), line);
+            read_operand(activations, (const uint8_t*)v + t * width * element, int(width), line + width);
+            store_token(*cache, *layer, group->slots[t], line, line + width);
+        }
+    });
+    const Attention attention{*team, *cache, *layer, *group, activations, heads, heads / cache->kv_heads, scale,
+                              TileShape(*cache), (const u32*)q, out, int64_t(heads) * cache->head_dim, space->state,
+                              space->partial};
+    attend_layer(me, attention, *space);
+}
+
+}  // namespace

@@ -1,0 +1,5 @@
+// The kernels of one instruction set. Compiled once for each, with -DKERNELS=kernels_NAME and that set's flags.
+#include "decoder.h"
+
+extern "C" __attribute__((visibility("hidden"))) const Kernels KERNELS;
+const Kernels KERNELS = {PANEL, VL, pack, forward, linear, argmax, attend};

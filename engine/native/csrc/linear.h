@@ -1,0 +1,310 @@
+// Matrix products with weights: packing, the loop over panels, and what happens to a result while it is in the cache.
+#pragma once
+
+#include <math.h>
+
+#include "api.h"
+#include "product.h"
+#include "team.h"
+
+namespace {
+
+constexpr int BRGEMM_ROWS = 32;  // one tile shape only: each new one is compiled when it is first met
+
+inline int words_of(int kind, int k) { return kind == KIND_F32 ? k : kind == KIND_I8 ? (k + 3) / 4 : (k + 1) / 2; }
+
+inline float from_bf16(uint16_t x) {
+    u32 bits = u32(x) << 16;
+    float f;
+    __builtin_memcpy(&f, &bits, 4);
+    return f;
+}
+
+inline uint16_t to_bf16(float x) {
+    u32 bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// rows [n][k] float32 -> panels. int8 kinds: one scale a row, symmetric, to nearest.
+void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, float* scale, int32_t* offset) {
+    const int per = kind == KIND_F32 ? 1 : kind == KIND_I8 ? 4 : 2;
+    const int kw = words_of(kind, k), panels = (n + PANEL - 1) / PANEL;
+    for (int p = 0; p < panels; p++) {
+        for (int c = 0; c < PANEL; c++) {
+            const int row = p * PANEL + c;
+            const float* w = row < n ? rows + int64_t(row) * k : nullptr;
+            float inverse = 0;
+            int sum = 0;
+            if (scale) {
+                float most = 0;
+                for (int i = 0; w && i < k; i++) most = fmaxf(most, fabsf(w[i]));
+                scale[row] = most / 127.0f;
+                inverse = most > 0 ? 127.0f / most : 0;
+            }
+            for (int word = 0; word < kw; word++) {
+                const int64_t at = (int64_t(p) * kw + word) * PANEL + c;
+                for (int e = 0; e < per; e++) {
+                    const int i = word * per + e;
+                    const float x = w && i < k ? w[i] : 0.0f;
+                    if (kind == KIND_F32) {
+                        ((float*)packed)[at] = x;
+                    } else if (kind == KIND_BF16) {
+                        ((uint16_t*)packed)[at * 2 + e] = to_bf16(x);
+                    } else {
+                        const int q = int(rintf(x * inverse));
+                        ((int8_t*)packed)[at * per + e] = int8_t(q);
+                        sum += q;
+                    }
+                }
+            }
+            if (offset) offset[row] = 128 * sum;
+        }
+    }
+}
+
+// One panel's columns for `rows` rows; a [rows][lda words] -> c [rows][PANEL] float32 or int32.
+template <class D>
+void panel_product(const Team& team, const u32* a, int64_t lda, int rows, const u32* b, int kw, u32* c, const u32* ahead) {
+    if constexpr (D::P > 1) {
+        Brgemm brgemm = D::P == 2 ? team.bf16 : team.u8s8;
+        if (brgemm && PANEL == 32) {
+            int done = 0;
+            for (; rows - done >= BRGEMM_ROWS; done += BRGEMM_ROWS)
+                brgemm(BRGEMM_ROWS, PANEL, kw * D::P, lda * D::P, PANEL, PANEL, false, a + done * lda, b,
+                       c + done * PANEL);
+            a += done * lda, c += done * PANEL, rows -= done;
+        }
+    }
+    if (rows) product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, c, PANEL, false, ahead ? &ahead : nullptr);
+}
+
+// int8 weights of a panel as bf16 or float32 words: integers up to 127 are exact in both.
+inline void unpack_panel(int32_t activations, const u32* packed, int kw, u32* out) {
+    const int8_t* bytes = (const int8_t*)packed;
+    for (int w = 0; w < kw; w++) {
+        for (int v = 0; v < PANEL; v += VL) {
+            const vi pairs = widen_pairs(bytes + (int64_t(w) * PANEL + v) * 2);
+            const vf low = to_float(shift_right_signed<16>(shift_left<16>(pairs)));
+            const vf high = to_float(shift_right_signed<16>(pairs));
+            if (activations == KIND_BF16) {
+                F32::store_acc(out + w * PANEL + v,
+                               as_float(or_i(shift_right<16>(as_words(low)), and_i(as_words(high), set1_i(int(0xffff0000u))))));
+            } else {
+                store((float*)out + (2 * w) * PANEL + v, low);
+                store((float*)out + (2 * w + 1) * PANEL + v, high);
+            }
+        }
+    }
+}
+
+// Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
+// x: [rows][lda words]. row_scale: of quantized rows.
+template <class F>
+void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
+                int rows, uint8_t* space, F finish) {
+    const int panels = (w.n + PANEL - 1) / PANEL, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int wanted = 8 * me.team->size;
+    int per_task = int64_t(panels) * blocks / wanted;
+    per_task = per_task < 1 ? 1 : per_task;
+    const int runs = (panels + per_task - 1) / per_task;
+    u32* c = (u32*)(space);
+    u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
+    me.share(runs * blocks, [&](int task) {
+        const int block = task / runs, run = task % runs;
+        const int first = int(int64_t(rows) * block / blocks), count = int(int64_t(rows) * (block + 1) / blocks) - first;
+        const int last_panel = (run + 1) * per_task < panels ? (run + 1) * per_task : panels;
+        for (int p = run * per_task; p < last_panel; p++) {
+            const u32* a = x + first * lda;
+            const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
+            const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
+            if (w.kind == KIND_F32) {
+                panel_product<F32>(*me.team, a, lda, count, b, w.kw, c, ahead);
+            } else if (w.kind == KIND_BF16) {
+                panel_product<BF16>(*me.team, a, lda, count, b, w.kw, c, ahead);
+            } else if (w.kind == KIND_I8) {
+                panel_product<I8>(*me.team, a, lda, count, b, w.kw, c, ahead);
+            } else {
+                const int words = activations == KIND_BF16 ? w.kw : w.k;
+                unpack_panel(activations, (const u32*)((const int8_t*)w.packed + int64_t(p) * w.kw * PANEL * 2), w.kw,
+                             unpacked);
+                if (activations == KIND_BF16)
+                    panel_product<BF16>(*me.team, a, lda, count, unpacked, words, c, nullptr);
+                else
+                    panel_product<F32>(*me.team, a, lda, count, unpacked, words, c, nullptr);
+            }
+            for (int v = 0; v < 2; v++) {
+                const int column = p * PANEL + v * VL;
+                const vf bias = w.bias ? load(w.bias + column) : zero();
+                if (w.kind == KIND_I8) {
+                    const vf scale = load(w.scale + column);
+                    const vi offset = load_words(w.offset + column);
+                    for (int r = 0; r < count; r++) {
+                        u32* at = c + r * PANEL + v * VL;
+                        const vf y = mul(to_float(sub_i(load_words(at), offset)), mul(scale, set1(row_scale[first + r])));
+                        store((float*)at, add(y, bias));
+                    }
+                } else if (w.kind == KIND_W8) {
+                    const vf scale = load(w.scale + column);
+                    for (int r = 0; r < count; r++) {
+                        float* at = (float*)c + r * PANEL + v * VL;
+                        store(at, fma(load(at), scale, bias));
+                    }
+                } else if (w.bias) {
+                    for (int r = 0; r < count; r++) {
+                        float* at = (float*)c + r * PANEL + v * VL;
+                        store(at, add(load(at), bias));
+                    }
+                }
+            }
+            finish(first, count, p, (const float*)c);
+        }
+    });
+}
+
+// Writes one row of an operand: x [n] float32 -> words of the kind, padded to whole words; KIND_I8 also its scale.
+inline void write_operand(int32_t kind, const float* x, int n, u32* out, float* scale) {
+    if (kind == KIND_F32) {
+        for (int i = 0; i < n; i += VL)
+            n - i >= VL ? store((float*)out + i, load(x + i)) : store_first((float*)out + i, load_first(x + i, n - i), n - i);
+        return;
+    }
+    if (kind == KIND_BF16) {
+        uint16_t* to = (uint16_t*)out;
+        int i = 0;
+        for (; n - i >= VL; i += VL) store_bf16(to + i, load(x + i));
+        for (; i < n; i++) to[i] = to_bf16(x[i]);
+        if (n & 1) to[n] = 0;
+        return;
+    }
+    vf most = zero(), nothing = zero();
+    for (int i = 0; i < n; i += VL) {
+        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        most = max(most, abs_f(y));
+        nothing = fma(y, zero(), nothing);  // NaN once anything is not finite: integers could not carry that on
+    }
+    const float top = peak(most);
+    *scale = top / 127.0f + sum(nothing);
+    const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
+    uint8_t* to = (uint8_t*)out;
+    for (int i = 0; i < n; i += VL) {
+        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        const vi q = add_i(to_int(mul(y, inverse)), set1_i(128));
+        if (n - i >= VL) {
+            store_bytes(to + i, q);
+        } else {
+            uint8_t tail[VL];
+            store_bytes(tail, q);
+            for (int j = 0; j < (n - i + 3) / 4 * 4; j++) to[i + j] = tail[j];
+        }
+    }
+}
+
+// Rows of words in the activations' kind -> float32 [n].
+inline void read_operand(int32_t activations, const void* row, int n, float* out) {
+    if (activations == KIND_F32) {
+        __builtin_memcpy(out, row, n * 4);
+        return;
+    }
+    const uint16_t* from = (const uint16_t*)row;
+    int i = 0;
+    for (; n - i >= VL; i += VL) store(out + i, load_bf16(from + i));
+    for (; i < n; i++) out[i] = from_bf16(from[i]);
+}
+
+inline int32_t operand_kind(int32_t activations, const Linear& w) { return w.kind == KIND_I8 ? KIND_I8 : activations; }
+
+// x in the activations' kind as the operand of w: itself, or quantized into `input` (a phase of its own).
+inline const u32* as_operand(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t x_words, int rows,
+                             const Workspace& space, int64_t* lda) {
+    if (w.kind != KIND_I8) {
+        *lda = x_words;
+        return x;
+    }
+    float* line = (float*)(space.thread_space + me.index * space.thread_bytes);
+    *lda = space.input_words;
+    me.share_rows(rows, 4, [&](int first, int last) {
+        for (int r = first; r < last; r++) {
+            read_operand(activations, x + r * x_words, w.k, line);
+            write_operand(KIND_I8, line, w.k, space.input + r * space.input_words, space.row_scale + r);
+        }
+    });
+    me.book(PART_QUANTIZE);
+    return space.input;
+}
+
+void linear(Team* team, int32_t member, int32_t activations, const Linear* w, const void* x, int64_t rows, float* y,
+            const Workspace* space) {
+    Member me(team, member, space->spent);
+    int64_t lda;
+    const u32* a = as_operand(me, activations, *w, (const u32*)x, words_of(activations, w->k), int(rows), *space, &lda);
+    uint8_t* scratch = space->thread_space + member * space->thread_bytes;
+    for_panels(me, activations, *w, a, lda, space->row_scale, int(rows), scratch,
+               [&](int first, int count, int panel, const float* c) {
+                   for (int v = 0; v < 2; v++) {
+                       const int column = panel * PANEL + v * VL, left = w->n - column;
+                       if (left <= 0) continue;
+                       for (int r = 0; r < count; r++) {
+                           float* to = y + (first + r) * int64_t(w->n) + column;
+                           const vf value = load(c + r * PANEL + v * VL);
+                           left >= VL ? store(to, value) : store_first(to, value, left);
+                       }
+                   }
+               });
+    me.book(PART_HEAD);
+}
+
+// The column of each row's largest product, the first of equals; finite[row] = 0 where a product is NaN or +inf, or
+// nothing is finite.
+// Nothing of size rows x n is ever written.
+void argmax(Team* team, int32_t member, int32_t activations, const Linear* w, const void* x, int64_t rows,
+            int64_t* best, uint8_t* finite, const Workspace* space) {
+    Member me(team, member, space->spent);
+    int64_t lda;
+    const u32* a = as_operand(me, activations, *w, (const u32*)x, words_of(activations, w->k), int(rows), *space, &lda);
+    uint8_t* scratch = space->thread_space + member * space->thread_bytes;
+    // Per thread and row: the best value, its column, and whether all was finite.
+    struct Found { float value; int32_t column; int32_t broken; };
+    Found* mine = (Found*)space->partial + member * rows;
+    for (int64_t r = 0; r < rows; r++) mine[r] = Found{-INFINITY, 0x7fffffff, 0};
+    for_panels(me, activations, *w, a, lda, space->row_scale, int(rows), scratch,
+               [&](int first, int count, int panel, const float* c) {
+                   const int column = panel * PANEL, left = w->n - column;
+                   for (int r = 0; r < count; r++) {
+                       const float* at = c + r * PANEL;
+                       vf one = left >= VL ? load(at) : pick(load(at), set1(-INFINITY), 0, left);
+                       vf two = left >= PANEL ? load(at + VL)
+                                              : pick(load(at + VL), set1(-INFINITY), 0, left > VL ? left - VL : 0);
+                       Found& found = mine[first + r];
+                       // Lanes beyond the last column hold zeros of the padding.
+                       if (!all_below(load(at), set1(INFINITY)) || !all_below(load(at + VL), set1(INFINITY)))
+                           found.broken = 1;
+                       const float top = peak(max(one, two));
+                       if (top < found.value || (top == found.value && column > found.column)) continue;
+                       for (int i = 0; i < PANEL && i < left; i++)
+                           if (at[i] == top) {
+                               found.value = top, found.column = column + i;
+                               break;
+                           }
+                   }
+               });
+    me.book(PART_HEAD);
+    if (member == 0) {
+        const Found* all = (const Found*)space->partial;
+        for (int64_t r = 0; r < rows; r++) {
+            Found winner = all[r];
+            for (int t = 1; t < team->size; t++) {
+                const Found& other = all[t * rows + r];
+                winner.broken |= other.broken;
+                if (other.value > winner.value || (other.value == winner.value && other.column < winner.column))
+                    winner.value = other.value, winner.column = other.column;
+            }
+            const bool found = !winner.broken && winner.value > -INFINITY;
+            best[r] = found ? winner.column : 0;
+            finite[r] = found;
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,98 @@
+// The one matrix product: c[rows, columns] (+)= a[rows, k] b[k, columns], in words (see vectors.h).
+//
+// b is given as blocks of `kb` words along k, each [kb, ldb]: a weight panel is one block, the keys or values of a
+// sequence are one block per page. Sums run over k in order in every variant of the kernel, so a row's result does not
+// depend on the rows beside it.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int PANEL = 2 * VL;  // columns of a weight panel, and of one pass of the kernel
+
+// `ahead`: for each block memory that is fetched meanwhile, NV vectors for each step along k; or null.
+template <class D, int MR, int NV>
+void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_blocks, int kb, long ldb, long column,
+           u32* c, long ldc, bool accumulate, const typename D::B* const* ahead) {
+    typename D::acc acc[MR][NV];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = accumulate ? D::load_acc(c + r * ldc + v * VL) : D::none();
+    for (int j = 0; j < num_blocks; j++) {
+        const typename D::B* b = blocks[j] + column;
+        const u32* a0 = a + long(j) * kb;
+        // Rows are reached from every third one: four pointers and one stride fit the address registers.
+        const u32 *a3 = a0 + 3 * lda, *a6 = a0 + 6 * lda, *a9 = a0 + 9 * lda;
+        // Fetching what is here already costs next to nothing.
+        const bool fetches = ahead && ahead[j];
+        const typename D::B* fetched = fetches ? ahead[j] + column * kb : b;
+        const long step = fetches ? NV * VL : 0;
+        for (int k = 0; k < kb; k++) {
+            for (int line = 0; line < NV * VL; line += 64 / sizeof(typename D::B)) _mm_prefetch((const char*)(fetched + line), _MM_HINT_T1);
+            fetched += step;
+            vi bv[NV];
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) bv[v] = D::load_b(b + v * VL);
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++) {
+                const u32* base = r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : a9;
+                vi av = spread(base[(r % 3) * lda]);
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) acc[r][v] = D::dot(acc[r][v], av, bv[v]);
+            }
+            a0++, a3++, a6++, a9++, b += ldb;
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) D::store_acc(c + r * ldc + v * VL, acc[r][v]);
+}
+
+template <class D>
+using Micro = void (*)(const u32*, long, const typename D::B* const*, int, int, long, long, u32*, long, bool,
+                       const typename D::B* const*);
+
+template <class D, int NV> inline Micro<D> micro_of(int rows) {
+    if constexpr (NV == 4) {
+        static const Micro<D> few[] = {micro<D, 1, 4>, micro<D, 2, 4>, micro<D, 3, 4>,
+#if defined(__AVX512F__)
+                                    micro<D, 4, 4>, micro<D, 5, 4>, micro<D, 6, 4>
+#endif
+        };
+        return few[rows - 1];
+    }
+    static const Micro<D> table[] = {micro<D, 1, NV>, micro<D, 2, NV>, micro<D, 3, NV>, micro<D, 4, NV>,
+                                  micro<D, 5, NV>, micro<D, 6, NV>,
+#if defined(__AVX512F__)
+                                  micro<D, 7, NV>, micro<D, 8, NV>, micro<D, 9, NV>, micro<D, 10, NV>,
+                                  micro<D, 11, NV>, micro<D, 12, NV>
+#endif
+    };
+    return table[rows - 1];
+}
+
+// columns: a multiple of VL. ahead: for each block another of its size, fetched while the first rows are computed.
+template <class D>
+void product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int num_blocks, int kb, long ldb,
+             int columns, u32* c, long ldc, bool accumulate, const typename D::B* const* ahead = nullptr) {
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    int column = 0;
+    // Few rows leave the multipliers waiting for their own results: more columns at once keep them busy.
+    if (rows <= TILE_ROWS / 2)
+        for (; columns - column >= 2 * PANEL; column += 2 * PANEL)
+            micro_of<D, 4>(rows)(a, lda, blocks, num_blocks, kb, ldb, column, c + column, ldc, accumulate, ahead);
+    for (; column < columns; column += PANEL) {
+        const bool wide = columns - column >= PANEL;
+        for (int t = 0; t < tiles; t++) {
+            const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
+            Micro<D> kernel = wide ? micro_of<D, 2>(count) : micro_of<D, 1>(count);
+            kernel(a + begin * lda, lda, blocks, num_blocks, kb, ldb, column, c + begin * ldc + column, ldc, accumulate,
+                   t == 0 ? ahead : nullptr);
+        }
+    }
+}
+
+}  // namespace

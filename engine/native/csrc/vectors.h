@@ -1,0 +1,257 @@
+// One vocabulary over the instruction sets. A vector holds VL 32-bit lanes; a "word" is 32 bits of consecutive elements
+// along k: one float32, two bfloat16 or four int8. Every product here is acc[n] += dot(word of a, word of b[n]), so one
+// microkernel serves all element types.
+//
+// Everything has internal linkage: the same source is compiled once per instruction set, and the linker must never
+// take one set's copy of an inline function for another's.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+typedef uint32_t u32;
+
+#if defined(__AVX512F__)
+
+constexpr int VL = 16;
+constexpr int TILE_ROWS = 12;  // x 2 vectors: 24 of the 32 registers accumulate
+typedef __m512 vf;
+typedef __m512i vi;
+
+inline vi load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline vi spread(u32 word) { return _mm512_set1_epi32(int(word)); }
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline vf set1(float x) { return _mm512_set1_ps(x); }
+inline vf zero() { return _mm512_setzero_ps(); }
+inline vi zero_i() { return _mm512_setzero_si512(); }
+inline vi set1_i(int x) { return _mm512_set1_epi32(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+// The second operand wins when one is NaN, so a running maximum is the first.
+inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf round_even(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vi to_int(vf x) { return _mm512_cvtps_epi32(x); }
+inline vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
+inline vf as_float(vi x) { return _mm512_castsi512_ps(x); }
+inline vi as_words(vf x) { return _mm512_castps_si512(x); }
+inline vi add_i(vi a, vi b) { return _mm512_add_epi32(a, b); }
+inline vi sub_i(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+template <int N> inline vi shift_left(vi x) { return _mm512_slli_epi32(x, N); }
+template <int N> inline vi shift_right(vi x) { return _mm512_srli_epi32(x, N); }
+template <int N> inline vi shift_right_signed(vi x) { return _mm512_srai_epi32(x, N); }
+inline vi and_i(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi or_i(vi a, vi b) { return _mm512_or_si512(a, b); }
+inline vf abs_f(vf x) { return _mm512_abs_ps(x); }
+inline float sum(vf x) { return _mm512_reduce_add_ps(x); }
+inline float peak(vf x) { return _mm512_reduce_max_ps(x); }
+inline vf load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+inline void store_first(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
+// x where first <= lane < last, else other
+inline vf pick(vf x, vf other, int first, int last) {
+    return _mm512_mask_blend_ps(__mmask16(((1u << last) - 1) & ~((1u << first) - 1)), other, x);
+}
+inline bool all_below(vf x, vf limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ) == 0xffff; }
+inline vi load_bytes(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vi load_halves(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x)); }
+inline void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+// VL pairs of int8 -> VL words of two int16
+inline vi widen_pairs(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
+
+#else
+
+constexpr int VL = 8;
+constexpr int TILE_ROWS = 6;  // x 2 vectors: 12 of the 16 registers accumulate
+typedef __m256 vf;
+typedef __m256i vi;
+
+inline vi load_words(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline vi spread(u32 word) { return _mm256_set1_epi32(int(word)); }
+inline vf load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+inline vf set1(float x) { return _mm256_set1_ps(x); }
+inline vf zero() { return _mm256_setzero_ps(); }
+inline vi zero_i() { return _mm256_setzero_si256(); }
+inline vi set1_i(int x) { return _mm256_set1_epi32(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
+inline vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+inline vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vf round_even(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vi to_int(vf x) { return _mm256_cvtps_epi32(x); }
+inline vf to_float(vi x) { return _mm256_cvtepi32_ps(x); }
+inline vf as_float(vi x) { return _mm256_castsi256_ps(x); }
+inline vi as_words(vf x) { return _mm256_castps_si256(x); }
+inline vi add_i(vi a, vi b) { return _mm256_add_epi32(a, b); }
+inline vi sub_i(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+template <int N> inline vi shift_left(vi x) { return _mm256_slli_epi32(x, N); }
+template <int N> inline vi shift_right(vi x) { return _mm256_srli_epi32(x, N); }
+template <int N> inline vi shift_right_signed(vi x) { return _mm256_srai_epi32(x, N); }
+inline vi and_i(vi a, vi b) { return _mm256_and_si256(a, b); }
+inline vi or_i(vi a, vi b) { return _mm256_or_si256(a, b); }
+inline vf abs_f(vf x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff))); }
+inline float sum(vf x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float peak(vf x) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+inline vi lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+inline vi first_lanes(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes()); }
+inline vf load_first(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+inline void store_first(float* p, vf x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+inline vf pick(vf x, vf other, int first, int last) {
+    return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(first_lanes(first), first_lanes(last))));
+}
+inline bool all_below(vf x, vf limit) { return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)) == 0xff; }
+inline vi load_bytes(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vi load_halves(const uint16_t* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline __m128i pack_halves(vi x) {
+    vi even = _mm256_shuffle_epi8(x, _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4,
+                                                      5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(even, 8));
+}
+inline void store_halves(uint16_t* p, vi x) { _mm_storeu_si128((__m128i*)p, pack_halves(x)); }
+inline void store_bytes(uint8_t* p, vi x) {
+    __m128i halves = _mm_and_si128(pack_halves(x), _mm_set1_epi16(0xff));
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
+}
+inline vi widen_pairs(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
+
+#endif
+
+// float32 -> bfloat16 in the low half of each lane, to nearest even; NaN stays NaN.
+inline vi round_to_bf16(vf x) {
+    vi bits = as_words(x);
+    vi odd = and_i(shift_right<16>(bits), set1_i(1));
+    vi rounded = shift_right<16>(add_i(add_i(bits, set1_i(0x7fff)), odd));
+#if defined(__AVX512F__)
+    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), set1_i(0x7fc0));
+#else
+    return _mm256_blendv_epi8(rounded, set1_i(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+#endif
+}
+
+inline void store_bf16(uint16_t* p, vf x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+    store_halves(p, round_to_bf16(x));
+#endif
+}
+
+inline vf load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_halves(p))); }
+
+// e^x for x <= 0 or moderate (clamped at -87): Cody and Waite's reduction, then a polynomial; within 2 ulp.
+inline vf exp_f(vf x) {
+    x = max(set1(-87.33654f), x);  // in this order NaN comes through
+    x = min(set1(88.3762626647950f), x);
+    vf n = round_even(mul(x, set1(1.44269504088896341f)));
+    vf r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    vf p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    return mul(p, as_float(shift_left<23>(add_i(to_int(n), set1_i(127)))));
+}
+
+// Element types of a product. `P`: elements per word. `dot`: acc += a . b, lane by lane; int8 is unsigned a, signed b.
+struct F32 {
+    typedef u32 B;
+    static inline vi load_b(const B* p) { return load_words(p); }
+    static constexpr int P = 1;
+    typedef vf acc;
+    static inline acc load_acc(const u32* p) { return load((const float*)p); }
+    static inline void store_acc(u32* p, acc x) { store((float*)p, x); }
+    static inline acc none() { return zero(); }
+    static inline acc dot(acc c, vi a, vi b) { return fma(as_float(a), as_float(b), c); }
+};
+
+struct BF16 {
+    typedef u32 B;
+    static inline vi load_b(const B* p) { return load_words(p); }
+    static constexpr int P = 2;
+    typedef vf acc;
+    static inline acc load_acc(const u32* p) { return load((const float*)p); }
+    static inline void store_acc(u32* p, acc x) { store((float*)p, x); }
+    static inline acc none() { return zero(); }
+    static inline acc dot(acc c, vi a, vi b) {
+#if defined(__AVX512BF16__)
+        return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#else
+        const vi high = set1_i(int(0xffff0000u));
+        c = fma(as_float(shift_left<16>(a)), as_float(shift_left<16>(b)), c);
+        return fma(as_float(and_i(a, high)), as_float(and_i(b, high)), c);
+#endif
+    }
+};
+
+struct I8 {
+    typedef u32 B;
+    static inline vi load_b(const B* p) { return load_words(p); }
+    static constexpr int P = 4;
+    typedef vi acc;
+    static inline acc load_acc(const u32* p) { return load_words(p); }
+    static inline void store_acc(u32* p, acc x) {
+#if defined(__AVX512F__)
+        _mm512_storeu_si512(p, x);
+#else
+        _mm256_storeu_si256((__m256i*)p, x);
+#endif
+    }
+    static inline acc none() { return zero_i(); }
+    static inline acc dot(acc c, vi a, vi b) {
+#if defined(__AVX512VNNI__)
+        return _mm512_dpbusd_epi32(c, a, b);
+#elif defined(__AVX512F__)
+        // vpmaddubsw would saturate: widen even and odd bytes instead.
+        vi a_even = _mm512_and_si512(a, _mm512_set1_epi16(0xff)), a_odd = _mm512_srli_epi16(a, 8);
+        vi b_even = _mm512_srai_epi16(_mm512_slli_epi16(b, 8), 8), b_odd = _mm512_srai_epi16(b, 8);
+        return dot_pairs(dot_pairs(c, a_even, b_even), a_odd, b_odd);
+#else
+        vi a_even = _mm256_and_si256(a, _mm256_set1_epi16(0xff)), a_odd = _mm256_srli_epi16(a, 8);
+        vi b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), b_odd = _mm256_srai_epi16(b, 8);
+        return dot_pairs(dot_pairs(c, a_even, b_even), a_odd, b_odd);
+#endif
+    }
+};
+
+// Pairs of int16 by pairs of int8, which are widened as they are read: int8 caches.
+struct I16 {
+    typedef uint16_t B;
+    static inline vi load_b(const B* p) { return widen_pairs((const int8_t*)p); }
+    static constexpr int P = 2;
+    typedef vi acc;
+    static inline acc load_acc(const u32* p) { return load_words(p); }
+    static inline void store_acc(u32* p, acc x) { I8::store_acc(p, x); }
+    static inline acc none() { return zero_i(); }
+    static inline acc dot(acc c, vi a, vi b) {
+#if defined(__AVX512VNNI__)
+        return _mm512_dpwssd_epi32(c, a, b);
+#else
+        return dot_pairs(c, a, b);
+#endif
+    }
+};
+
+}  // namespace

@@ -1,0 +1,170 @@
+"""Loads the built kernels and speaks to them for one instruction set and number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.native import structs
+from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build
+from engine.native.structs import Kind
+
+CHOICES = ("auto", *INSTRUCTION_SETS, "amx")
+"""Values of `EngineConfig.instruction_set`. "amx": avx512_bf16 with torch's matrix primitives for whole tiles."""
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "tm_supported": (c_int, [c_int]),
+    "tm_panel": (c_int, [c_int]),
+    "tm_abi": (c_int, []),
+    "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4]),
+    "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
+    "tm_plan_groups": (c_void_p, [c_void_p]),
+    "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
+    "tm_plan_free": (None, [c_void_p]),
+    "tm_forward": (None, [c_int, c_int, c_int, *[c_void_p] * 6]),
+    "tm_linear": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "tm_argmax": (None, [c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "tm_attend": (None, [c_int, c_int, c_int, c_void_p, c_int, c_int, c_float, c_void_p, c_void_p, c_int,
+                         *[c_void_p] * 5]),
+}  # fmt: skip
+
+
+class NativeLibrary:
+    """The kernels of one instruction set.
+
+    Attributes:
+        path: of the library.
+        name: of the instruction set that serves.
+        panel: columns of a packed panel; weights are packed for it.
+        threads: that a call runs on.
+    """
+
+    def __init__(self, path: Path, name: str, threads: int, *, brgemm: bool = False) -> None:
+        """`brgemm`: whole tiles go through torch's matrix primitives (what "amx" means)."""
+        self.path = path
+        self.name = name
+        self.threads = threads
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeUnavailable(f"the built kernels don't load: {error}") from error
+        for function, (result, arguments) in _SIGNATURES.items():
+            bound = getattr(self._library, function)
+            bound.restype, bound.argtypes = result, arguments
+        if self._library.tm_abi() != structs.ABI:
+            raise NativeUnavailable(f"{path}: was built from other sources; remove it")
+        self._isa = list(INSTRUCTION_SETS).index("avx512_bf16" if name == "amx" else name)
+        if not self._library.tm_supported(self._isa):
+            raise NativeUnavailable(f"this processor has no {name}")
+        self._matrix = int(brgemm or name == "amx")
+        self.panel: int = self._library.tm_panel(self._isa)
+
+    def pack(self, kind: Kind, rows: Tensor, packed: Tensor, scale: Tensor | None, offset: Tensor | None) -> None:
+        """Pack contiguous float32 rows [n, k] into `packed` words; `scale` float32 and `offset` int32 [padded n]."""
+        n, k = rows.shape
+        self._library.tm_pack(self._isa, kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset))
+
+    def plan(
+        self, cache: structs.CacheShape, heads: int, most_partials: int, groups: ctypes.Array[structs.GroupInput]
+    ) -> StepTasks:
+        """Cut a step's attention into tasks."""
+        handle = self._library.tm_plan(
+            ctypes.byref(cache), heads, self.threads, most_partials, len(groups), ctypes.byref(groups)
+        )
+        return StepTasks(self._library, handle)
+
+    def forward(self, shape: Any, layers: Any, embedding: Tensor, norm: Tensor, step: Any, space: Any) -> None:
+        """Run a decoder's step; see csrc/decoder.h."""
+        self._library.tm_forward(
+            self._isa, self.threads, self._matrix, ctypes.byref(shape), ctypes.byref(layers), embedding.data_ptr(),
+            norm.data_ptr(), ctypes.byref(step), ctypes.byref(space),
+        )  # fmt: skip
+
+    def linear(self, activations: Kind, weight: Any, x: Tensor, y: Tensor, space: Any) -> None:
+        """y float32 [rows, n] = x [rows, k] W^T + b."""
+        self._library.tm_linear(
+            self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            y.data_ptr(), ctypes.byref(space),
+        )  # fmt: skip
+
+    def argmax(self, activations: Kind, weight: Any, x: Tensor, best: Tensor, finite: Tensor, space: Any) -> None:
+        """Column of the largest product of each row (int64 [rows]), and whether its products are sound (bool)."""
+        self._library.tm_argmax(
+            self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
+            best.data_ptr(), finite.data_ptr(), ctypes.byref(space),
+        )  # fmt: skip
+
+    def attend(
+        self, cache: Any, activations: Kind, heads: int, scale: float, layer: Any, group: int,
+        qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, space: Any,
+    ) -> None:  # fmt: skip
+        """Store k and v, then attend; all contiguous. `group`: address of the step's AttentionGroup."""
+        q, k, v = qkv
+        self._library.tm_attend(
+            self._isa, self.threads, self._matrix, ctypes.byref(cache), activations, heads, scale, ctypes.byref(layer),
+            group, q.shape[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), ctypes.byref(space),
+        )  # fmt: skip
+
+
+class StepTasks:
+    """A step's attention tasks, freed with this object.
+
+    Attributes:
+        groups: address of an array of AttentionGroup, one per cache group.
+    """
+
+    __slots__ = ("_handle", "_library", "groups")
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self._library = library
+        self._handle = handle
+        self.groups: int = library.tm_plan_groups(handle)
+
+    def group(self, index: int) -> int:
+        """Address of one cache group's tasks."""
+        return self.groups + index * ctypes.sizeof(structs.AttentionGroup)
+
+    def shared_rows(self, index: int) -> int:
+        """Decoding sequences of a cache group whose common prefix is read once for several of them."""
+        return int(self._library.tm_plan_shared_rows(self._handle, index))
+
+    def __del__(self) -> None:
+        self._library.tm_plan_free(self._handle)
+
+
+def load_library(instruction_set: str = "auto", threads: int | None = None) -> NativeLibrary:
+    """The kernels for this machine, built if need be.
+
+    Args:
+        instruction_set: one of `CHOICES`; "auto": the most that the processor has.
+
+    Raises:
+        NativeUnavailable: they can't be built or loaded, or the processor lacks the instruction set.
+    """
+    if instruction_set not in CHOICES:
+        raise NativeUnavailable(f"no instruction set {instruction_set!r}; choose one of {', '.join(CHOICES)}")
+    path = build()
+    threads = threads or torch.get_num_threads()
+    features = torch.cpu.get_capabilities()
+    amx = bool(features.get("amx_bf16") and features.get("amx_int8"))
+    if instruction_set == "amx" and not amx:
+        raise NativeUnavailable("this processor has no amx")
+    if instruction_set != "auto":
+        return NativeLibrary(path, instruction_set, threads)
+    for name in reversed(CHOICES[1:]):
+        if name == "amx" and not amx:
+            continue
+        try:
+            return NativeLibrary(path, name, threads)
+        except NativeUnavailable as error:
+            reason = error
+    raise reason
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,97 @@
+"""csrc/api.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+import torch
+
+
+class Kind(IntEnum):
+    """Element kinds. I8 weights multiply quantized activations, W8 weights plain ones."""
+
+    F32 = 0
+    BF16 = 1
+    I8 = 2
+    W8 = 3
+
+
+PARTS = ("norm", "product", "rotate", "attention", "quantize", "head")
+"""What time is booked to, in the order of the kernels' counters."""
+
+KIND_OF = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+"""Kinds that activations can have."""
+
+
+class LinearStruct(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int32), ("n", c_int32), ("k", c_int32), ("kw", c_int32),
+        ("packed", c_void_p), ("scale", c_void_p), ("offset", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class LayerStruct(ctypes.Structure):
+    _fields_ = (
+        ("qkv", LinearStruct), ("output", LinearStruct), ("gate_up", LinearStruct), ("down", LinearStruct),
+        ("input_norm", c_void_p), ("mlp_norm", c_void_p), ("qk_norm", c_void_p),
+        ("output_norm", c_void_p), ("down_norm", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
+        ("group", c_int32), ("rope", c_int32),
+    )  # fmt: skip
+
+
+class CacheShape(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int32), ("block_size", c_int32), ("columns", c_int32), ("kv_heads", c_int32),
+        ("head_dim", c_int32), ("value_dim", c_int32),
+    )  # fmt: skip
+
+
+class DecoderShape(ctypes.Structure):
+    _fields_ = (
+        ("activations", c_int32), ("num_layers", c_int32), ("hidden", c_int32), ("intermediate", c_int32),
+        ("heads", c_int32), ("gelu", c_int32),
+        ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("cache", CacheShape),
+    )  # fmt: skip
+
+
+class GroupInput(ctypes.Structure):
+    """One cache group of a step, from which its tasks are made."""
+
+    _fields_ = (
+        ("starts", c_void_p), ("counts", c_void_p), ("tables", c_void_p), ("slots", c_void_p),
+        ("num_sequences", c_int32), ("num_decodes", c_int32), ("table_width", c_int32), ("window", c_int32),
+    )  # fmt: skip
+
+
+class AttentionGroup(ctypes.Structure):
+    _fields_ = (
+        ("tables", c_void_p), ("slots", c_void_p), ("table_width", c_int32), ("window", c_int32),
+        ("num_first", c_int32), ("num_second", c_int32), ("num_merges", c_int32), ("num_rows", c_int32),
+        ("first", c_void_p), ("second", c_void_p), ("merges", c_void_p),
+        ("row_token", c_void_p), ("row_position", c_void_p),
+    )  # fmt: skip
+
+
+class StepStruct(ctypes.Structure):
+    _fields_ = (
+        ("tokens", c_int32), ("num_groups", c_int32), ("token_ids", c_void_p), ("groups", c_void_p),
+        ("rotations", POINTER(c_void_p)), ("hidden", c_void_p),
+    )  # fmt: skip
+
+
+class WorkspaceStruct(ctypes.Structure):
+    _fields_ = (
+        ("hidden_stride", c_int64), ("qkv_stride", c_int64), ("attended_stride", c_int64), ("gated_stride", c_int64),
+        ("input_words", c_int64),
+        ("residual", c_void_p), ("update", c_void_p), ("qkv", c_void_p), ("row_scale", c_void_p),
+        ("state", c_void_p), ("partial", c_void_p),
+        ("input", c_void_p), ("attended", c_void_p), ("gated", c_void_p), ("query", c_void_p),
+        ("thread_space", c_void_p), ("thread_bytes", c_int64), ("spent", c_void_p),
+    )  # fmt: skip
+
+
+ABI = ctypes.sizeof(LayerStruct) + 1000 * ctypes.sizeof(WorkspaceStruct) + 1_000_000 * ctypes.sizeof(AttentionGroup)
+"""What `tm_abi` must return: the sizes agree, or a field is missing on one side."""
