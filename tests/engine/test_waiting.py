@@ -1,0 +1,99 @@
+"""Who starts next once the end of the run can be seen, and what lengths are learnt on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.admission import LengthEstimator
+from engine.config import ScheduleConfig
+from engine.plan import CacheGroup
+from engine.request import Request, SamplingParams
+from engine.waiting import due_first
+from tests.engine.scheduler_harness import Harness
+
+lengths = st.lists(st.integers(0, 60), max_size=40)
+
+
+@given(lengths, st.integers(0, 500), st.integers(1, 16))
+def test_the_order_leaves_arrival_only_for_what_lasts_to_the_end(expected: list[int], running: int, rows: int) -> None:
+    left = float(running + sum(expected))
+    chosen = due_first(expected, left, rows)
+    assert chosen == due_first(expected, left, rows)
+    assert sorted(chosen) == list(range(len(expected)))
+    waiting = list(range(len(expected)))
+    for i in chosen:
+        longest = max(expected[j] for j in waiting)
+        if longest * rows >= left:
+            assert i == next(j for j in waiting if expected[j] == longest), "the longest one, the first of equals"
+        else:
+            assert i == waiting[0], "nothing is due: by arrival"
+        waiting.remove(i)
+        left -= expected[i]
+
+
+def ask(name: str, max_tokens: int, **more: object) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    return Request(name, np.array([3, 4, 5], dtype=np.int32), params, **more)
+
+
+def started(h: Harness) -> list[str]:
+    return [new.request.request_id for plan in h.plans for new in plan.new_rows]
+
+
+def make(rows: int) -> Harness:
+    return Harness(ScheduleConfig(rows, 64), (CacheGroup((0,), None, 65),), 4)
+
+
+def test_only_when_nothing_more_comes_a_long_answer_is_taken_forward() -> None:
+    # Given two rows, six short answers and then a long one,
+    orders = {}
+    for more_to_come in (True, False):
+        h = make(2)
+        for name in "abcdef":
+            h.scheduler.add(ask(name, 4, expected_tokens=4), 0.0)
+        h.scheduler.add(ask("long", 30, expected_tokens=30), 0.0)
+        h.scheduler.settle(more_to_come=more_to_come)
+        h.run()
+        orders[more_to_come] = started(h)
+    # then it starts last while others may come, and first when they can't: it takes longer than all the rest.
+    assert orders[True] == [*"abcdef", "long"]
+    assert orders[False] == ["long", *"abcdef"]
+
+
+def test_highest_classes_go_first_however_long_others_last() -> None:
+    h = make(1)
+    h.scheduler.add(ask("long", 30, expected_tokens=30, priority=2), 0.0)
+    h.scheduler.add(ask("short", 2, expected_tokens=2, priority=1), 0.0)
+    h.scheduler.settle(more_to_come=False)
+    h.run()
+    assert started(h) == ["short", "long"]
+
+
+def test_what_finished_rows_of_a_group_show_decides_who_is_due() -> None:
+    # Given two groups with the same hints, of which the one that comes later has shown to be four times as long,
+    h = make(2)
+    for number in range(12):
+        h.scheduler.add(ask(f"seen {number}", 4, expected_tokens=4, prefix_group=1), 0.0)
+        h.scheduler.add(ask(f"Seen {number}", 16, expected_tokens=4, prefix_group=2), 0.0)
+    h.run()
+    h.plans.clear()
+    for number in range(2):
+        h.scheduler.add(ask(f"short {number}", 20, expected_tokens=4, prefix_group=1), 0.0)
+    h.scheduler.add(ask("long", 20, expected_tokens=4, prefix_group=2), 0.0)
+    h.scheduler.settle(more_to_come=False)
+    h.run()
+    # then its answer starts first.
+    assert started(h) == ["long", "short 0", "short 1"]
+
+
+def test_hints_are_scaled_by_what_their_group_has_shown() -> None:
+    lengths = LengthEstimator()
+    for _ in range(50):
+        lengths.observe(ask("a", 100, expected_tokens=50, prefix_group=1), 10)
+        lengths.observe(ask("b", 100, expected_tokens=50, prefix_group=2), 90)
+    assert 8 <= lengths.expect(ask("x", 100, expected_tokens=50, prefix_group=1)) <= 16
+    assert 84 <= lengths.expect(ask("y", 100, expected_tokens=50, prefix_group=2)) <= 92
+    assert 40 <= lengths.expect(ask("z", 100, expected_tokens=50)) <= 60
+    assert lengths.expect(ask("none", 0, expected_tokens=50)) == 0
