@@ -51,7 +51,11 @@ Settings that are no options come from `TOKENMILL_` variables or from `tokenmill
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
 `TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … All of them are in
-`schemas/settings.py` and `schemas/limits.py`.
+`schemas/settings.py` and `schemas/limits.py`. `TOKENMILL_INSTRUCTION_SET` (`avx2`, `avx512`, `avx512_bf16`, `amx`) has
+the native kernels compute with less than the processor has.
+
+`--quantize` and `--kv-dtype` change answers, so they belong to the order like `--dtype`: the same command with another
+value is refused, and `jobs retry` keeps them. `--kv-dtype int8` needs the native kernels; `--quantize` does not.
 
 This page is what `--help` says; docs/make_cli.py writes it.
 """

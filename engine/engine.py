@@ -80,15 +80,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def decoder_builder(config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderBuilder:
-    """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere.
-
-    Raises:
-        EngineError: an option needs the native kernels.
-    """
+    """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere."""
     if native is None:
-        if config.quantize != "none" or config.kv_dtype != "auto":
-            raise EngineError("quantize and kv_dtype need the native kernels, which do not serve here")
-        return TorchBuilder()
+        return TorchBuilder(config.quantize)
     return NativeBuilder(native, config.quantize, ShapeTable(native, dtype) if config.quantize == "int8" else None)
 
 
@@ -106,11 +100,14 @@ class Engine:
         max_model_len: int,
         make_runner: Callable[[Scheduler], StepRunner],
         clock: Callable[[], float] = time.monotonic,
+        attention_name: str = "none",
     ) -> None:
+        """`attention_name`: of the backend that serves, with the instruction set of native kernels."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
         self.clock = clock
+        self.attention_name = attention_name
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -139,7 +136,7 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        native = native_library(config.attention, config.instruction_set, dtype, device, config.threads)
+        native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype)
         model = load_model(path, dtype=dtype, device=device, max_positions=config.max_model_len, builder=builder)
         spec = model.spec
@@ -148,7 +145,7 @@ class Engine:
             if config.max_model_len > limit:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
-        groups = plan_cache(spec, config.cache, config.schedule, limit, device)
+        groups = plan_cache(spec, config.cache, config.schedule, limit, device, config.kv_dtype)
         layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
         kv_kind = Kind.I8 if config.kv_dtype == "int8" else None
         attention = make_backend(config.attention, layout, dtype, device, native, kv_kind)
@@ -163,7 +160,8 @@ class Engine:
                 device=device,
             )
 
-        return cls(config, spec, groups, limit, make_runner)
+        name = attention.name if native is None else f"{attention.name} ({native.name})"
+        return cls(config, spec, groups, limit, make_runner, attention_name=name)
 
     @classmethod
     def without_model(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import CacheConfig, ScheduleConfig
+from engine.config import CacheConfig, KVDType, ScheduleConfig
 from engine.errors import EngineError, OutOfMemory
 from engine.models.base import ModelSpec
 from engine.plan import CacheGroup
@@ -54,6 +54,12 @@ def _control_group(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
+    """Bytes of one token's keys and values in one layer; in int8 each head's K and V have a float32 scale."""
+    head = spec.head_dim + torch.float32.itemsize if kv_dtype == "int8" else spec.head_dim * spec.dtype.itemsize
+    return 2 * spec.num_kv_heads * head
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupNeed:
     """Of one group: its layers and window, bytes of a block, and blocks of a typical and of the longest sequence."""
@@ -66,7 +72,12 @@ class _GroupNeed:
 
 
 def plan_cache(
-    spec: ModelSpec, cache: CacheConfig, schedule: ScheduleConfig, max_model_len: int, device: torch.device
+    spec: ModelSpec,
+    cache: CacheConfig,
+    schedule: ScheduleConfig,
+    max_model_len: int,
+    device: torch.device,
+    kv_dtype: KVDType = "auto",
 ) -> tuple[CacheGroup, ...]:
     """Cut the memory into pools, one for each sliding window that the model's layers use.
 
@@ -78,7 +89,7 @@ def plan_cache(
     needs = []
     for window in sorted(set(spec.windows), key=lambda w: (w is not None, w or 0)):
         layers = tuple(layer for layer, of_layer in enumerate(spec.windows) if of_layer == window)
-        token_bytes = 2 * len(layers) * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        token_bytes = len(layers) * layer_token_bytes(spec, kv_dtype)
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: what its first query reaches back to, the chunk, and one for the uneven edges.

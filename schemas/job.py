@@ -91,6 +91,8 @@ class ModelPin(Paper):
         source: folder, GGUF file or hub name it is loaded from.
         digest: of the weight files, "sha256:…".
         revision: of a hub repository.
+        quantization: of the weights at load; "int8" quantizes activations too.
+        kv_dtype: of the KV cache; "auto" is the dtype's.
     """
 
     name: str
@@ -98,7 +100,8 @@ class ModelPin(Paper):
     digest: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"]
-    quantization: Literal["none"] = "none"
+    quantization: Literal["none", "int8", "int8-weight-only"] = "none"
+    kv_dtype: Literal["auto", "int8"] = "auto"
 
 
 class JobSettings(Paper):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -25,6 +25,8 @@ from schemas.limits import Limits, PlanSettings, Positive
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
+
+InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 class InvalidSettingsError(ValueError):
@@ -54,6 +56,7 @@ class Settings(BaseSettings):
         model_cache: where pulled weights are kept.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
+        instruction_set: of the native CPU kernels; "auto": the most that the processor has.
     """
 
     model_config = SettingsConfigDict(
@@ -67,6 +70,7 @@ class Settings(BaseSettings):
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    instruction_set: InstructionSet = "auto"
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -18,6 +18,7 @@ class MeasuredSpeed:
 
     Attributes:
         model: digest of its weights.  dtype, threads: how it was computed (threads None: torch's choice).
+        quantization, kv_dtype: of weights and KV cache.
         machine: what was measured on.  measured_at: ISO 8601, UTC.
         prefill, decode: tokens per second; decode at a batch of `batch` rows.
     """
@@ -30,6 +31,8 @@ class MeasuredSpeed:
     prefill: float
     decode: float
     batch: int
+    quantization: str = "none"
+    kv_dtype: str = "auto"
 
 
 def this_machine() -> str:
@@ -38,7 +41,7 @@ def this_machine() -> str:
 
 
 def keep(speed: MeasuredSpeed, cache: Path) -> Path:
-    """Remember a measurement beside the models; an older one of the same model, dtype, threads and machine goes."""
+    """Remember a measurement beside the models; an older one of the same model, options and machine goes."""
     path = cache / FILE
     others = [kept for kept in _read(path) if _key(kept) != _key(speed)]
     cache.mkdir(parents=True, exist_ok=True)
@@ -49,14 +52,16 @@ def keep(speed: MeasuredSpeed, cache: Path) -> Path:
     return path
 
 
-def recall(cache: Path, *, model: str, dtype: str, threads: int | None) -> MeasuredSpeed | None:
-    """The latest measurement of these weights on this machine, or None."""
-    wanted = (model, dtype, threads, this_machine())
+def recall(
+    cache: Path, *, model: str, dtype: str, threads: int | None, quantization: str, kv_dtype: str
+) -> MeasuredSpeed | None:
+    """The latest measurement of these weights, computed like this, on this machine, or None."""
+    wanted = (model, dtype, threads, quantization, kv_dtype, this_machine())
     return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
 
 
-def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str]:
-    return speed.model, speed.dtype, speed.threads, speed.machine
+def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:
+    return speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.machine
 
 
 def _read(path: Path) -> list[MeasuredSpeed]:

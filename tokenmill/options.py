@@ -72,6 +72,8 @@ Output = Annotated[Path, typer.Argument(metavar="OUT", help="The job's folder, a
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]
+Quantize = Literal["none", "int8", "int8-weight-only"]
+KvDType = Literal["auto", "int8"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from schemas.job import ModelPin
+    from tokenmill.measured import MeasuredSpeed
 
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or another program, which has no width to keep to."""
@@ -51,6 +55,12 @@ def table(
 def count(value: float | None) -> str:
     """A whole number with thousands separated."""
     return "-" if value is None else f"{value:,.0f}"
+
+
+def arithmetic(of: MeasuredSpeed | ModelPin) -> str:
+    """What a model is computed in, such as "bfloat16, weights int8, KV int8"."""
+    weights = "" if of.quantization == "none" else f", weights {of.quantization}"
+    return f"{of.dtype}{weights}" + ("" if of.kv_dtype == "auto" else f", KV {of.kv_dtype}")
 
 
 def size(num_bytes: float) -> str:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 
-from engine.config import CacheConfig, Device, DType, EngineConfig, ScheduleConfig
+from engine.config import CacheConfig, Device, DType, EngineConfig, KVDType, Quantize, ScheduleConfig
 from engine.engine import resolve_device, resolve_dtype
 from engine.models.load import describe_model
 from pipeline.jobs import summarize_job
@@ -53,6 +53,9 @@ class EngineOptions:
     max_num_seqs: int = ScheduleConfig().max_num_seqs
     max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
     kv_cache_bytes: int | None = None
+    quantize: Quantize = "none"
+    kv_dtype: KVDType = "auto"
+    instruction_set: str = "auto"
 
     def config(
         self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
@@ -62,6 +65,9 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,
+            instruction_set=self.instruction_set,
+            quantize=self.quantize,
+            kv_dtype=self.kv_dtype,
             cache=CacheConfig(
                 memory_bytes=self.kv_cache_bytes, sequences=sequences, tokens_per_sequence=tokens_per_sequence
             ),
@@ -201,8 +207,9 @@ def settled_heap() -> Iterator[None]:
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
-    """What a job is pinned to: the weights' digest and the dtype they are computed in. Reads every byte of the weights
-    (which are then in the page cache when they are loaded), after a look at the header said that they can be used."""
+    """What a job is pinned to: the weights' digest, the dtype they are computed in, and how weights and cache are
+    quantized. Reads every byte of the weights (which are then in the page cache when they are loaded), after a look at
+    the header said that they can be used."""
     spec = describe_model(path, dtype=resolve_dtype(options.dtype, resolve_device(options.device))).spec
     return ModelPin(
         name=model.name,
@@ -210,6 +217,8 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
         digest=model_digest(path, chat_template),
         revision=model.source.revision,
         dtype=dtype_name(spec),
+        quantization=options.quantize,
+        kv_dtype=options.kv_dtype,
     )
 
 

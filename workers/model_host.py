@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVDType, Quantize
 from engine.engine import Engine, EngineStats
 from engine.models.base import ModelSpec
 from engine.request import Completion, PartialChoice, Request
@@ -77,6 +77,7 @@ class LoadedModel:
         source: the folder or file it was loaded from.
         digest: "sha256:…", see `model_digest`.  revision: as its origin names it.
         max_num_seqs: rows of the engine's running batch.
+        quantization, kv_dtype: of weights and KV cache, as the engine's settings have them.
         facts: the engine's settings, for manifests.
     """
 
@@ -91,6 +92,8 @@ class LoadedModel:
     revision: str | None = None
     aliases: frozenset[str] = frozenset()
     facts: Mapping[str, Fact] = field(default_factory=dict)
+    quantization: Quantize = "none"
+    kv_dtype: KVDType = "auto"
 
     @classmethod
     def load(
@@ -128,6 +131,8 @@ class LoadedModel:
             revision=revision,
             aliases=aliases,
             facts=engine_facts(engine),
+            quantization=engine.config.quantize,
+            kv_dtype=engine.config.kv_dtype,
         )
 
     def answers_to(self, name: str) -> bool:
@@ -136,15 +141,23 @@ class LoadedModel:
     def pin(self, name: str | None = None) -> ModelPin:
         """What a job that runs on this model is pinned to; `name`: what its requests call it."""
         return ModelPin(
-            name=name or self.name, source=self.source, digest=self.digest, revision=self.revision, dtype=self.dtype
+            name=name or self.name,
+            source=self.source,
+            digest=self.digest,
+            revision=self.revision,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_dtype=self.kv_dtype,
         )
 
     def mismatch(self, pin: ModelPin) -> str | None:
         """In what this model differs from the pinned one, or None when it is the same."""
         if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
             return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
-        if pin.dtype != self.dtype:
-            return f"dtype {pin.dtype}, but {self.dtype} is loaded"
+        for name in ("dtype", "quantization", "kv_dtype"):
+            begun, loaded = getattr(pin, name), getattr(self, name)
+            if begun != loaded:
+                return f"{name} {begun}, but {loaded} is loaded"
         return None
 
 
@@ -203,9 +216,11 @@ def engine_facts(engine: Engine) -> dict[str, Fact]:
         "architecture": spec.architecture,
         "parameters": spec.num_parameters,
         "dtype": dtype_name(spec),
+        "quantization": config.quantize,
+        "kv_dtype": config.kv_dtype,
         "device": config.device,
         "threads": config.threads,
-        "attention": config.attention,
+        "attention": engine.attention_name,
         "block_size": config.cache.block_size,
         "prefix_caching": config.cache.prefix_caching,
         "max_model_len": engine.max_model_len,

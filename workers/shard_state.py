@@ -186,7 +186,7 @@ class ShardReader:
             reason = self.model.mismatch(pin)
             if reason is not None:
                 raise ModelMismatchError(
-                    f"job {work.job.id} was begun with {reason}; give the same model and dtype, or start afresh"
+                    f"job {work.job.id} was begun with {reason}; give the same model and options, or start afresh"
                 )
         elif not self.model.answers_to(name):
             loaded = ", ".join(sorted({self.model.name, *self.model.aliases}))

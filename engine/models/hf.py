@@ -20,7 +20,9 @@ from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
 from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint
 from engine.models.config import usable
-from engine.models.hf_check import check_against_eager
+from engine.models.hf_check import check_against_eager, check_quantized
+from engine.models.hf_quant import quantize_linears
+from engine.models.loader import DecoderBuilder
 
 _ATTENTION = "tokenmill"
 _SLOT = "tokenmill_slot"
@@ -118,8 +120,10 @@ def load_transformers_model(
     device: torch.device,
     eos_token_ids: tuple[int, ...],
     max_positions: int | None,
+    builder: DecoderBuilder | None = None,
 ) -> TransformersModel:
-    """Load a model into transformers' code and check it against that code's own attention.
+    """Load a model into transformers' code and check it against that code's own attention; then quantize it, if
+    `builder` does.
 
     Raises:
         UnsupportedModel: the architecture can't be run like this.  CorruptWeights: tensors are missing or too many.
@@ -144,6 +148,9 @@ def load_transformers_model(
     model.to(device).eval()
     wrapped = TransformersModel(model, spec)
     check_against_eager(wrapped, _Eager(model))
+    if builder is not None and builder.quantize != "none":
+        quantize_linears(model, builder)
+        check_quantized(wrapped, _Eager(model))
     return wrapped
 
 

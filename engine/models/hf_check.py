@@ -58,8 +58,23 @@ class DenseAttend:
         return torch.cat(outputs)
 
 
-def check_against_eager(model: CausalModel, reference: Any) -> None:
+def check_quantized(model: CausalModel, reference: Any) -> None:
+    """As `check_against_eager`, of a model whose layers were replaced: some modules read their weights themselves.
+
+    Raises:
+        UnsupportedModel: it can't be computed so.
+    """
+    try:
+        check_against_eager(model, reference, _HALF_TOLERANCE)  # a sum's last bit may round to another whole number
+    except AttributeError as error:
+        raise UnsupportedModel(f"{model.spec.architecture} can't be quantized: {error}") from error
+
+
+def check_against_eager(model: CausalModel, reference: Any, tolerance: float | None = None) -> None:
     """Compare `model`, in chunks over a flat batch, with `reference(input_ids [1, T]).logits`, one sequence at a time.
+
+    Args:
+        tolerance: of the logits, relative; None: what the dtype allows.
 
     Raises:
         UnsupportedModel: they disagree, or layers do not attend once each.
@@ -78,7 +93,8 @@ def check_against_eager(model: CausalModel, reference: Any) -> None:
             ours[i].append(part)
         if attend.layers != list(range(spec.num_layers)):
             raise UnsupportedModel(f"{spec.architecture} does not attend once in each of its {spec.num_layers} layers")
-    tolerance = _TOLERANCE.get(spec.dtype, _HALF_TOLERANCE)
+    if tolerance is None:
+        tolerance = _TOLERANCE.get(spec.dtype, _HALF_TOLERANCE)
     with torch.inference_mode():
         for ids, got in zip(sequences, ours, strict=True):
             wanted = reference(input_ids=ids[None], use_cache=False).logits[0].float()

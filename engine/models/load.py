@@ -53,7 +53,7 @@ def load_model(
         dtype: float32, bfloat16 or float16, of weights and activations.
         max_positions: tokens that no sequence will exceed. Rotary tables are sized for it; models whose rotary
             frequencies can't follow each sequence's length are accepted only below their original context.
-        builder: of the parts of a fused decoder; None: torch's operators.
+        builder: of a fused decoder's parts, or of the quantized layers of another model; None: torch's operators.
 
     Raises:
         ModelNotFound: no model is there.  UnsupportedModel: it can't be computed here; says why.
@@ -63,7 +63,9 @@ def load_model(
     try:
         config, decoder, source = _open(path)
         if decoder is None:
-            return load_transformers_model(path, config, dtype, device, folder_end_tokens(path, config), max_positions)
+            return load_transformers_model(
+                path, config, dtype, device, folder_end_tokens(path, config), max_positions, builder
+            )
         return build_decoder(
             decoder,
             source or SafetensorsCheckpoint(path),

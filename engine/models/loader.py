@@ -8,16 +8,19 @@ leftovers mean that the config does not say what the weights are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
 from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.quant.base import DenseLinear, Linear, dense, packs
+from engine.quant.int8 import Int8Linear, Int8WeightLinear
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -28,6 +31,11 @@ large ones would pay gigabytes for little."""
 
 class DecoderBuilder(Protocol):
     """Makes the parts of a decoder from its weights, and the decoder from its parts."""
+
+    @property
+    def quantize(self) -> Quantize:
+        """What it makes of the weights."""
+        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
 
@@ -46,14 +54,25 @@ class DecoderBuilder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class TorchBuilder:
-    """A decoder of torch's operators."""
+    """A decoder of torch's operators.
+
+    Attributes:
+        quantize: weights at load, all but the head's, which decides between neighbouring tokens.
+    """
+
+    quantize: Quantize = "none"
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.quantize == "int8":
+            return Int8Linear(weight, bias)
+        if self.quantize == "int8-weight-only":
+            return Int8WeightLinear(weight, bias)
         return dense(weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return dense(weight, bias)
+        return self.linear(weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
         return dense(weight)

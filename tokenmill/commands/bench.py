@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, DType, Json
+from tokenmill.options import Debug, DType, Json, KvDType, Quantize
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ DECODE_TOKENS = 64
 def bench(
     model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'.")] = "demo",
     dtype: Annotated[DType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="As in 'tokenmill run'.")] = "none",
+    kv_dtype: Annotated[KvDType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")] = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch sizes for decode. Repeat for several. [default: 1, 16, 64]")
@@ -44,7 +46,8 @@ def bench(
     from workers.model_host import dtype_name, model_digest, model_path
 
     log_to_stderr()
-    cache = read_settings().model_cache
+    settings = read_settings()
+    cache = settings.model_cache
     chosen = job_options.choose_model(model, cache)
     path = model_path(chosen.source.path)
     output.say("measuring scheduler and pipeline")
@@ -52,7 +55,10 @@ def bench(
     rows_per_second = measure.pipeline(chosen, rows)
     output.say(f"loading {chosen.name}")
     batches = sorted(set(batch or (1, 16, 64)))
-    options = EngineOptions(dtype=dtype, threads=threads, max_num_seqs=max(*batches, PREFILL_ROWS))
+    options = EngineOptions(
+        dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, instruction_set=settings.instruction_set, threads=threads,
+        max_num_seqs=max(*batches, PREFILL_ROWS),
+    )  # fmt: skip
     engine = Engine.load(path, options.config(PREFILL_TOKENS + DECODE_TOKENS))
     results.append(measure.prefill(engine, PREFILL_TOKENS, PREFILL_ROWS, repeats))
     for size in batches:
@@ -68,15 +74,22 @@ def bench(
         prefill=results[1].tokens_per_second,
         decode=best.tokens_per_second,
         batch=best.rows,
+        quantization=quantize,
+        kv_dtype=kv_dtype,
     )
     kept = measured.keep(speed, cache)
     if as_json:
         output.print_json(
-            {**asdict(speed), "pipeline_rows_per_second": rows_per_second, "results": [asdict(r) for r in results]}
+            {
+                **asdict(speed),
+                "attention": engine.attention_name,
+                "pipeline_rows_per_second": rows_per_second,
+                "results": [asdict(r) for r in results],
+            }
         )
         return
     _show(results, rows_per_second)
-    output.say(f"{chosen.name}, {speed.dtype}, {speed.machine}; kept in {kept}")
+    output.say(f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {kept}")
 
 
 def _show(results: list[Measurement], rows_per_second: float) -> None:

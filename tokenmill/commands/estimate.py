@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import options, output
-from tokenmill.options import Debug, DType, Input, Json, Model
+from tokenmill.options import Debug, DType, Input, Json, KvDType, Model, Quantize
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def estimate(
         ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="For the time on this machine, likewise.")] = "none",
+    kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="For the time on this machine.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Count the tokens of every prompt, not of a sample.")] = False,
@@ -74,9 +76,12 @@ def estimate(
     chosen = job_options.choose_model(model, settings.model_cache)
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_dtype(dtype, resolve_device("auto"))).spec
-    pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec))
+    pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
     amount = _measure(inputs, pin, wanted, path, exact=exact)
-    speed = measured.recall(settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads)
+    speed = measured.recall(
+        settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     times = []
     if speed is not None:
         times.append(_here(amount, speed, settings.price_per_hour if price_per_hour is None else price_per_hour))
@@ -111,7 +116,7 @@ def _here(amount: InputEstimate, speed: MeasuredSpeed, price: float | None) -> d
     """Time and cost on this machine, as measured."""
     seconds = amount.computed_prompt_tokens / speed.prefill + amount.expected_tokens / speed.decode
     cost = None if price is None else seconds / 3600 * price
-    basis = f"measured {speed.measured_at}, {speed.dtype}, batch {speed.batch}"
+    basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
     return {"on": "this machine", "seconds": seconds, "cost": cost, "basis": basis}
 
 

@@ -194,7 +194,7 @@ def _facts(summary: JobSummary) -> list[tuple[str, object]]:
     if summary.job is not None:
         facts += [
             ("input", summary.job.input.uri),
-            ("model", ", ".join(f"{pin.name} ({pin.dtype})" for pin in summary.job.models)),
+            ("model", ", ".join(f"{pin.name} ({output.arithmetic(pin)})" for pin in summary.job.models)),
             ("tier", summary.job.tier),
             ("created", summary.job.created_at.isoformat(timespec="seconds")),
         ]

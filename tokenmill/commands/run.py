@@ -17,6 +17,7 @@ from tokenmill.options import (
     Input,
     Json,
     KvCacheMemory,
+    KvDType,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
@@ -24,6 +25,7 @@ from tokenmill.options import (
     OnInvalid,
     OutputTo,
     PricePerHour,
+    Quantize,
     Threads,
     Tier,
 )
@@ -43,6 +45,16 @@ def run(
     deadline: Deadline = None,
     dtype: Annotated[
         DType, typer.Option(help="Of weights and arithmetic. auto: bfloat16 where the CPU has it, else float32.")
+    ] = "auto",
+    quantize: Annotated[
+        Quantize,
+        typer.Option(
+            help="Weights at load. int8: activations too, row by row, where that is faster; int8-weight-only: smaller, "
+            "nearer to the model."
+        ),
+    ] = "none",
+    kv_dtype: Annotated[
+        KvDType, typer.Option(help="Of the KV cache. int8: half of bfloat16's bytes. auto: as --dtype.")
     ] = "auto",
     device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
     threads: Threads = None,
@@ -69,8 +81,11 @@ def run(
     from tokenmill.running import execute
     from tokenmill.wiring import EngineOptions
 
-    engine = EngineOptions(dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory)
     settings = read_settings()
+    engine = EngineOptions(
+        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        settings.instruction_set,
+    )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,

@@ -1,0 +1,77 @@
+"""Quantizes a model that transformers' code computes: its linear layers are replaced by ours, one at a time.
+
+The head stays as it is, because it decides between neighbouring tokens, and so does what shares its weight with
+another module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import UnsupportedModel
+from engine.models.loader import DecoderBuilder
+from engine.quant.base import Linear
+
+_LEAST_SHARE = 0.5
+"""Of the weights between embeddings and head. Where most are not in linear layers (experts), little would change."""
+
+
+class QuantizedModule(nn.Module):
+    """Takes the place of a linear layer.
+
+    Attributes:
+        linear: what computes its product.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def quantize_linears(model: Any, builder: DecoderBuilder) -> None:
+    """Replace the linear layers of a transformers model by what `builder` makes of their weights.
+
+    Raises:
+        UnsupportedModel: most of its weights are not in linear layers.
+    """
+    linears = _linears(model)
+    reached = sum(module.weight.numel() for module in linears.values())
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    between = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1 and id(p) not in embeddings)
+    if not linears or reached < _LEAST_SHARE * between:
+        raise UnsupportedModel(
+            f"{type(model).__name__} can't be quantized: {reached / max(between, 1):.0%} of its weights are in linear "
+            "layers; load it without quantize"
+        )
+    with torch.inference_mode():
+        for name in list(linears):
+            module = linears.pop(name)
+            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+            made = QuantizedModule(builder.linear(weight.detach().contiguous(), _detached(module.bias)))
+            parent, _, own = name.rpartition(".")
+            setattr(model.base_model.get_submodule(parent), own, made)
+
+
+def _linears(model: Any) -> dict[str, Any]:
+    """By name within the base model: linear layers whose weight is nobody else's, without the head."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.base_model.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and module is not head and owners[id(module.weight)] == 1
+    }
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()

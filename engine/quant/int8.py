@@ -1,0 +1,84 @@
+"""int8 weights with torch's operators, for where the native kernels don't serve. Any model, nothing but its weights.
+
+One scale an output column, symmetric, to nearest. W8A8 quantizes each row of the input likewise, as it comes; its
+products are whole numbers, so a row's result does not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, k] and float32 scales [rows, 1] for x [rows, k], so that x is about their product.
+
+    A row that holds NaN or infinity gets a scale of NaN or infinity, and its products are not finite either.
+    """
+    x = x.float()
+    scale = x.abs().amax(dim=1, keepdim=True) / 127 if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    whole = x.div(scale.where(scale > 0, 1)).round_().nan_to_num_(nan=0)
+    return whole.to(torch.int8), scale
+
+
+def multiplies_exactly() -> bool:
+    """Whether torch's int8 product is right here: on processors without VNNI it adds pairs in 16 bits, where large ones
+    are cut off."""
+    most = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(most, most.t()) == 64 * 127 * 127).all())
+
+
+class Int8Linear:
+    """W8A8: int8 weights times inputs that are quantized row by row."""
+
+    __slots__ = ("_exact", "_scale", "_weight", "bias", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool | None = None) -> None:
+        """Quantizes weight [out_features, in_features]; drop your reference to it.
+
+        Args:
+            exact: multiply in int8; False: the same whole numbers in float32, slower. None: whichever is right here.
+        """
+        self.out_features, self.in_features = weight.shape
+        self._weight, scale = quantize_rows(weight)
+        self._scale = scale[:, 0]
+        self._exact = multiplies_exactly() if exact is None else exact
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, scale = quantize_rows(x)
+        if self._exact:
+            y = torch._int_mm(rows, self._weight.t()).float()
+        else:
+            y = F.linear(rows.float(), self._weight.float())
+        y = y.mul_(scale).mul_(self._scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight with its scales."""
+        return self._weight.nbytes + self._scale.nbytes
+
+
+class Int8WeightLinear:
+    """W8A16: int8 weights that become the input's dtype for as long as a product lasts. Smaller, and slower."""
+
+    __slots__ = ("_scale", "_weight", "bias", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantizes weight [out_features, in_features]; drop your reference to it."""
+        self.out_features, self.in_features = weight.shape
+        self._weight, scale = quantize_rows(weight)
+        self._scale = scale[:, 0]
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Whole numbers up to 127 are exact in bfloat16 and float16; scaled weights would be rounded once more.
+        y = F.linear(x, self._weight.to(x.dtype)).float().mul_(self._scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight with its scales."""
+        return self._weight.nbytes + self._scale.nbytes
