@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers import process
 from benchmarks.peers.catalog import Peer, Setting
-from benchmarks.peers.environments import find_libraries, last_line
+from benchmarks.peers.environments import find_libraries, first_error, last_line
 from benchmarks.peers.outcomes import Measured, WrongCount, check_lengths, last_json
 from benchmarks.workload import Prompt
 
@@ -41,7 +41,7 @@ class Bench:
         if done.returncode is None:
             raise Failed(f"no result within {self.limit:.0f} s")
         if done.returncode:
-            raise Failed(last_line(done.log))
+            raise Failed(first_error(done.stdout) or first_error(done.log) or last_line(done.log))
         return done
 
     def measured(self, result: dict[str, Any], done: process.Finished) -> Measured:

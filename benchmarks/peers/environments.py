@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,12 @@ def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if "error" in line.lower()]
     return (told or lines or ["no output"])[-1][:300]
+
+
+def first_error(text: str) -> str | None:
+    """The first exception that a log names: where several processes fail one after another, the cause of the others."""
+    found = re.search(r"\b[A-Za-z]\w*(?:Error|Exception): \S.*", text)
+    return found.group()[:300].strip() if found else None
 
 
 def run_step(command: Sequence[str], log: Path, limit: float, what: str, env: dict[str, str] | None = None) -> None:

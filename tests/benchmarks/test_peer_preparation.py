@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers import catalog
 from benchmarks.peers.catalog import Environment
-from benchmarks.peers.environments import Unavailable, find_libraries, last_line, prepare, run_step
+from benchmarks.peers.environments import Unavailable, find_libraries, first_error, last_line, prepare, run_step
 from benchmarks.peers.forms import Forms, identity
 
 
@@ -87,6 +87,13 @@ def test_the_reason_is_the_last_line_that_speaks_of_an_error() -> None:
     assert last_line("ok\nValueError: too large\n  notice: a new release\n") == "ValueError: too large"
     assert last_line("one\ntwo\n\n") == "two"
     assert last_line("") == "no output"
+
+
+def test_the_cause_is_the_first_exception_of_several() -> None:
+    log = "(Worker) ERROR [run.py:9] ValueError: 18 GiB are free, 19 wanted\nRuntimeError: failed, see above\n"
+
+    assert first_error(log) == "ValueError: 18 GiB are free, 19 wanted"
+    assert first_error("ERROR: something\nkilled\n") is None
 
 
 def test_libraries_are_looked_for_in_the_environment_first(tmp_path: Path) -> None:
