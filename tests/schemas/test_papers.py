@@ -70,6 +70,15 @@ def test_papers_come_back_from_their_json() -> None:
         assert type(paper).model_validate_json(paper.to_json()) == paper
 
 
+def test_a_pin_of_before_there_was_quantization_reads_as_without() -> None:
+    old = '{"name": "demo", "source": "demo", "dtype": "float32", "quantization": "none"}'
+    assert ModelPin.model_validate_json(old) == ModelPin(name="demo", source="demo", dtype="float32")
+    assert ModelPin.model_validate_json(old).kv_dtype == "auto"
+    for field in ("quantization", "kv_dtype"):
+        with pytest.raises(ValidationError):
+            ModelPin(name="demo", source="demo", dtype="float32", **{field: "int3"})
+
+
 @pytest.mark.parametrize(
     "fields",
     [

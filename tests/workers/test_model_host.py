@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,23 @@ def test_a_loaded_model_knows_what_it_is(loaded: LoadedModel, model_folder: Path
     assert loaded.answers_to("other")
     assert not loaded.answers_to("gpt-4")
     assert loaded.facts["architecture"]
+    assert (loaded.facts["quantization"], loaded.facts["kv_dtype"]) == ("none", "auto")
     assert library_versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_model_says_how_it_was_quantized_and_what_serves(model_folder: Path, loaded: LoadedModel) -> None:
+    quantized = LoadedModel.load(
+        model_folder, name="tiny", config=replace(CONFIG, attention="paged-sdpa", quantize="int8")
+    )
+    assert (quantized.facts["quantization"], quantized.facts["attention"]) == ("int8", "paged-sdpa")
+    assert quantized.pin().quantization == "int8"
+    assert quantized.mismatch(quantized.pin()) is None
+    assert quantized.mismatch(loaded.pin()) == "quantization none, but int8 is loaded"
+    native = LoadedModel.load(
+        model_folder, name="tiny", config=replace(CONFIG, instruction_set="avx2", kv_dtype="int8")
+    )
+    assert (native.facts["kv_dtype"], native.facts["attention"]) == ("int8", "native (avx2)")
+    assert native.mismatch(loaded.pin()) == "kv_dtype auto, but int8 is loaded"
 
 
 def test_the_digest_changes_with_what_changes_answers(model_folder: Path, tmp_path: Path) -> None:

@@ -421,7 +421,15 @@ def test_a_shard_that_another_attempt_committed_first(host: Any, work_off: Any, 
     assert (progress.counts.shards_lost, progress.counts.shards_committed, progress.counts.committed) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("pin", [{"dtype": "bfloat16"}, {"dtype": "float32", "digest": "sha256:other"}])
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "digest": "sha256:other"},
+        {"dtype": "float32", "quantization": "int8"},
+        {"dtype": "float32", "kv_dtype": "int8"},
+    ],
+)
 def test_a_job_pinned_to_another_model_is_refused_whole(host: Any, work_off: Any, kit: Any, pin: Any) -> None:
     model, _ = host()
     model = LoadedModel(
