@@ -62,16 +62,22 @@ def find_compiler() -> list[str]:
 
 
 def build(cache: Path | None = None) -> Path:
-    """The library's path, built now if it is not in the cache.
+    """The library's path, built now if it is not in the cache. Without a compiler, what any compiler built will do.
 
     Raises:
         NativeUnavailable: this is no x86-64 Linux, there is no compiler, or it fails.
     """
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise NativeUnavailable(f"the native kernels are for x86-64 Linux, not {sys.platform} on {os.uname().machine}")
-    compiler = find_compiler()
     cache = cache or default_cache()
-    library = cache / f"kernels-{_key(compiler)}.so"
+    sources = _sources_key()
+    try:
+        compiler = find_compiler()
+    except NativeUnavailable:
+        if built := list(cache.glob(f"kernels-{sources}-*.so")):
+            return max(built, key=lambda path: path.stat().st_mtime)
+        raise
+    library = cache / f"kernels-{sources}-{_key([_run([*compiler, '--version']), *compiler])}.so"
     if library.exists():
         return library
     try:
@@ -90,15 +96,17 @@ def _sources() -> list[Path]:
     return sorted(SOURCES.iterdir())
 
 
-def _key(compiler: Iterable[str]) -> str:
-    """Of all that decides what comes out: sources, flags, compiler and torch."""
+def _sources_key() -> str:
+    """Of what decides what the library does: sources, flags and torch."""
+    sources = (part for source in _sources() for part in (source.name, source.read_text(encoding="utf-8")))
+    return _key([*sources, repr(INSTRUCTION_SETS), repr(_COMMON + _DRIVER), torch.__version__])
+
+
+def _key(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for source in _sources():
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    version = _run([*compiler, "--version"])
-    for part in (repr(INSTRUCTION_SETS), repr(_COMMON + _DRIVER), version, torch.__version__, *compiler):
+    for part in parts:
         digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:12]
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
