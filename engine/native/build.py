@@ -74,8 +74,8 @@ def build(cache: Path | None = None) -> Path:
     try:
         compiler = find_compiler()
     except NativeUnavailable:
-        if built := list(cache.glob(f"kernels-{sources}-*.so")):
-            return max(built, key=lambda path: path.stat().st_mtime)
+        if found := list(cache.glob(f"kernels-{sources}-*.so")):
+            return max(found, key=lambda path: path.stat().st_mtime)
         raise
     library = cache / f"kernels-{sources}-{_key([_run([*compiler, '--version']), *compiler])}.so"
     if library.exists():
