@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.native.library import NativeLibrary
 from engine.native.structs import KIND_OF, Kind, LinearStruct
 from engine.native.workspace import Workspace
@@ -61,7 +63,7 @@ class NativeLinear:
 
     def product(self, x: Tensor, space: Workspace) -> Tensor:
         """float32 [rows, out_features] for x [rows, in_features]."""
-        x = x.contiguous()
+        x = self._operand(x)
         y = torch.empty(x.shape[0], self.out_features, dtype=torch.float32)
         if x.shape[0]:
             self.library.linear(KIND_OF[x.dtype], self.struct, x, y, space.struct)
@@ -70,12 +72,25 @@ class NativeLinear:
     def argmax(self, x: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
         """For each row of x the column of the largest product (int64 [rows], the first of equals), and whether there
         is one and no product is NaN or +inf (bool [rows]). The products themselves are never stored."""
-        x = x.contiguous()
+        x = self._operand(x)
         best = torch.empty(x.shape[0], dtype=torch.int64)
         finite = torch.empty(x.shape[0], dtype=torch.bool)
         if x.shape[0]:
             self.library.argmax(KIND_OF[x.dtype], self.struct, x, best, finite, space.struct)
         return best, finite
+
+    def _operand(self, x: Tensor) -> Tensor:
+        """Rows as the kernels read them: side by side, in whole words of the kind that the weight multiplies.
+
+        Raises:
+            EngineError: the weight multiplies another dtype.
+        """
+        kind = KIND_OF.get(x.dtype)
+        if kind is None or (self.kind in (Kind.F32, Kind.BF16) and kind != self.kind):
+            raise EngineError(f"a weight packed as {self.kind.name} can't be multiplied with {x.dtype}")
+        if kind == Kind.BF16 and x.shape[1] % 2:
+            return F.pad(x, (0, 1))
+        return x.contiguous()
 
     def _workspace(self, rows: int) -> Workspace:
         if self._space is None or self._space.max_tokens < rows:
