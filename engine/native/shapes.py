@@ -79,10 +79,7 @@ class ShapeTable:
             return {}
         kinds = {Kind.I8.name, KIND_OF[self._dtype].name}
         sound = isinstance(table, dict) and all(
-            isinstance(times, dict)
-            and kinds <= times.keys()
-            and all(len(times[kind]) == len(ROWS) and all(t > 0 for t in times[kind]) for kind in kinds)
-            for times in table.values()
+            isinstance(times, dict) and all(_sound(times.get(kind)) for kind in kinds) for times in table.values()
         )
         return table if sound else {}
 
@@ -94,6 +91,15 @@ class ShapeTable:
             os.replace(file.name, self._file)
         except OSError:
             return
+
+
+def _sound(seconds: object) -> bool:
+    """Whether these are times at each of ROWS."""
+    return (
+        isinstance(seconds, list)
+        and len(seconds) == len(ROWS)
+        and all(isinstance(time, float | int) and time > 0 for time in seconds)
+    )
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
