@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_supported": (c_int, [c_int]),
     "tm_panel": (c_int, [c_int]),
     "tm_abi": (c_int, []),
-    "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4]),
+    "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
     "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
     "tm_plan_groups": (c_void_p, [c_void_p]),
     "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
@@ -65,9 +65,13 @@ class NativeLibrary:
         self.panel: int = self._library.tm_panel(self._isa)
 
     def pack(self, kind: Kind, rows: Tensor, packed: Tensor, scale: Tensor | None, offset: Tensor | None) -> None:
-        """Pack contiguous float32 rows [n, k] into `packed` words; `scale` float32 and `offset` int32 [padded n]."""
+        """Pack contiguous float32 rows [n, k] into `packed` words; `scale` float32 [padded n], `offset` int32 [groups,
+        padded n], a view of as many columns as there are rows at least."""
         n, k = rows.shape
-        self._library.tm_pack(self._isa, kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset))
+        stride = 0 if offset is None else offset.stride(0)
+        self._library.tm_pack(
+            self._isa, kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset), stride
+        )
 
     def plan(
         self, cache: structs.CacheShape, heads: int, most_partials: int, groups: ctypes.Array[structs.GroupInput]

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary
 from engine.native.structs import KIND_OF, Kind, LinearStruct
-from engine.native.workspace import Workspace
+from engine.native.workspace import QUANT_GROUP, Workspace
 
 _ROWS_AT_ONCE = 4096
 """Weight rows that are held in float32 while they are packed."""
@@ -37,12 +37,12 @@ class NativeLinear:
         packed = torch.empty(packed_words + 16, dtype=torch.int32)
         quantized = kind in (Kind.I8, Kind.W8)
         scale = torch.empty(padded, dtype=torch.float32) if quantized else None
-        offset = torch.empty(padded, dtype=torch.int32) if kind == Kind.I8 else None
+        offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == Kind.I8 else None
         rows = _ROWS_AT_ONCE // panel * panel
         for at in range(0, n, rows):
             part = weight[at : at + rows].to(torch.float32).contiguous()
             first = at * words // (2 if kind == Kind.W8 else 1)
-            scales, offsets = (None if t is None else t[at:] for t in (scale, offset))
+            scales, offsets = (None if t is None else t[..., at:] for t in (scale, offset))
             library.pack(kind, part, packed[first:], scales, offsets)
         padded_bias = None
         if bias is not None:

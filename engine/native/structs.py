@@ -85,7 +85,7 @@ class StepStruct(ctypes.Structure):
 class WorkspaceStruct(ctypes.Structure):
     _fields_ = (
         ("hidden_stride", c_int64), ("qkv_stride", c_int64), ("attended_stride", c_int64), ("gated_stride", c_int64),
-        ("input_words", c_int64),
+        ("input_words", c_int64), ("scale_stride", c_int64),
         ("residual", c_void_p), ("update", c_void_p), ("qkv", c_void_p), ("row_scale", c_void_p),
         ("state", c_void_p), ("partial", c_void_p),
         ("input", c_void_p), ("attended", c_void_p), ("gated", c_void_p), ("query", c_void_p),

@@ -13,6 +13,7 @@ from engine.native.structs import PARTS, CacheShape, Kind, WorkspaceStruct
 ROW_BLOCK = 120
 TILE_KEYS = 256
 ATTENTION_ROWS = 60
+QUANT_GROUP = 192
 """As in csrc/api.h."""
 
 MOST_PARTIALS = 8192
@@ -39,11 +40,13 @@ class Workspace:
         words = -(-in_features // 4)
         thread_bytes = _product_bytes(library, in_features)
         buffers = {
-            "row_scale": torch.empty(max_tokens),
+            "row_scale": torch.empty(max_tokens * -(-in_features // QUANT_GROUP)),
             "input": torch.zeros(max_tokens * words + 16, dtype=torch.int32),
             "partial": torch.empty(library.threads * max_tokens * 3),
         }
-        return cls._of(library, buffers, thread_bytes, max_tokens, input_words=words)
+        return cls._of(
+            library, buffers, thread_bytes, max_tokens, input_words=words, scale_stride=-(-in_features // QUANT_GROUP)
+        )
 
     @classmethod
     def for_attention(
@@ -70,6 +73,7 @@ class Workspace:
             "qkv_stride": _padded((heads + 2 * cache.kv_heads) * dim, panel),
             "attended_stride": _padded(heads * dim, 4),
             "gated_stride": _padded(intermediate, panel),
+            "scale_stride": -(-max(hidden, heads * dim, intermediate) // QUANT_GROUP),
         }
         element = 1 if activations == Kind.F32 else 2  # elements of activations in a word
         widest = max(hidden, heads * dim, intermediate)
@@ -79,7 +83,7 @@ class Workspace:
             "residual": torch.zeros(max_tokens * strides["hidden_stride"]),
             "update": torch.zeros(max_tokens * strides["hidden_stride"]),
             "qkv": torch.zeros(max_tokens * strides["qkv_stride"]),
-            "row_scale": torch.zeros(max_tokens),
+            "row_scale": torch.zeros(max_tokens * -(-widest // QUANT_GROUP)),
             "state": torch.zeros(max_tokens * heads * stride),
             "partial": torch.zeros(max(MOST_PARTIALS * stride, library.threads * max_tokens * 3)),
             "input": torch.zeros(max_tokens * input_words + 16, dtype=torch.int32),
@@ -111,7 +115,7 @@ def _padded(n: int, to: int) -> int:
 def _product_bytes(library: NativeLibrary, widest: int) -> int:
     """A block's results, a panel of unpacked weights, or a row of the widest operand in float32."""
     panel = library.panel
-    return max(ROW_BLOCK * panel * 4 + (widest + 2) * panel * 4, 8 * (widest + 16))
+    return max(ROW_BLOCK * panel * 4 + max(widest + 2, ROW_BLOCK) * panel * 4, 8 * (widest + 16))
 
 
 def _attention_bytes(cache: CacheShape, heads: int) -> int:

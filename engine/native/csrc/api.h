@@ -15,7 +15,7 @@ struct Linear {
     int32_t kind, n, k, kw;
     const uint32_t* packed;
     const float* scale;     // [n padded to panels], int8 kinds
-    const int32_t* offset;  // KIND_I8: 128 * sum of the column's weights
+    const int32_t* offset;  // KIND_I8: [groups][n padded], 128 * sum of the group's weights of the column
     const float* bias;      // or null, padded likewise
 };
 
@@ -72,7 +72,7 @@ struct Step {
 
 // Buffers of a decoder, made once for `max_tokens`; strides are in elements of the named type.
 struct Workspace {
-    int64_t hidden_stride, qkv_stride, attended_stride, gated_stride, input_words;
+    int64_t hidden_stride, qkv_stride, attended_stride, gated_stride, input_words, scale_stride;
     float *residual, *update, *qkv, *row_scale, *state, *partial;
     uint32_t *input, *attended, *gated, *query;
     uint8_t* thread_space;  // [threads][thread_bytes]
@@ -93,7 +93,8 @@ struct Team {
 
 struct Kernels {
     int32_t panel, lanes;
-    void (*pack)(int32_t kind, int32_t n, int32_t k, const float* rows, uint32_t* packed, float* scale, int32_t* offset);
+    void (*pack)(int32_t kind, int32_t n, int32_t k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
+                 int64_t offset_stride);
     void (*forward)(Team*, int32_t member, const DecoderShape*, const Layer*, const void* embedding, const float* norm,
                     const Step*, const Workspace*);
     void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,
@@ -106,6 +107,9 @@ struct Kernels {
 };
 
 }  // extern "C"
+
+// A quantized row has a scale for each so many of its elements: one outlier then costs its group precision, not the row.
+constexpr int QUANT_GROUP = 192;
 
 constexpr int ROW_BLOCK = 120;        // rows of a product that share a pass over a weight panel
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once

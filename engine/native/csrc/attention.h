@@ -47,6 +47,20 @@ struct AttentionSpace {
     }
 };
 
+// Fetches the lines that `store_token` will write: a decoding token's are scattered over its block, and cold.
+inline void fetch_slot(const CacheShape& s, const Layer& layer, int64_t slot) {
+    const int64_t block = slot / s.block_size;
+    const int at = int(slot % s.block_size), per = per_word(s.kind), unit = s.kind == KIND_I8 ? 2 : 4;
+    const int key_words = (s.head_dim + per - 1) / per;
+    for (int h = 0; h < s.kv_heads; h++) {
+        const int64_t head = block * s.kv_heads + h;
+        const char* keys = (const char*)layer.keys + (head * key_words * s.columns + at) * unit;
+        for (int w = 0; w < key_words; w++) _mm_prefetch(keys + int64_t(w) * s.columns * unit, _MM_HINT_T0);
+        const char* values = (const char*)layer.values + (head * s.columns / per + at / per) * s.value_dim * unit;
+        for (int i = 0; i < s.value_dim * unit; i += 64) _mm_prefetch(values + i, _MM_HINT_T0);
+    }
+}
+
 // One token's keys and values of all KV heads into its slot; k, v: [kv_heads][head_dim] float32.
 inline void store_token(const CacheShape& s, const Layer& layer, int64_t slot, const float* k, const float* v) {
     const int64_t block = slot / s.block_size;

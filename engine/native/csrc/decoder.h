@@ -69,7 +69,7 @@ struct Decoder {
                 rms_norm(x, weight, n, shape.eps, y);
                 if (next)
                     write_operand(operand_kind(shape.activations, *next), y, n, space.input + t * space.input_words,
-                                  space.row_scale + t);
+                                  space.row_scale + t * space.scale_stride);
                 else if (shape.activations == KIND_F32)
                     __builtin_memcpy((float*)hidden + int64_t(t) * n, y, n * 4);
                 else
@@ -79,7 +79,7 @@ struct Decoder {
     }
 
     void qkv(Member& me, const Layer& layer) const {
-        for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, step.tokens,
+        for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
                    (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
                        for (int r = 0; r < count; r++) {
                            float* to = space.qkv + (first + r) * space.qkv_stride + panel * PANEL;
@@ -98,6 +98,7 @@ struct Decoder {
         me.share_rows(step.tokens, 4, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
+                if (t + 1 < last && group.slots[t + 1] != group.slots[t] + 1) fetch_slot(cache, layer, group.slots[t + 1]);
                 const float *cosine = rotation + int64_t(t) * dim, *sine = cosine + half;
                 for (int h = 0; h < rotated; h++) {
                     float* head = x + h * dim;
@@ -108,12 +109,10 @@ struct Decoder {
                         head[i + half] = b * cosine[i] + a * sine[i];
                     }
                     if (h < heads) {
-                        if (shape.activations == KIND_F32) {
-                            __builtin_memcpy((float*)space.query + (int64_t(t) * heads + h) * dim, head, dim * 4);
-                        } else {
-                            uint16_t* to = (uint16_t*)space.query + (int64_t(t) * heads + h) * dim;
-                            for (int i = 0; i < dim; i++) to[i] = to_bf16(head[i]);
-                        }
+                        const int64_t to = (int64_t(t) * heads + h) * dim;
+                        write_operand(shape.activations, head, dim,
+                                      shape.activations == KIND_F32 ? space.query + to
+                                                                    : (u32*)((uint16_t*)space.query + to), nullptr);
                     }
                 }
                 store_token(cache, layer, group.slots[t], x + heads * dim, x + rotated * dim);
@@ -134,7 +133,7 @@ struct Decoder {
         const int64_t words = shape.activations == KIND_F32 ? stride : stride / 2;
         int64_t lda;
         const u32* a = as_operand(me, shape.activations, w, x, words, step.tokens, space, &lda);
-        for_panels(me, shape.activations, w, a, lda, space.row_scale, step.tokens, (uint8_t*)line(me),
+        for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, step.tokens, (uint8_t*)line(me),
                    [&](int first, int count, int panel, const float* c) {
                        float* to = (joins ? space.residual : space.update) + first * space.hidden_stride + panel * PANEL;
                        for (int r = 0; r < count; r++, to += space.hidden_stride)
@@ -148,7 +147,7 @@ struct Decoder {
     // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
     void gate_up(Member& me, const Layer& layer) const {
         const bool gelu = shape.gelu;
-        for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, step.tokens,
+        for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
                    (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
                        for (int r = 0; r < count; r++) {
                            const vf y = mul(gate(load(c + r * PANEL), gelu), load(c + r * PANEL + VL));

@@ -220,8 +220,9 @@ int tm_panel(int isa) { return kernels_of(isa)->panel; }
 
 int tm_abi() { return int(sizeof(Layer) + 1000 * sizeof(Workspace) + 1000000 * sizeof(AttentionGroup)); }
 
-void tm_pack(int isa, int kind, int n, int k, const float* rows, uint32_t* packed, float* scale, int32_t* offset) {
-    kernels_of(isa)->pack(kind, n, k, rows, packed, scale, offset);
+void tm_pack(int isa, int kind, int n, int k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
+             int64_t offset_stride) {
+    kernels_of(isa)->pack(kind, n, k, rows, packed, scale, offset, offset_stride);
 }
 
 struct GroupInput {

@@ -27,8 +27,11 @@ inline uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// rows [n][k] float32 -> panels. int8 kinds: one scale a row, symmetric, to nearest.
-void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, float* scale, int32_t* offset) {
+inline int groups_of(int k) { return (k + QUANT_GROUP - 1) / QUANT_GROUP; }
+
+// rows [n][k] float32 -> panels. int8 kinds: one scale a row, symmetric, to nearest. `offset` [groups][stride].
+void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, float* scale, int32_t* offset,
+          int64_t offset_stride) {
     const int per = kind == KIND_F32 ? 1 : kind == KIND_I8 ? 4 : 2;
     const int kw = words_of(kind, k), panels = (n + PANEL - 1) / PANEL;
     for (int p = 0; p < panels; p++) {
@@ -36,13 +39,13 @@ void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, fl
             const int row = p * PANEL + c;
             const float* w = row < n ? rows + int64_t(row) * k : nullptr;
             float inverse = 0;
-            int sum = 0;
             if (scale) {
                 float most = 0;
                 for (int i = 0; w && i < k; i++) most = fmaxf(most, fabsf(w[i]));
                 scale[row] = most / 127.0f;
                 inverse = most > 0 ? 127.0f / most : 0;
             }
+            for (int g = 0; offset && g < groups_of(k); g++) offset[g * offset_stride + row] = 0;
             for (int word = 0; word < kw; word++) {
                 const int64_t at = (int64_t(p) * kw + word) * PANEL + c;
                 for (int e = 0; e < per; e++) {
@@ -55,11 +58,10 @@ void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, fl
                     } else {
                         const int q = int(rintf(x * inverse));
                         ((int8_t*)packed)[at * per + e] = int8_t(q);
-                        sum += q;
+                        if (offset) offset[i / QUANT_GROUP * offset_stride + row] += 128 * q;
                     }
                 }
             }
-            if (offset) offset[row] = 128 * sum;
         }
     }
 }
@@ -99,11 +101,34 @@ inline void unpack_panel(int32_t activations, const u32* packed, int kw, u32* ou
     }
 }
 
+// One panel of a W8A8 product: each group's integers are summed exactly, scaled by the row's scale of that group, and
+// added in float32; c [rows][PANEL] lacks only the columns' scales. sums: room for as much.
+inline void grouped_product(const Team& team, const Linear& w, const u32* a, int64_t lda, int rows, int panel,
+                            const u32* b, const float* row_scale, int64_t scale_stride, float* c, u32* sums,
+                            const u32* ahead) {
+    const int group_words = QUANT_GROUP / 4, padded = (w.n + PANEL - 1) / PANEL * PANEL;
+    for (int g = 0, word = 0; word < w.kw; g++, word += group_words) {
+        const int words = w.kw - word < group_words ? w.kw - word : group_words;
+        panel_product<I8>(team, a + word, lda, rows, b + int64_t(word) * PANEL, words, sums,
+                          ahead ? ahead + int64_t(word) * PANEL : nullptr);
+        const int32_t* offset = w.offset + int64_t(g) * padded + panel * PANEL;
+        const vi one = load_words(offset), two = load_words(offset + VL);
+        for (int r = 0; r < rows; r++) {
+            const vf scale = set1(row_scale[r * scale_stride + g]);
+            const vf x = to_float(sub_i(load_words(sums + r * PANEL), one));
+            const vf y = to_float(sub_i(load_words(sums + r * PANEL + VL), two));
+            float* to = c + r * PANEL;
+            store(to, g ? fma(x, scale, load(to)) : mul(x, scale));
+            store(to + VL, g ? fma(y, scale, load(to + VL)) : mul(y, scale));
+        }
+    }
+}
+
 // Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
-// x: [rows][lda words]. row_scale: of quantized rows.
+// x: [rows][lda words]. row_scale: of quantized rows, [rows][scale_stride].
 template <class F>
 void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
-                int rows, uint8_t* space, F finish) {
+                int64_t scale_stride, int rows, uint8_t* space, F finish) {
     const int panels = (w.n + PANEL - 1) / PANEL, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int wanted = 8 * me.team->size;
     int per_task = int64_t(panels) * blocks / wanted;
@@ -124,7 +149,8 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
             } else if (w.kind == KIND_BF16) {
                 panel_product<BF16>(*me.team, a, lda, count, b, w.kw, c, ahead);
             } else if (w.kind == KIND_I8) {
-                panel_product<I8>(*me.team, a, lda, count, b, w.kw, c, ahead);
+                grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride,
+                                (float*)c, unpacked, ahead);
             } else {
                 const int words = activations == KIND_BF16 ? w.kw : w.k;
                 unpack_panel(activations, (const u32*)((const int8_t*)w.packed + int64_t(p) * w.kw * PANEL * 2), w.kw,
@@ -137,15 +163,7 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
             for (int v = 0; v < 2; v++) {
                 const int column = p * PANEL + v * VL;
                 const vf bias = w.bias ? load(w.bias + column) : zero();
-                if (w.kind == KIND_I8) {
-                    const vf scale = load(w.scale + column);
-                    const vi offset = load_words(w.offset + column);
-                    for (int r = 0; r < count; r++) {
-                        u32* at = c + r * PANEL + v * VL;
-                        const vf y = mul(to_float(sub_i(load_words(at), offset)), mul(scale, set1(row_scale[first + r])));
-                        store((float*)at, add(y, bias));
-                    }
-                } else if (w.kind == KIND_W8) {
+                if (w.kind == KIND_I8 || w.kind == KIND_W8) {
                     const vf scale = load(w.scale + column);
                     for (int r = 0; r < count; r++) {
                         float* at = (float*)c + r * PANEL + v * VL;
@@ -163,7 +181,7 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
     });
 }
 
-// Writes one row of an operand: x [n] float32 -> words of the kind, padded to whole words; KIND_I8 also its scale.
+// Writes one row of an operand: x [n] float32 -> words of the kind, padded to whole words; KIND_I8 also its scales.
 inline void write_operand(int32_t kind, const float* x, int n, u32* out, float* scale) {
     if (kind == KIND_F32) {
         for (int i = 0; i < n; i += VL)
@@ -178,25 +196,28 @@ inline void write_operand(int32_t kind, const float* x, int n, u32* out, float* 
         if (n & 1) to[n] = 0;
         return;
     }
-    vf most = zero(), nothing = zero();
-    for (int i = 0; i < n; i += VL) {
-        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
-        most = max(most, abs_f(y));
-        nothing = fma(y, zero(), nothing);  // NaN once anything is not finite: integers could not carry that on
-    }
-    const float top = peak(most);
-    *scale = top / 127.0f + sum(nothing);
-    const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
     uint8_t* to = (uint8_t*)out;
-    for (int i = 0; i < n; i += VL) {
-        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
-        const vi q = add_i(to_int(mul(y, inverse)), set1_i(128));
-        if (n - i >= VL) {
-            store_bytes(to + i, q);
-        } else {
-            uint8_t tail[VL];
-            store_bytes(tail, q);
-            for (int j = 0; j < (n - i + 3) / 4 * 4; j++) to[i + j] = tail[j];
+    for (int begin = 0; begin < n; begin += QUANT_GROUP, scale++) {
+        const int end = n - begin < QUANT_GROUP ? n : begin + QUANT_GROUP;
+        vf most = zero(), nothing = zero();
+        for (int i = begin; i < end; i += VL) {
+            const vf y = end - i >= VL ? load(x + i) : load_first(x + i, end - i);
+            most = max(most, abs_f(y));
+            nothing = fma(y, zero(), nothing);  // NaN once anything is not finite: integers could not carry that on
+        }
+        const float top = peak(most);
+        *scale = top / 127.0f + sum(nothing);
+        const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
+        for (int i = begin; i < end; i += VL) {
+            const vf y = end - i >= VL ? load(x + i) : load_first(x + i, end - i);
+            const vi q = add_i(to_int(mul(y, inverse)), set1_i(128));
+            if (end - i >= VL) {
+                store_bytes(to + i, q);
+            } else {
+                uint8_t tail[VL];
+                store_bytes(tail, q);
+                for (int j = 0; j < (end - i + 3) / 4 * 4; j++) to[i + j] = tail[j];
+            }
         }
     }
 }
@@ -227,7 +248,8 @@ inline const u32* as_operand(Member& me, int32_t activations, const Linear& w, c
     me.share_rows(rows, 4, [&](int first, int last) {
         for (int r = first; r < last; r++) {
             read_operand(activations, x + r * x_words, w.k, line);
-            write_operand(KIND_I8, line, w.k, space.input + r * space.input_words, space.row_scale + r);
+            write_operand(KIND_I8, line, w.k, space.input + r * space.input_words,
+                          space.row_scale + r * space.scale_stride);
         }
     });
     me.book(PART_QUANTIZE);
@@ -240,7 +262,7 @@ void linear(Team* team, int32_t member, int32_t activations, const Linear* w, co
     int64_t lda;
     const u32* a = as_operand(me, activations, *w, (const u32*)x, words_of(activations, w->k), int(rows), *space, &lda);
     uint8_t* scratch = space->thread_space + member * space->thread_bytes;
-    for_panels(me, activations, *w, a, lda, space->row_scale, int(rows), scratch,
+    for_panels(me, activations, *w, a, lda, space->row_scale, space->scale_stride, int(rows), scratch,
                [&](int first, int count, int panel, const float* c) {
                    for (int v = 0; v < 2; v++) {
                        const int column = panel * PANEL + v * VL, left = w->n - column;
@@ -268,7 +290,7 @@ void argmax(Team* team, int32_t member, int32_t activations, const Linear* w, co
     struct Found { float value; int32_t column; int32_t broken; };
     Found* mine = (Found*)space->partial + member * rows;
     for (int64_t r = 0; r < rows; r++) mine[r] = Found{-INFINITY, 0x7fffffff, 0};
-    for_panels(me, activations, *w, a, lda, space->row_scale, int(rows), scratch,
+    for_panels(me, activations, *w, a, lda, space->row_scale, space->scale_stride, int(rows), scratch,
                [&](int first, int count, int panel, const float* c) {
                    const int column = panel * PANEL, left = w->n - column;
                    for (int r = 0; r < count; r++) {
