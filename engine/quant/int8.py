@@ -18,7 +18,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     scale = x.abs().amax(dim=1, keepdim=True) / 127 if x.shape[1] else x.new_zeros(x.shape[0], 1)
-    whole = x.div(scale.where(scale > 0, 1)).round_().nan_to_num_(nan=0)
+    whole = x.div(scale).round_().nan_to_num_(nan=0, posinf=0, neginf=0)  # also of rows of zeros, or all but
     return whole.to(torch.int8), scale
 
 

@@ -87,7 +87,7 @@ def test_a_row_that_is_not_finite_spoils_itself_only(made_of: type[Int8Linear] |
 
 def test_rows_and_weights_of_zeros_are_zero() -> None:
     linear = Int8Linear(torch.zeros(8, 16), torch.arange(8.0))
-    for x in (torch.zeros(2, 16), torch.ones(2, 16)):
+    for x in (torch.zeros(2, 16), torch.ones(2, 16), torch.full((2, 16), 1e-45)):
         assert torch.equal(linear(x), torch.arange(8.0).expand(2, 8))
     assert Int8Linear(torch.ones(8, 16))(torch.ones(0, 16)).shape == (0, 8)
 

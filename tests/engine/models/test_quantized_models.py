@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UnsupportedModel
 from engine.models.hf_check import DenseAttend, check_against_eager, check_quantized
-from engine.models.hf_quant import QuantizedModule
+from engine.models.hf_quant import QuantizedModule, quantize_linears
 from engine.models.load import load_model
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
@@ -149,3 +149,16 @@ def test_weights_that_two_modules_share_stay_as_they_are(tmp_path: Any, tiny_mod
     plain = load(folder)
     assert torch.equal(model._head.weight, plain._head.weight)
     assert off_by(logits(model), logits(plain)) < 0.08
+
+
+def test_layers_that_share_a_weight_and_the_head_stay_wherever_they_are(tiny_model: Any) -> None:
+    # Given a model two of whose layers share a weight, and whose head is no further out than its layers
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("phi"), dtype=torch.float32)
+    layers = model.model.layers
+    layers[0].mlp.fc1.weight = layers[1].mlp.fc1.weight
+    model.base_model_prefix = ""
+    assert model.base_model is model
+    # When its layers are quantized, then those are not
+    quantize_linears(model, TorchBuilder("int8"))
+    assert type(layers[0].mlp.fc1) is type(layers[1].mlp.fc1) is type(model.lm_head) is nn.Linear
+    assert isinstance(layers[2].mlp.fc1, QuantizedModule)
