@@ -19,8 +19,8 @@ PATHS = (*INSTRUCTION_SETS, "brgemm")
 @cache
 def native_path(name: str, threads: int = 2) -> NativeLibrary:
     """The kernels of one path; skips the test where the processor lacks it."""
-    path = build()
     try:
+        path = build()
         if name == "brgemm":
             return NativeLibrary(path, "avx512_bf16", threads, brgemm=True)
         return NativeLibrary(path, name, threads)

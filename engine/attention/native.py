@@ -21,6 +21,9 @@ from engine.native.workspace import MOST_PARTIALS, Workspace
 
 CPU = torch.device("cpu")
 
+MOST_INT8_DIM = 1024
+"""As in csrc/attention.h."""
+
 _LANES = 16
 """Columns of a block and dimensions of a value are padded to whole vectors of the widest instruction set."""
 
@@ -103,8 +106,10 @@ class NativeAttention:
         """`kv_kind`: of the cache; None: the dtype's.
 
         Raises:
-            EngineError: the dtype is not one that the kernels compute in.
+            EngineError: the dtype is not one that the kernels compute in, or a head is too long for int8.
         """
+        if kv_kind == Kind.I8 and layout.head_dim > MOST_INT8_DIM:
+            raise EngineError(f"an int8 cache takes heads of {MOST_INT8_DIM} at most, not {layout.head_dim}")
         if dtype not in KIND_OF:
             raise EngineError(f"native attention computes in bfloat16 and float32, not {dtype}; use paged-sdpa")
         self.library = library

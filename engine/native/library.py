@@ -53,9 +53,12 @@ class NativeLibrary:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise NativeUnavailable(f"the built kernels don't load: {error}") from error
-        for function, (result, arguments) in _SIGNATURES.items():
-            bound = getattr(self._library, function)
-            bound.restype, bound.argtypes = result, arguments
+        try:
+            for function, (result, arguments) in _SIGNATURES.items():
+                bound = getattr(self._library, function)
+                bound.restype, bound.argtypes = result, arguments
+        except AttributeError as error:
+            raise NativeUnavailable(f"{path}: was built from other sources; remove it") from error
         if self._library.tm_abi() != structs.ABI:
             raise NativeUnavailable(f"{path}: was built from other sources; remove it")
         self._isa = list(INSTRUCTION_SETS).index("avx512_bf16" if name == "amx" else name)

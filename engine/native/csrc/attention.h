@@ -47,6 +47,29 @@ struct AttentionSpace {
     }
 };
 
+constexpr int MOST_DIM = 1024;  // of a head whose cache is int8
+
+// x [n] -> integers of at most `range`, as bytes or halves (the other is null); returns the scale. What is not finite
+// makes the scale NaN, because integers could not carry it on.
+inline float quantize(const float* x, int n, float range, int8_t* bytes, int16_t* halves) {
+    vf most = zero(), nothing = zero();
+    for (int i = 0; i < n; i += VL) {
+        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        most = max(most, abs_f(y));
+        nothing = fma(y, zero(), nothing);
+    }
+    const float top = peak(most);
+    const vf inverse = set1(top > 0 && top < 3e38f ? range / top : 0);
+    for (int i = 0; i < n; i += VL) {
+        const vi q = to_int(mul(n - i >= VL ? load(x + i) : load_first(x + i, n - i), inverse));
+        if (bytes)
+            store_bytes((uint8_t*)bytes + i, q);
+        else
+            store_halves((uint16_t*)halves + i, q);
+    }
+    return top / range + sum(nothing);
+}
+
 // Fetches the lines that `store_token` will write: a decoding token's are scattered over its block, and cold.
 inline void fetch_slot(const CacheShape& s, const Layer& layer, int64_t slot) {
     const int64_t block = slot / s.block_size;
@@ -80,28 +103,24 @@ inline void store_token(const CacheShape& s, const Layer& layer, int64_t slot, c
             uint16_t* values = (uint16_t*)(layer.values + (head * columns / 2 + at / 2) * s.value_dim) + at % 2;
             for (int i = 0; i < dim; i++) values[2 * i] = to_bf16(v[i]);
         } else {
-            float most_k = 0, most_v = 0, nothing = 0;
-            for (int i = 0; i < dim; i++) {
-                most_k = fmaxf(most_k, fabsf(k[i])), most_v = fmaxf(most_v, fabsf(v[i]));
-                nothing += (k[i] - k[i]) + (v[i] - v[i]);
-            }
-            // NaN in the scales carries on what integers could not.
-            layer.key_scales[head * columns + at] = most_k / 127.0f + nothing;
-            layer.value_scales[head * columns + at] = most_v / 127.0f + nothing;
-            const float to_k = most_k > 0 && nothing == 0 ? 127.0f / most_k : 0;
-            const float to_v = most_v > 0 && nothing == 0 ? 127.0f / most_v : 0;
-            int8_t* keys = (int8_t*)layer.keys + (head * key_words * columns + at) * 2;
-            for (int i = 0; i < dim; i++) keys[int64_t(i / 2) * columns * 2 + i % 2] = int8_t(rintf(k[i] * to_k));
+            int8_t small[2][MOST_DIM + VL];
+            const float key_scale = quantize(k, dim, 127.0f, small[0], nullptr);
+            const float value_scale = quantize(v, dim, 127.0f, small[1], nullptr);
+            layer.key_scales[head * columns + at] = key_scale;
+            layer.value_scales[head * columns + at] = value_scale;
+            uint16_t* keys = (uint16_t*)layer.keys + head * key_words * columns + at;
+            small[0][dim] = 0;
+            for (int w = 0; w < key_words; w++) __builtin_memcpy(keys + int64_t(w) * columns, small[0] + 2 * w, 2);
             int8_t* values = (int8_t*)layer.values + (head * columns / 2 + at / 2) * s.value_dim * 2 + at % 2;
-            for (int i = 0; i < dim; i++) values[2 * i] = int8_t(rintf(v[i] * to_v));
+            for (int i = 0; i < dim; i++) values[2 * i] = small[1][i];
         }
     }
 }
 
 template <class D>
-void block_products(const Team& team, const u32* a, int64_t lda, int rows, const u32* const* b, int num_blocks, int kb, int64_t ldb,
-                    int columns, u32* c, int64_t ldc, const u32* const* ahead) {
-    if constexpr (D::P == 2) {
+void block_products(const Team& team, const u32* a, int64_t lda, int rows, const typename D::B* const* b, int num_blocks,
+                    int kb, int64_t ldb, int columns, u32* c, int64_t ldc, const typename D::B* const* ahead) {
+    if constexpr (D::P == 2 && sizeof(typename D::B) == 4) {
         if (team.bf16 && rows >= BRGEMM_ROWS && columns % 32 == 0) {
             int done = 0;
             for (; rows - done >= BRGEMM_ROWS; done += BRGEMM_ROWS)
@@ -144,14 +163,11 @@ struct Attention {
                 continue;
             }
             read_operand(activations, from, s.head_dim, room.line);
-            float most = 0, nothing = 0;
-            for (int i = 0; i < s.head_dim; i++) most = fmaxf(most, fabsf(room.line[i])), nothing += room.line[i] * 0;
             // 64 products of 127 and this stay below 2^31; longer heads get a smaller range.
-            const float range = s.head_dim <= 512 ? 32767.0f : 8191.0f;
-            room.query_scale[r] = most / range + nothing;
-            const float inverse = most > 0 && nothing == 0 ? range / most : 0;
+            int16_t halves[MOST_DIM + VL];
+            room.query_scale[r] = quantize(room.line, s.head_dim, s.head_dim <= 512 ? 32767.0f : 8191.0f, nullptr, halves);
             int16_t* to = (int16_t*)(room.query + r * ((s.head_dim + 1) / 2));
-            for (int i = 0; i < s.head_dim; i++) to[i] = int16_t(rintf(room.line[i] * inverse));
+            __builtin_memcpy(to, halves, s.head_dim * 2);
             if (s.head_dim & 1) to[s.head_dim] = 0;
         }
     }
@@ -177,20 +193,32 @@ struct Attention {
 
     // Scores of one tile, [rows][tile.columns], unscaled, int32 for int8 caches. Meanwhile `next`'s keys are fetched.
     void scores(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
-        const int per = per_word(s.kind), kw = (s.head_dim + per - 1) / per;
-        for (int b = 0; b < part.blocks; b++) {
-            const u32* keys = keys_of(part, b);
-            const u32* ahead = b < next.blocks ? keys_of(next, b) : nullptr;
-            u32* to = (u32*)room.scores + b * s.columns;
-            if (s.kind == KIND_F32) {
-                product<F32>(room.query, kw, rows, &keys, 1, kw, s.columns, s.columns, to, tile.columns, false, &ahead);
-            } else if (s.kind == KIND_BF16) {
-                block_products<BF16>(team, room.query, kw, rows, &keys, 1, kw, s.columns, s.columns, to, tile.columns, &ahead);
-            } else {
-                const uint16_t *pairs = (const uint16_t*)keys, *pairs_ahead = (const uint16_t*)ahead;
-                product<I16>(room.query, kw, rows, &pairs, 1, kw, s.columns, s.columns, to, tile.columns, false,
-                             &pairs_ahead);
+        if (s.kind == KIND_F32)
+            block_scores<F32>(rows, part, next, room);
+        else if (s.kind == KIND_BF16)
+            block_scores<BF16>(rows, part, next, room);
+        else
+            block_scores<I16>(rows, part, next, room);
+    }
+
+    template <class D> void block_scores(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
+        typedef typename D::B B;
+        const int kw = (s.head_dim + D::P - 1) / D::P;
+        // Few rows: several blocks at once. A block must be one panel wide for that.
+        const int wide = s.columns == PANEL ? wide_blocks(rows) : 0;
+        for (int b = 0; b < part.blocks;) {
+            const B *keys[4], *ahead[4];
+            const int count = wide && part.blocks - b >= wide ? wide : 1;
+            for (int i = 0; i < count; i++) {
+                keys[i] = (const B*)keys_of(part, b + i);
+                ahead[i] = b + i < next.blocks ? (const B*)keys_of(next, b + i) : nullptr;
             }
+            u32* to = (u32*)room.scores + b * s.columns;
+            if (count > 1)
+                wide_product<D>(room.query, kw, rows, keys, kw, to, tile.columns, ahead);
+            else
+                block_products<D>(team, room.query, kw, rows, keys, 1, kw, s.columns, s.columns, to, tile.columns, ahead);
+            b += count;
         }
     }
 
@@ -205,28 +233,23 @@ struct Attention {
         float* row = room.scores + int64_t(r) * tile.columns;
         vf top = set1(-INFINITY);
         const vf factor = set1(s.kind == KIND_I8 ? scale * room.query_scale[r] : scale);
-        auto seen = [&](int b, int c, int* first, int* last) {
+        // Columns of block b that the row sees.
+        auto seen = [&](int b, int* first, int* last) {
             const int start = tile_start + b * s.block_size;
-            *first = from - start - c, *last = position + 1 - start - c;
-            if (*last > s.block_size - c) *last = s.block_size - c;
-            *first = *first < 0 ? 0 : *first > VL ? VL : *first;
-            *last = *last < 0 ? 0 : *last > VL ? VL : *last;
-            return *first < *last;
+            *first = from > start ? from - start : 0;
+            *last = position + 1 - start < s.block_size ? position + 1 - start : s.block_size;
         };
         int first, last;
         for (int b = 0; b < blocks; b++) {
             const float* scales = layer.key_scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
-            for (int c = 0; c < s.columns; c += VL) {
+            seen(b, &first, &last);
+            for (int c = first / VL * VL; c < last; c += VL) {
                 float* at = row + b * s.columns + c;
-                vf x = set1(-INFINITY);
-                if (seen(b, c, &first, &last)) {
-                    if (s.kind == KIND_I8)
-                        x = mul(to_float(load_words(at)), mul(load(scales + c), factor));
-                    else
-                        x = mul(load(at), factor);
-                    if (last - first < VL) x = pick(x, set1(-INFINITY), first, last);
-                    top = max(top, x);
-                }
+                vf x = s.kind == KIND_I8 ? mul(to_float(load_words(at)), mul(load(scales + c), factor))
+                                         : mul(load(at), factor);
+                if (c < first || c + VL > last)
+                    x = pick(x, set1(-INFINITY), c < first ? first - c : 0, c + VL > last ? last - c : VL);
+                top = max(top, x);
                 store(at, x);
             }
         }
@@ -234,22 +257,24 @@ struct Attention {
         const vf lowest = set1(*most);
         vf sums = zero(), largest = zero();
         u32* weights = room.weights + int64_t(r) * tile.columns / (s.kind == KIND_F32 ? 1 : 2);
+        __builtin_memset(weights, 0, int64_t(blocks) * s.columns * (s.kind == KIND_F32 ? 4 : 2));
         for (int b = 0; b < blocks; b++) {
-            const int64_t head = int64_t(part.table[b]) * s.kv_heads + part.kv_head;
-            for (int c = 0; c < s.columns; c += VL) {
+            const float* scales = layer.value_scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
+            seen(b, &first, &last);
+            for (int c = first / VL * VL; c < last; c += VL) {
                 const int at = b * s.columns + c;
-                vf p = zero();
-                if (seen(b, c, &first, &last)) {
-                    p = exp_f(sub(load(row + at), lowest));
-                    if (last - first < VL) p = pick(p, zero(), first, last);
-                    sums = add(sums, p);
-                }
+                vf p = exp_f(sub(load(row + at), lowest));
+                if (c < first || c + VL > last)
+                    p = pick(p, zero(), c < first ? first - c : 0, c + VL > last ? last - c : VL);
+                sums = add(sums, p);
                 if (s.kind == KIND_F32) {
                     store((float*)weights + at, p);
                 } else if (s.kind == KIND_BF16) {
                     store_bf16((uint16_t*)weights + at, p);
                 } else {
-                    p = mul(p, pick(load(layer.value_scales + head * s.columns + c), zero(), first, last));
+                    p = mul(p, load(scales + c));
+                    if (c < first || c + VL > last)  // what lies beyond may be another's, and not finite
+                        p = pick(p, zero(), c < first ? first - c : 0, c + VL > last ? last - c : VL);
                     largest = max(largest, abs_f(p));
                     store(row + at, p);
                 }
@@ -261,8 +286,11 @@ struct Attention {
             const float range = 16383.0f * (tile.keys <= 512 ? 1.0f : 512.0f / tile.keys), largest_of = peak(largest);
             const vf inverse = set1(largest_of > 0 ? range / largest_of : 0);
             *value_scale = largest_of / range + (*total - *total);
-            for (int at = 0; at < blocks * s.columns; at += VL)
-                store_halves((uint16_t*)weights + at, to_int(mul(load(row + at), inverse)));
+            for (int b = 0; b < blocks; b++) {
+                seen(b, &first, &last);
+                for (int at = b * s.columns + first / VL * VL; at < b * s.columns + last; at += VL)
+                    store_halves((uint16_t*)weights + at, to_int(mul(load(row + at), inverse)));
+            }
         }
         return true;
     }

@@ -74,6 +74,69 @@ template <class D, int NV> inline Micro<D> micro_of(int rows) {
     return table[rows - 1];
 }
 
+// The same for few rows over several blocks that are columns of one result, PANEL apart: more sums at once, in the same
+// order along k. `ahead`: for each block another that is fetched meanwhile, or null.
+template <class D, int MR, int BLOCKS>
+void micro_wide(const u32* a, long lda, const typename D::B* const* blocks, int kw, long ldb, u32* c, long ldc,
+                const typename D::B* const* ahead) {
+    typename D::acc acc[MR][BLOCKS][2];
+    const typename D::B *b[BLOCKS], *fetched[BLOCKS];
+    long step[BLOCKS];
+#pragma GCC unroll 4
+    for (int i = 0; i < BLOCKS; i++) {
+        b[i] = blocks[i];
+        const bool fetches = ahead && ahead[i];
+        fetched[i] = fetches ? ahead[i] : blocks[i];
+        step[i] = fetches ? PANEL : 0;
+#pragma GCC unroll 6
+        for (int r = 0; r < MR; r++) acc[r][i][0] = acc[r][i][1] = D::none();
+    }
+    for (int k = 0; k < kw; k++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < BLOCKS; i++) {
+            for (int line = 0; line < PANEL; line += 64 / sizeof(typename D::B))
+                _mm_prefetch((const char*)(fetched[i] + line), _MM_HINT_T1);
+            fetched[i] += step[i];
+            const vi one = D::load_b(b[i]), two = D::load_b(b[i] + VL);
+            b[i] += ldb;
+#pragma GCC unroll 6
+            for (int r = 0; r < MR; r++) {
+                const vi av = spread(a[r * lda + k]);
+                acc[r][i][0] = D::dot(acc[r][i][0], av, one);
+                acc[r][i][1] = D::dot(acc[r][i][1], av, two);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < BLOCKS; i++) {
+            D::store_acc(c + r * ldc + i * PANEL, acc[r][i][0]);
+            D::store_acc(c + r * ldc + i * PANEL + VL, acc[r][i][1]);
+        }
+}
+
+// How many blocks of keys `wide_product` takes at once for so many rows; 0: none.
+inline int wide_blocks(int rows) { return rows <= TILE_ROWS / 4 ? 4 : rows <= TILE_ROWS / 2 ? 2 : 0; }
+
+template <class D>
+void wide_product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int kw, u32* c, long ldc,
+                  const typename D::B* const* ahead) {
+    switch (rows) {
+        case 1: return micro_wide<D, 1, TILE_ROWS / 4 >= 1 ? 4 : 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+#if defined(__AVX512F__)
+        case 2: return micro_wide<D, 2, 4>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 3: return micro_wide<D, 3, 4>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 4: return micro_wide<D, 4, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 5: return micro_wide<D, 5, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 6: return micro_wide<D, 6, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+#else
+        case 2: return micro_wide<D, 2, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+        case 3: return micro_wide<D, 3, 2>(a, lda, blocks, kw, PANEL, c, ldc, ahead);
+#endif
+    }
+}
+
 // columns: a multiple of VL. ahead: for each block another of its size, fetched while the first rows are computed.
 template <class D>
 void product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int num_blocks, int kb, long ldb,
