@@ -46,13 +46,14 @@ class Precision:
 
     Attributes:
         weights: as they are stored.  linears: as they are multiplied.  kv: keys and values, as they are stored.
-        attention: as queries, keys and values are multiplied.
+        attention: as queries, keys and values are multiplied.  head: as it is stored and multiplied.
     """
 
     weights: str
     linears: str
     kv: str
     attention: str
+    head: str
 
     @classmethod
     def of(cls, config: EngineConfig, dtype: torch.dtype) -> Precision:
@@ -60,10 +61,10 @@ class Precision:
         names = {torch.float32: "f32", torch.bfloat16: "bf16"}
         if dtype not in names:
             raise PeaksError(f"no peak is measured for {dtype}; use bfloat16 or float32")
-        plain, settings = names[dtype], asdict(config)
-        quantize, kv_dtype = settings.get("quantize", "none"), settings.get("kv_dtype", "auto")
-        weights = {"none": plain, "int8": "int8", "int8-weight-only": "int8"}[quantize]
-        return cls(weights, "int8" if quantize == "int8" else plain, plain if kv_dtype == "auto" else kv_dtype, plain)
+        plain = names[dtype]
+        weights = plain if config.quantize == "none" else "int8"
+        linears = "int8" if config.quantize == "int8" else plain
+        return cls(weights, linears, plain if config.kv_dtype == "auto" else config.kv_dtype, plain, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +100,26 @@ class ModelCost:
 
     def bytes_moved(self, step: StepRecord) -> float:
         """Bytes that a step reads or writes at least."""
-        weights = self.layer_parameters + (self.head_parameters if step.logits_rows else 0)
+        weights = self.layer_parameters * WEIGHTS[self.precision.weights]
+        if step.logits_rows:
+            weights += self.head_parameters * WEIGHTS[self.precision.head]
         tokens = sum(
             layers * (group.read_tokens + step.tokens)
             for layers, group in zip(self.group_layers, step.attention, strict=True)
         )
-        return weights * WEIGHTS[self.precision.weights] + 2 * self.kv_size * tokens * WEIGHTS[self.precision.kv]
+        return weights + 2 * self.kv_size * tokens * WEIGHTS[self.precision.kv]
 
     def operations(self, step: StepRecord) -> dict[str, float]:
         """Multiplications and additions of a step, by the dtype that they are done in."""
-        linears = 2.0 * (self.layer_parameters * step.tokens + self.head_parameters * step.logits_rows)
+        precision = self.precision
         pairs = sum(layers * g.pairs for layers, g in zip(self.group_layers, step.attention, strict=True))
-        done = {self.precision.linears: linears}
-        done[self.precision.attention] = done.get(self.precision.attention, 0.0) + 4.0 * self.query_size * pairs
+        done: dict[str, float] = {}
+        for dtype, operations in (
+            (precision.linears, 2.0 * self.layer_parameters * step.tokens),
+            (precision.head, 2.0 * self.head_parameters * step.logits_rows),
+            (precision.attention, 4.0 * self.query_size * pairs),
+        ):
+            done[dtype] = done.get(dtype, 0.0) + operations
         return done
 
     def limits(self, step: StepRecord, peaks: MachinePeaks) -> tuple[float, float]:

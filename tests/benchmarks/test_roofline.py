@@ -18,7 +18,7 @@ from step_record import GroupWork, StepRecord, StepRecorder, group_work, occupan
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.plan import StepPlan
 
-BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", attention="bf16")
+BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", attention="bf16", head="bf16")
 PEAKS = MachinePeaks(
     threads=1,
     clock_hz=1e9,
@@ -89,7 +89,7 @@ def test_given_a_model_when_a_step_is_priced_then_bytes_and_operations_are_those
 
 
 def test_given_no_logits_and_int8_when_a_step_is_priced_then_the_head_is_not_read_and_dtypes_are_apart() -> None:
-    int8 = Precision(weights="int8", linears="int8", kv="int8", attention="bf16")
+    int8 = Precision(weights="int8", linears="int8", kv="int8", attention="bf16", head="bf16")
     cost = ModelCost(layer_parameters=10, head_parameters=4, query_size=6, kv_size=2, group_layers=(3,), precision=int8)
     record = step(tokens=2, logits_rows=0, attention=(GroupWork(read_tokens=7, pairs=5),))
 
