@@ -80,7 +80,9 @@ struct Decoder {
 
     void qkv(Member& me, const Layer& layer) const {
         for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
-                   (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
+                   (uint8_t*)line(me),
+                   [&](int row, int panel) { return space.qkv + row * space.qkv_stride + panel * PANEL; },
+                   [&](int first, int count, int panel, const float* c) {
                        for (int r = 0; r < count; r++) {
                            float* to = space.qkv + (first + r) * space.qkv_stride + panel * PANEL;
                            store(to, load(c + r * PANEL));
@@ -134,6 +136,9 @@ struct Decoder {
         int64_t lda;
         const u32* a = as_operand(me, shape.activations, w, x, words, step.tokens, space, &lda);
         for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, step.tokens, (uint8_t*)line(me),
+                   [&](int row, int panel) {
+                       return (joins ? space.residual : space.update) + row * space.hidden_stride + panel * PANEL;
+                   },
                    [&](int first, int count, int panel, const float* c) {
                        float* to = (joins ? space.residual : space.update) + first * space.hidden_stride + panel * PANEL;
                        for (int r = 0; r < count; r++, to += space.hidden_stride)
@@ -148,7 +153,12 @@ struct Decoder {
     void gate_up(Member& me, const Layer& layer) const {
         const bool gelu = shape.gelu;
         for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
-                   (uint8_t*)line(me), [&](int first, int count, int panel, const float* c) {
+                   (uint8_t*)line(me),
+                   [&](int row, int panel) {
+                       const int64_t at = row * space.gated_stride + panel * VL;
+                       return (const uint8_t*)space.gated + at * (shape.activations == KIND_F32 ? 4 : 2);
+                   },
+                   [&](int first, int count, int panel, const float* c) {
                        for (int r = 0; r < count; r++) {
                            const vf y = mul(gate(load(c + r * PANEL), gelu), load(c + r * PANEL + VL));
                            const int64_t at = (first + r) * space.gated_stride + panel * VL;

@@ -126,11 +126,15 @@ inline void grouped_product(const Team& team, const Linear& w, const u32* a, int
 
 // Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
 // x: [rows][lda words]. row_scale: of quantized rows, [rows][scale_stride].
-template <class F>
+// target(row, panel): where `finish` will write that row, or null; it is fetched while the product is computed, because
+// rows lie far apart.
+template <class T, class F>
 void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
-                int64_t scale_stride, int rows, uint8_t* space, F finish) {
-    const int panels = (w.n + PANEL - 1) / PANEL, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int wanted = 8 * me.team->size;
+                int64_t scale_stride, int rows, uint8_t* space, T target, F finish) {
+    const int panels = (w.n + PANEL - 1) / PANEL, wanted = 8 * me.team->size;
+    int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    // Few panels would leave a thread waiting for the other's last one: smaller blocks of rows even that out.
+    while (me.team->size > 1 && panels * blocks < 2 * wanted && rows / (blocks + 1) >= 4 * TILE_ROWS) blocks++;
     int per_task = int64_t(panels) * blocks / wanted;
     per_task = per_task < 1 ? 1 : per_task;
     const int runs = (panels + per_task - 1) / per_task;
@@ -143,6 +147,11 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
         for (int p = run * per_task; p < last_panel; p++) {
             const u32* a = x + first * lda;
             const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
+            for (int r = 0; r < count; r++)
+                if (const void* to = target(first + r, p)) {
+                    __builtin_prefetch(to, 1);
+                    if (PANEL * 4 > 64) __builtin_prefetch((const char*)to + 64, 1);
+                }
             const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
             if (w.kind == KIND_F32) {
                 panel_product<F32>(*me.team, a, lda, count, b, w.kw, c, ahead);
@@ -263,6 +272,7 @@ void linear(Team* team, int32_t member, int32_t activations, const Linear* w, co
     const u32* a = as_operand(me, activations, *w, (const u32*)x, words_of(activations, w->k), int(rows), *space, &lda);
     uint8_t* scratch = space->thread_space + member * space->thread_bytes;
     for_panels(me, activations, *w, a, lda, space->row_scale, space->scale_stride, int(rows), scratch,
+               [&](int row, int panel) { return y + row * int64_t(w->n) + panel * PANEL; },
                [&](int first, int count, int panel, const float* c) {
                    for (int v = 0; v < 2; v++) {
                        const int column = panel * PANEL + v * VL, left = w->n - column;
@@ -291,6 +301,7 @@ void argmax(Team* team, int32_t member, int32_t activations, const Linear* w, co
     Found* mine = (Found*)space->partial + member * rows;
     for (int64_t r = 0; r < rows; r++) mine[r] = Found{-INFINITY, 0x7fffffff, 0};
     for_panels(me, activations, *w, a, lda, space->row_scale, space->scale_stride, int(rows), scratch,
+               [](int, int) { return nullptr; },
                [&](int first, int count, int panel, const float* c) {
                    const int column = panel * PANEL, left = w->n - column;
                    for (int r = 0; r < count; r++) {

@@ -1,0 +1,96 @@
+"""What an engine on the native kernels promises: a request's answer has the same bits in any company, at every
+precision; its quantized forms are near the plain one; and what is chosen is what serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import CacheConfig, Completion, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
+from engine.native.build import INSTRUCTION_SETS
+from tests.engine.oracle import make_prompts
+from tests.native_paths import native_path
+
+TinyModel = Callable[[str], Path]
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "bf16, int8 cache": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8", "kv_dtype": "int8"},
+    "int8 weights": {"dtype": "bfloat16", "quantize": "int8-weight-only"},
+}
+
+
+def answers(engine: Engine, prompts: list[list[int]], at_once: int) -> list[Completion]:
+    """Greedy and seeded answers with log-probabilities, `at_once` requests in the engine at a time."""
+    done: dict[str, Completion] = {}
+    for begin in range(0, len(prompts), at_once):
+        requests = [
+            Request(
+                str(i),
+                as_token_ids(prompts[i]),
+                SamplingParams(max_tokens=9, temperature=0.8 * (i % 2), seed=i, logprobs=3, ignore_eos=True),
+            )
+            for i in range(begin, min(begin + at_once, len(prompts)))
+        ]
+        for completion in engine.run(requests):
+            done[completion.request_id] = completion
+    return [done[str(i)] for i in range(len(prompts))]
+
+
+def load(path: Path, batch: int, chunk: int, **settings: Any) -> Engine:
+    return Engine.load(
+        path,
+        EngineConfig(
+            attention="native",
+            max_model_len=256,
+            cache=CacheConfig(block_size=16, num_blocks=400, prefix_caching=False),
+            schedule=ScheduleConfig(max_num_seqs=batch, max_num_batched_tokens=chunk),
+            **settings,
+        ),
+    )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_company_changes_no_bit(family: str, instruction_set: str, precision: str, tiny_model: TinyModel) -> None:
+    native_path(instruction_set)  # or skip
+    settings = {"instruction_set": instruction_set, **PRECISIONS[precision]}
+    prompts = make_prompts(seed=3, count=14, vocab_size=257, shared=40, longest=90)
+    alone = answers(load(tiny_model(family), 1, 23, threads=1, **settings), prompts, at_once=1)
+    together = answers(load(tiny_model(family), 14, 512, threads=2, **settings), prompts, at_once=14)
+    for one, other in zip(alone, together, strict=True):
+        [first], [second] = one.choices, other.choices
+        assert list(first.token_ids) == list(second.token_ids)
+        assert first.logprobs is not None
+        assert second.logprobs is not None
+        np.testing.assert_array_equal(first.logprobs.chosen, second.logprobs.chosen)
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])
+def test_small_forms_stay_near_the_plain_one(precision: str, tiny_model: TinyModel) -> None:
+    prompts = make_prompts(seed=4, count=6, vocab_size=257, shared=40, longest=90)
+
+    def scored(**settings: Any) -> np.ndarray[Any, Any]:
+        engine = load(tiny_model("llama"), 6, 512, **settings)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        found = engine.run([Request(str(i), as_token_ids(p), params) for i, p in enumerate(prompts)])
+        tables = {c.request_id: c.prompt_logprobs for c in found}
+        return np.concatenate([tables[str(i)].chosen[1:] for i in range(len(prompts))])  # type: ignore[union-attr]
+
+    exact = scored(dtype="float32")
+    small = scored(**PRECISIONS[precision])
+    assert not np.array_equal(small, exact)
+    assert np.abs(small - exact).mean() < 0.1
+    assert abs(small.mean() - exact.mean()) < 0.02
+
+
+def test_the_engine_says_what_serves(tiny_model: TinyModel) -> None:
+    engine = load(tiny_model("llama"), 2, 64, instruction_set="avx2", dtype="float32")
+    assert engine.attention_name == "native (avx2)"
