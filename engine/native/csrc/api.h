@@ -15,7 +15,7 @@ struct Linear {
     int32_t kind, n, k, kw;
     const uint32_t* packed;
     const float* scale;     // [n padded to panels], int8 kinds
-    const int32_t* offset;  // KIND_I8: [groups][n padded], 128 * sum of the group's weights of the column
+    const int32_t* offset;  // KIND_I8: [groups][n padded], -128 * sum of the group's weights of the column
     const float* bias;      // or null, padded likewise
 };
 
@@ -88,6 +88,7 @@ typedef void (*Brgemm)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb
 struct Team {
     int32_t size, arrived, epoch;
     int32_t next[4];
+    uint64_t* ranges;  // [size], RANGE_STRIDE apart: what of each member's share is left, see Member::share
     Brgemm bf16, u8s8;  // matrix primitives for whole tiles, or null
 };
 
@@ -111,6 +112,7 @@ struct Kernels {
 // A quantized row has a scale for each so many of its elements: one outlier then costs its group precision, not the row.
 constexpr int QUANT_GROUP = 192;
 
+constexpr int RANGE_STRIDE = 16;      // two cache lines, which processors fetch together
 constexpr int ROW_BLOCK = 120;        // rows of a product that share a pass over a weight panel
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
 constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

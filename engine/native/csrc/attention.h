@@ -132,7 +132,7 @@ void block_products(const Team& team, const u32* a, int64_t lda, int rows, const
             if (!rows) return;
         }
     }
-    product<D>(a, lda, rows, b, num_blocks, kb, ldb, columns, c, ldc, false, ahead);
+    product<D>(a, lda, rows, b, num_blocks, kb, ldb, columns, c, ldc, ahead);
 }
 
 // The rows of a task over one layer's cache.
@@ -222,77 +222,105 @@ struct Attention {
         }
     }
 
-    // Softmax of one row of scores over the keys it sees: weights as an operand, their sum, the largest score.
-    // Returns false when the row sees nothing here.
-    bool soften(const AttentionTask& task, int r, int tile_start, const TilePart& part, AttentionSpace& room,
-                float* most, float* total, float* value_scale) const {
-        const int blocks = part.blocks;
-        const int position = group.row_position[task.first_row + r / per_head];
-        const int from = group.window > 0 && position - group.window + 1 > 0 ? position - group.window + 1 : 0;
-        if (position < tile_start || from >= tile_start + tile.keys) return false;
-        float* row = room.scores + int64_t(r) * tile.columns;
-        vf top = set1(-INFINITY);
-        const vf factor = set1(s.kind == KIND_I8 ? scale * room.query_scale[r] : scale);
-        // Columns of block b that the row sees.
-        auto seen = [&](int b, int* first, int* last) {
-            const int start = tile_start + b * s.block_size;
-            *first = from > start ? from - start : 0;
-            *last = position + 1 - start < s.block_size ? position + 1 - start : s.block_size;
-        };
-        int first, last;
+    // Calls f(block, column, first, last) for each vector of a row's columns with keys from `from` to `position` in it, of
+    // which the lanes from `first` to `last` are those.
+    template <class F> void seen_columns(int tile_start, int blocks, int from, int position, F f) const {
         for (int b = 0; b < blocks; b++) {
-            const float* scales = layer.key_scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
-            seen(b, &first, &last);
-            for (int c = first / VL * VL; c < last; c += VL) {
-                float* at = row + b * s.columns + c;
-                vf x = s.kind == KIND_I8 ? mul(to_float(load_words(at)), mul(load(scales + c), factor))
-                                         : mul(load(at), factor);
-                if (c < first || c + VL > last)
-                    x = pick(x, set1(-INFINITY), c < first ? first - c : 0, c + VL > last ? last - c : VL);
-                top = max(top, x);
+            const int start = tile_start + b * s.block_size;
+            const int first = from > start ? from - start : 0;
+            const int last = position + 1 - start < s.block_size ? position + 1 - start : s.block_size;
+            for (int c = first / VL * VL; c < last; c += VL)
+                f(b, c, c < first ? first - c : 0, c + VL > last ? last - c : VL);
+        }
+    }
+
+    // Weights of int8 caches are made integers by the largest scale of the values that a token sees: `inverse` for that,
+    // and what undoes it.
+    struct ValueRange { float inverse, scale; };
+
+    ValueRange value_range(int tile_start, const TilePart& part, int from, int position) const {
+        // 16,384 x 127 x 512 keys stay below 2^31.
+        const float range = 16383.0f * (tile.keys <= 512 ? 1.0f : 512.0f / tile.keys);
+        vf most = zero(), nothing = zero();
+        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
+            vf x = load(scales_of(layer.value_scales, part, b) + c);
+            if (last - first < VL) x = pick(x, zero(), first, last);
+            most = max(most, x);
+            nothing = fma(x, zero(), nothing);  // NaN once a scale is
+        });
+        const float top = peak(most);
+        return {top > 0 ? range / top : 0, top / range + sum(nothing)};
+    }
+
+    const float* scales_of(const float* scales, const TilePart& part, int b) const {
+        return scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
+    }
+
+    // Softmax of one row of scores over the keys from `from` to `position`: weights as an operand, their sum, the largest
+    // score. All in base 2, where e^x is 2^(x log2 e): a row's scores times `factor` are its exponents.
+    template <class D>
+    void soften(int r, int tile_start, const TilePart& part, int from, int position, const ValueRange& range,
+                AttentionSpace& room, float* most, float* total) const {
+        constexpr bool integers = sizeof(typename D::B) == 2;
+        constexpr float log2e = 1.44269504088896341f;
+        float* row = room.scores + int64_t(r) * tile.columns;
+        const float factor = (integers ? scale * room.query_scale[r] : scale) * log2e;
+        vf top = set1(-INFINITY);
+        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
+            float* at = row + b * s.columns + c;
+            vf x = load(at);
+            if (integers) {
+                x = mul(to_float(as_words(x)), load(scales_of(layer.key_scales, part, b) + c));
                 store(at, x);
             }
-        }
-        *most = peak(top);
-        const vf lowest = set1(*most);
-        vf sums = zero(), largest = zero();
-        u32* weights = room.weights + int64_t(r) * tile.columns / (s.kind == KIND_F32 ? 1 : 2);
-        __builtin_memset(weights, 0, int64_t(blocks) * s.columns * (s.kind == KIND_F32 ? 4 : 2));
-        for (int b = 0; b < blocks; b++) {
-            const float* scales = layer.value_scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
-            seen(b, &first, &last);
-            for (int c = first / VL * VL; c < last; c += VL) {
-                const int at = b * s.columns + c;
-                vf p = exp_f(sub(load(row + at), lowest));
-                if (c < first || c + VL > last)
-                    p = pick(p, zero(), c < first ? first - c : 0, c + VL > last ? last - c : VL);
-                sums = add(sums, p);
-                if (s.kind == KIND_F32) {
-                    store((float*)weights + at, p);
-                } else if (s.kind == KIND_BF16) {
-                    store_bf16((uint16_t*)weights + at, p);
-                } else {
-                    p = mul(p, load(scales + c));
-                    if (c < first || c + VL > last)  // what lies beyond may be another's, and not finite
-                        p = pick(p, zero(), c < first ? first - c : 0, c + VL > last ? last - c : VL);
-                    largest = max(largest, abs_f(p));
-                    store(row + at, p);
-                }
+            if (last - first < VL) x = pick(x, set1(-INFINITY), first, last);
+            top = max(top, x);
+        });
+        *most = peak(top) * factor;
+        u32* weights = room.weights + int64_t(r) * tile.columns / D::P;
+        const int keys = part.blocks * s.block_size;
+        if (from > tile_start || position + 1 < tile_start + keys || s.columns > s.block_size)
+            __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * 4 / D::P);
+        const vf factors = set1(factor), lowest = set1(-*most), inverse = set1(range.inverse);
+        vf sums = zero();
+        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
+            const int at = b * s.columns + c;
+            vf p = exp2_f(fma(load(row + at), factors, lowest));
+            if (last - first < VL) p = pick(p, zero(), first, last);
+            sums = add(sums, p);
+            if (D::P == 1) {
+                store((float*)weights + at, p);
+            } else if (!integers) {
+                store_bf16((uint16_t*)weights + at, p);
+            } else {
+                vf of_value = mul(load(scales_of(layer.value_scales, part, b) + c), inverse);
+                if (last - first < VL) of_value = pick(of_value, zero(), first, last);  // another's may be anything
+                store_halves((uint16_t*)weights + at, to_int(mul(p, of_value)));
             }
-        }
+        });
         *total = sum(sums);
-        if (s.kind == KIND_I8) {
-            // 16,384 x 127 x 512 keys stay below 2^31.
-            const float range = 16383.0f * (tile.keys <= 512 ? 1.0f : 512.0f / tile.keys), largest_of = peak(largest);
-            const vf inverse = set1(largest_of > 0 ? range / largest_of : 0);
-            *value_scale = largest_of / range + (*total - *total);
-            for (int b = 0; b < blocks; b++) {
-                seen(b, &first, &last);
-                for (int at = b * s.columns + first / VL * VL; at < b * s.columns + last; at += VL)
-                    store_halves((uint16_t*)weights + at, to_int(mul(load(row + at), inverse)));
+    }
+
+    // Softmax of a tile's rows. Rows that see nothing here: weights of zero, and -inf as the largest score.
+    template <class D> void soften_rows(const AttentionTask& task, int rows, int tile_start, const TilePart& part,
+                                        AttentionSpace& room, float* most, float* total, float* value_scale) const {
+        ValueRange range{0, 0};
+        int from = 0, position = 0;
+        for (int r = 0; r < rows; r++) {
+            if (r % per_head == 0) {
+                position = group.row_position[task.first_row + r / per_head];
+                from = group.window > 0 && position - group.window + 1 > 0 ? position - group.window + 1 : 0;
             }
+            if (position < tile_start || from >= tile_start + tile.keys) {
+                most[r] = -INFINITY, total[r] = 0, value_scale[r] = 0;
+                u32* weights = room.weights + int64_t(r) * tile.columns / D::P;
+                __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * 4 / D::P);
+                continue;
+            }
+            if (sizeof(typename D::B) == 2 && r % per_head == 0) range = value_range(tile_start, part, from, position);
+            soften<D>(r, tile_start, part, from, position, range, room, most + r, total + r);
+            value_scale[r] = range.scale + (total[r] - total[r]);  // NaN where the sum is not finite
         }
-        return true;
     }
 
     // Weighted values of one tile, [rows][value_dim]. Meanwhile `next`'s values are fetched.
@@ -306,7 +334,7 @@ struct Attention {
         }
         if (s.kind == KIND_I8) {
             product<I16>(room.weights, lda, rows, (const uint16_t* const*)of_block, part.blocks, kb, s.value_dim,
-                         s.value_dim, (u32*)room.weighted, s.value_dim, false, (const uint16_t* const*)ahead);
+                         s.value_dim, (u32*)room.weighted, s.value_dim, (const uint16_t* const*)ahead);
             for (int r = 0; r < rows; r++)
                 for (int d = 0; d < s.value_dim; d += VL) {
                     float* at = room.weighted + r * s.value_dim + d;
@@ -316,7 +344,7 @@ struct Attention {
         }
         if (s.kind == KIND_F32)
             product<F32>(room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
-                         (u32*)room.weighted, s.value_dim, false, ahead);
+                         (u32*)room.weighted, s.value_dim, ahead);
         else
             block_products<BF16>(team, room.weights, lda, rows, of_block, part.blocks, kb, s.value_dim, s.value_dim,
                                  (u32*)room.weighted, s.value_dim, ahead);
@@ -331,7 +359,7 @@ struct Attention {
         }
         const float both = tile_most > *most ? tile_most : *most;
         float factors[VL];
-        store(factors, exp_f(pick(set1(*most - both), set1(tile_most - both), 0, 1)));
+        store(factors, exp2_f(pick(set1(*most - both), set1(tile_most - both), 0, 1)));
         const vf old_factor = set1(factors[0]), new_factor = set1(factors[1]);
         *total = *total * factors[0] + tile_total * factors[1];
         for (int d = 0; d < s.value_dim; d += VL)
@@ -390,12 +418,12 @@ struct Attention {
             else if (next)
                 following = part_of(*next, next->first_tile);
             scores(rows, part, following, room);
-            for (int r = 0; r < rows; r++) {
-                if (soften(task, r, start, part, room, tile_most + r, tile_total + r, value_scale + r)) continue;
-                tile_most[r] = -INFINITY, tile_total[r] = 0, value_scale[r] = 0;
-                u32* weights = room.weights + int64_t(r) * tile.columns / (s.kind == KIND_F32 ? 1 : 2);
-                __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * (s.kind == KIND_F32 ? 4 : 2));
-            }
+            if (s.kind == KIND_F32)
+                soften_rows<F32>(task, rows, start, part, room, tile_most, tile_total, value_scale);
+            else if (s.kind == KIND_BF16)
+                soften_rows<BF16>(task, rows, start, part, room, tile_most, tile_total, value_scale);
+            else
+                soften_rows<I16>(task, rows, start, part, room, tile_most, tile_total, value_scale);
             values(rows, part, following, value_scale, room);
             for (int r = 0; r < rows; r++) {
                 const float* sums = room.weighted + r * s.value_dim;

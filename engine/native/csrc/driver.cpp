@@ -56,6 +56,8 @@ const Kernels* kernels_of(int isa) {
 template <class F> void run_team(int threads, bool matrix, F f) {
     Team team;
     memset(&team, 0, sizeof team);
+    std::vector<uint64_t> ranges(size_t(threads) * RANGE_STRIDE, 0);
+    team.ranges = ranges.data();
     if (matrix) team.bf16 = brgemm_bf16, team.u8s8 = brgemm_u8s8;
 #pragma omp parallel num_threads(threads)
     {

@@ -58,7 +58,7 @@ void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, fl
                     } else {
                         const int q = int(rintf(x * inverse));
                         ((int8_t*)packed)[at * per + e] = int8_t(q);
-                        if (offset) offset[i / QUANT_GROUP * offset_stride + row] += 128 * q;
+                        if (offset) offset[i / QUANT_GROUP * offset_stride + row] -= 128 * q;
                     }
                 }
             }
@@ -79,7 +79,7 @@ void panel_product(const Team& team, const u32* a, int64_t lda, int rows, const 
             a += done * lda, c += done * PANEL, rows -= done;
         }
     }
-    if (rows) product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, c, PANEL, false, ahead ? &ahead : nullptr);
+    if (rows) product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, c, PANEL, ahead ? &ahead : nullptr);
 }
 
 // int8 weights of a panel as bf16 or float32 words: integers up to 127 are exact in both.
@@ -101,25 +101,45 @@ inline void unpack_panel(int32_t activations, const u32* packed, int kw, u32* ou
     }
 }
 
-// One panel of a W8A8 product: each group's integers are summed exactly, scaled by the row's scale of that group, and
-// added in float32; c [rows][PANEL] lacks only the columns' scales. sums: room for as much.
+// As micro_grouped, by the matrix primitives; rows: whole tiles.
+inline void matrix_grouped(const Team& team, const u32* a, int64_t lda, int rows, const u32* b, int kw,
+                           const GroupedPanel& group, float* c, u32* sums) {
+    for (int done = 0; done < rows; done += BRGEMM_ROWS)
+        team.u8s8(BRGEMM_ROWS, PANEL, kw * 4, lda * 4, PANEL, PANEL, false, a + done * lda, b, sums + done * PANEL);
+    for (int v = 0; v < PANEL; v += VL) {
+        const vi offset = load_words(group.offset + v);
+        const vf scale = load(group.scale + v), bias = group.bias ? load(group.bias + v) : zero();
+        for (int r = 0; r < rows; r++) {
+            float* to = c + r * PANEL + v;
+            const vf x = to_float(add_i(load_words(sums + r * PANEL + v), offset));
+            const vf of_row = set1(group.row_scale[r * group.scale_stride]);
+            const vf y = group.first ? mul(x, of_row) : fma(x, of_row, load(to));
+            store(to, group.last ? fma(y, scale, bias) : y);
+        }
+    }
+}
+
+// One panel of a W8A8 product, scaled and biased: c [rows][PANEL]. sums: room for as much.
 inline void grouped_product(const Team& team, const Linear& w, const u32* a, int64_t lda, int rows, int panel,
                             const u32* b, const float* row_scale, int64_t scale_stride, float* c, u32* sums,
                             const u32* ahead) {
-    const int group_words = QUANT_GROUP / 4, padded = (w.n + PANEL - 1) / PANEL * PANEL;
-    for (int g = 0, word = 0; word < w.kw; g++, word += group_words) {
-        const int words = w.kw - word < group_words ? w.kw - word : group_words;
-        panel_product<I8>(team, a + word, lda, rows, b + int64_t(word) * PANEL, words, sums,
-                          ahead ? ahead + int64_t(word) * PANEL : nullptr);
-        const int32_t* offset = w.offset + int64_t(g) * padded + panel * PANEL;
-        const vi one = load_words(offset), two = load_words(offset + VL);
-        for (int r = 0; r < rows; r++) {
-            const vf scale = set1(row_scale[r * scale_stride + g]);
-            const vf x = to_float(sub_i(load_words(sums + r * PANEL), one));
-            const vf y = to_float(sub_i(load_words(sums + r * PANEL + VL), two));
-            float* to = c + r * PANEL;
-            store(to, g ? fma(x, scale, load(to)) : mul(x, scale));
-            store(to + VL, g ? fma(y, scale, load(to + VL)) : mul(y, scale));
+    const int padded = (w.n + PANEL - 1) / PANEL * PANEL;
+    const int whole = team.u8s8 && PANEL == 32 ? rows / BRGEMM_ROWS * BRGEMM_ROWS : 0;
+    const int tiles = (rows - whole + TILE_ROWS - 1) / TILE_ROWS;
+    for (int word = 0; word < w.kw; word += QUANT_GROUP / 4) {
+        const int words = w.kw - word < QUANT_GROUP / 4 ? w.kw - word : QUANT_GROUP / 4;
+        const u32* weights = b + int64_t(word) * PANEL;
+        GroupedPanel group{w.offset + word / (QUANT_GROUP / 4) * int64_t(padded) + panel * PANEL,
+                           row_scale + word / (QUANT_GROUP / 4), w.scale + panel * PANEL,
+                           w.bias ? w.bias + panel * PANEL : nullptr, scale_stride, word == 0, word + words == w.kw};
+        if (whole) matrix_grouped(team, a + word, lda, whole, weights, words, group, c, sums);
+        for (int t = 0; t < tiles; t++) {
+            const int begin = whole + int(long(rows - whole) * t / tiles);
+            const int count = whole + int(long(rows - whole) * (t + 1) / tiles) - begin;
+            GroupedPanel of_tile = group;
+            of_tile.row_scale += begin * scale_stride;
+            micro_grouped_of(count)(a + begin * lda + word, lda, weights, words, of_tile, c + begin * PANEL,
+                                    t == 0 && ahead ? ahead + int64_t(word) * PANEL : nullptr);
         }
     }
 }
@@ -131,62 +151,46 @@ inline void grouped_product(const Team& team, const Linear& w, const u32* a, int
 template <class T, class F>
 void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
                 int64_t scale_stride, int rows, uint8_t* space, T target, F finish) {
-    const int panels = (w.n + PANEL - 1) / PANEL, wanted = 8 * me.team->size;
+    const int panels = (w.n + PANEL - 1) / PANEL, size = me.team->size;
     int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    // Few panels would leave a thread waiting for the other's last one: smaller blocks of rows even that out.
-    while (me.team->size > 1 && panels * blocks < 2 * wanted && rows / (blocks + 1) >= 4 * TILE_ROWS) blocks++;
-    int per_task = int64_t(panels) * blocks / wanted;
-    per_task = per_task < 1 ? 1 : per_task;
-    const int runs = (panels + per_task - 1) / per_task;
-    u32* c = (u32*)(space);
+    // As many for each thread, so that it meets its own rows again in the next product.
+    const int even = (blocks + size - 1) / size * size;
+    if (rows / even >= 4 * TILE_ROWS) blocks = even;
+    float* c = (float*)space;
     u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
-    me.share(runs * blocks, [&](int task) {
-        const int block = task / runs, run = task % runs;
+    me.share(panels * blocks, [&](int task) {
+        const int block = task / panels, p = task % panels;
         const int first = int(int64_t(rows) * block / blocks), count = int(int64_t(rows) * (block + 1) / blocks) - first;
-        const int last_panel = (run + 1) * per_task < panels ? (run + 1) * per_task : panels;
-        for (int p = run * per_task; p < last_panel; p++) {
-            const u32* a = x + first * lda;
-            const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
-            for (int r = 0; r < count; r++)
-                if (const void* to = target(first + r, p)) {
-                    __builtin_prefetch(to, 1);
-                    if (PANEL * 4 > 64) __builtin_prefetch((const char*)to + 64, 1);
-                }
-            const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
-            if (w.kind == KIND_F32) {
-                panel_product<F32>(*me.team, a, lda, count, b, w.kw, c, ahead);
-            } else if (w.kind == KIND_BF16) {
-                panel_product<BF16>(*me.team, a, lda, count, b, w.kw, c, ahead);
-            } else if (w.kind == KIND_I8) {
-                grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride,
-                                (float*)c, unpacked, ahead);
-            } else {
-                const int words = activations == KIND_BF16 ? w.kw : w.k;
-                unpack_panel(activations, (const u32*)((const int8_t*)w.packed + int64_t(p) * w.kw * PANEL * 2), w.kw,
-                             unpacked);
-                if (activations == KIND_BF16)
-                    panel_product<BF16>(*me.team, a, lda, count, unpacked, words, c, nullptr);
-                else
-                    panel_product<F32>(*me.team, a, lda, count, unpacked, words, c, nullptr);
+        const u32* a = x + first * lda;
+        const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
+        for (int r = 0; r < count; r++)
+            if (const void* to = target(first + r, p)) {
+                __builtin_prefetch(to, 1);
+                if (PANEL * 4 > 64) __builtin_prefetch((const char*)to + 64, 1);
             }
-            for (int v = 0; v < 2; v++) {
-                const int column = p * PANEL + v * VL;
-                const vf bias = w.bias ? load(w.bias + column) : zero();
-                if (w.kind == KIND_I8 || w.kind == KIND_W8) {
-                    const vf scale = load(w.scale + column);
-                    for (int r = 0; r < count; r++) {
-                        float* at = (float*)c + r * PANEL + v * VL;
-                        store(at, fma(load(at), scale, bias));
-                    }
-                } else if (w.bias) {
-                    for (int r = 0; r < count; r++) {
-                        float* at = (float*)c + r * PANEL + v * VL;
-                        store(at, add(load(at), bias));
-                    }
-                }
-            }
-            finish(first, count, p, (const float*)c);
+        const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
+        if (w.kind == KIND_F32) {
+            panel_product<F32>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
+        } else if (w.kind == KIND_BF16) {
+            panel_product<BF16>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
+        } else if (w.kind == KIND_I8) {
+            grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride, c, unpacked,
+                            ahead);
+        } else {
+            const int words = activations == KIND_BF16 ? w.kw : w.k;
+            unpack_panel(activations, (const u32*)((const int8_t*)w.packed + int64_t(p) * w.kw * PANEL * 2), w.kw, unpacked);
+            if (activations == KIND_BF16)
+                panel_product<BF16>(*me.team, a, lda, count, unpacked, words, (u32*)c, nullptr);
+            else
+                panel_product<F32>(*me.team, a, lda, count, unpacked, words, (u32*)c, nullptr);
         }
+        const float* scale = w.kind == KIND_W8 ? w.scale + p * PANEL : nullptr;
+        const float* bias = w.bias && w.kind != KIND_I8 ? w.bias + p * PANEL : nullptr;
+        for (int v = 0; (scale || bias) && v < PANEL; v += VL) {
+            const vf factor = scale ? load(scale + v) : set1(1.0f), more = bias ? load(bias + v) : zero();
+            for (int r = 0; r < count; r++) store(c + r * PANEL + v, fma(load(c + r * PANEL + v), factor, more));
+        }
+        finish(first, count, p, c);
     });
 }
 

@@ -1,4 +1,4 @@
-// The one matrix product: c[rows, columns] (+)= a[rows, k] b[k, columns], in words (see vectors.h).
+// The one matrix product: c[rows, columns] = a[rows, k] b[k, columns], in words (see vectors.h).
 //
 // b is given as blocks of `kb` words along k, each [kb, ldb]: a weight panel is one block, the keys or values of a
 // sequence are one block per page. Sums run over k in order in every variant of the kernel, so a row's result does not
@@ -14,12 +14,12 @@ constexpr int PANEL = 2 * VL;  // columns of a weight panel, and of one pass of 
 // `ahead`: for each block memory that is fetched meanwhile, NV vectors for each step along k; or null.
 template <class D, int MR, int NV>
 void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_blocks, int kb, long ldb, long column,
-           u32* c, long ldc, bool accumulate, const typename D::B* const* ahead) {
+           u32* c, long ldc, const typename D::B* const* ahead) {
     typename D::acc acc[MR][NV];
 #pragma GCC unroll 12
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = accumulate ? D::load_acc(c + r * ldc + v * VL) : D::none();
+        for (int v = 0; v < NV; v++) acc[r][v] = D::none();
     for (int j = 0; j < num_blocks; j++) {
         const typename D::B* b = blocks[j] + column;
         const u32* a0 = a + long(j) * kb;
@@ -52,7 +52,7 @@ void micro(const u32* a, long lda, const typename D::B* const* blocks, int num_b
 }
 
 template <class D>
-using Micro = void (*)(const u32*, long, const typename D::B* const*, int, int, long, long, u32*, long, bool,
+using Micro = void (*)(const u32*, long, const typename D::B* const*, int, int, long, long, u32*, long,
                        const typename D::B* const*);
 
 template <class D, int NV> inline Micro<D> micro_of(int rows) {
@@ -69,6 +69,68 @@ template <class D, int NV> inline Micro<D> micro_of(int rows) {
 #if defined(__AVX512F__)
                                   micro<D, 7, NV>, micro<D, 8, NV>, micro<D, 9, NV>, micro<D, 10, NV>,
                                   micro<D, 11, NV>, micro<D, 12, NV>
+#endif
+    };
+    return table[rows - 1];
+}
+
+// One group of a product of quantized rows with a panel of int8 weights: its integers are summed exactly, scaled by the
+// row's scale of that group and added in float32; with the last group come the columns' scales and bias (or null).
+struct GroupedPanel {
+    const int32_t* offset;  // what the group's sums start from, for rows are held as unsigned
+    const float *row_scale, *scale, *bias;
+    long scale_stride;
+    bool first, last;
+};
+
+// c [MR][PANEL]
+template <int MR>
+void micro_grouped(const u32* a0, long lda, const u32* b, int kw, const GroupedPanel& group, float* c, const u32* ahead) {
+    const vi one = load_words(group.offset), two = load_words(group.offset + VL);
+    vi acc[MR][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++) acc[r][0] = one, acc[r][1] = two;
+    const u32 *a3 = a0 + 3 * lda, *a6 = a0 + 6 * lda, *a9 = a0 + 9 * lda;
+    const u32* fetched = ahead ? ahead : b;
+    const long step = ahead ? PANEL : 0;
+    for (int k = 0; k < kw; k++) {
+        for (int line = 0; line < PANEL; line += 16) _mm_prefetch((const char*)(fetched + line), _MM_HINT_T1);
+        fetched += step;
+        const vi b0 = load_words(b), b1 = load_words(b + VL);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; r++) {
+            const u32* base = r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : a9;
+            const vi av = spread(base[(r % 3) * lda]);
+            acc[r][0] = I8::dot(acc[r][0], av, b0);
+            acc[r][1] = I8::dot(acc[r][1], av, b1);
+        }
+        a0++, a3++, a6++, a9++, b += PANEL;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++) {
+        const vf of_row = set1(group.row_scale[r * group.scale_stride]);
+        const vf x = to_float(settled(acc[r][0])), y = to_float(settled(acc[r][1]));
+        float* to = c + r * PANEL;
+        store(to, group.first ? mul(x, of_row) : fma(x, of_row, load(to)));
+        store(to + VL, group.first ? mul(y, of_row) : fma(y, of_row, load(to + VL)));
+    }
+    if (!group.last) return;
+    const vf scale0 = load(group.scale), scale1 = load(group.scale + VL);
+    const vf bias0 = group.bias ? load(group.bias) : zero(), bias1 = group.bias ? load(group.bias + VL) : zero();
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; r++) {
+        store(c + r * PANEL, fma(load(c + r * PANEL), scale0, bias0));
+        store(c + r * PANEL + VL, fma(load(c + r * PANEL + VL), scale1, bias1));
+    }
+}
+
+using MicroGrouped = void (*)(const u32*, long, const u32*, int, const GroupedPanel&, float*, const u32*);
+
+inline MicroGrouped micro_grouped_of(int rows) {
+    static const MicroGrouped table[] = {
+        micro_grouped<1>, micro_grouped<2>, micro_grouped<3>, micro_grouped<4>, micro_grouped<5>, micro_grouped<6>,
+#if defined(__AVX512F__)
+        micro_grouped<7>, micro_grouped<8>, micro_grouped<9>, micro_grouped<10>, micro_grouped<11>, micro_grouped<12>,
 #endif
     };
     return table[rows - 1];
@@ -140,19 +202,19 @@ void wide_product(const u32* a, long lda, int rows, const typename D::B* const* 
 // columns: a multiple of VL. ahead: for each block another of its size, fetched while the first rows are computed.
 template <class D>
 void product(const u32* a, long lda, int rows, const typename D::B* const* blocks, int num_blocks, int kb, long ldb,
-             int columns, u32* c, long ldc, bool accumulate, const typename D::B* const* ahead = nullptr) {
+             int columns, u32* c, long ldc, const typename D::B* const* ahead = nullptr) {
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     int column = 0;
     // Few rows leave the multipliers waiting for their own results: more columns at once keep them busy.
     if (rows <= TILE_ROWS / 2)
         for (; columns - column >= 2 * PANEL; column += 2 * PANEL)
-            micro_of<D, 4>(rows)(a, lda, blocks, num_blocks, kb, ldb, column, c + column, ldc, accumulate, ahead);
+            micro_of<D, 4>(rows)(a, lda, blocks, num_blocks, kb, ldb, column, c + column, ldc, ahead);
     for (; column < columns; column += PANEL) {
         const bool wide = columns - column >= PANEL;
         for (int t = 0; t < tiles; t++) {
             const int begin = int(long(rows) * t / tiles), count = int(long(rows) * (t + 1) / tiles) - begin;
             Micro<D> kernel = wide ? micro_of<D, 2>(count) : micro_of<D, 1>(count);
-            kernel(a + begin * lda, lda, blocks, num_blocks, kb, ldb, column, c + begin * ldc + column, ldc, accumulate,
+            kernel(a + begin * lda, lda, blocks, num_blocks, kb, ldb, column, c + begin * ldc + column, ldc,
                    t == 0 ? ahead : nullptr);
         }
     }

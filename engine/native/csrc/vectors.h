@@ -136,6 +136,12 @@ inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_ma
 
 #endif
 
+// x itself. Without it gcc 12 keeps sums in two types at once all through the loop before, and runs out of registers.
+inline vi settled(vi x) {
+    asm("" : "+v"(x));
+    return x;
+}
+
 // float32 -> bfloat16 in the low half of each lane, to nearest even; NaN stays NaN.
 inline vi round_to_bf16(vf x) {
     vi bits = as_words(x);
@@ -175,13 +181,29 @@ inline vf exp_f(vf x) {
     return mul(p, as_float(shift_left<23>(add_i(to_int(n), set1_i(127)))));
 }
 
+// 2^x for x <= 0, or little above (2^-126 below that): a polynomial (relative error 1e-7), by Chebyshev's points.
+inline vf exp2_f(vf x) {
+    x = max(set1(-126.0f), x);  // in this order NaN comes through
+    const vf n = round_even(x), r = sub(x, n);
+    vf p = set1(1.326472709e-3f);
+    p = fma(p, r, set1(9.671512865e-3f));
+    p = fma(p, r, set1(5.550733746e-2f));
+    p = fma(p, r, set1(2.402224208e-1f));
+    p = fma(p, r, set1(6.931469776e-1f));
+    p = fma(p, r, set1(1.0f));
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    return mul(p, as_float(shift_left<23>(add_i(to_int(n), set1_i(127)))));
+#endif
+}
+
 // Element types of a product. `P`: elements per word. `dot`: acc += a . b, lane by lane; int8 is unsigned a, signed b.
 struct F32 {
     typedef u32 B;
     static inline vi load_b(const B* p) { return load_words(p); }
     static constexpr int P = 1;
     typedef vf acc;
-    static inline acc load_acc(const u32* p) { return load((const float*)p); }
     static inline void store_acc(u32* p, acc x) { store((float*)p, x); }
     static inline acc none() { return zero(); }
     static inline acc dot(acc c, vi a, vi b) { return fma(as_float(a), as_float(b), c); }
@@ -192,7 +214,6 @@ struct BF16 {
     static inline vi load_b(const B* p) { return load_words(p); }
     static constexpr int P = 2;
     typedef vf acc;
-    static inline acc load_acc(const u32* p) { return load((const float*)p); }
     static inline void store_acc(u32* p, acc x) { store((float*)p, x); }
     static inline acc none() { return zero(); }
     static inline acc dot(acc c, vi a, vi b) {
@@ -211,7 +232,6 @@ struct I8 {
     static inline vi load_b(const B* p) { return load_words(p); }
     static constexpr int P = 4;
     typedef vi acc;
-    static inline acc load_acc(const u32* p) { return load_words(p); }
     static inline void store_acc(u32* p, acc x) {
 #if defined(__AVX512F__)
         _mm512_storeu_si512(p, x);
@@ -242,7 +262,6 @@ struct I16 {
     static inline vi load_b(const B* p) { return widen_pairs((const int8_t*)p); }
     static constexpr int P = 2;
     typedef vi acc;
-    static inline acc load_acc(const u32* p) { return load_words(p); }
     static inline void store_acc(u32* p, acc x) { I8::store_acc(p, x); }
     static inline acc none() { return zero_i(); }
     static inline acc dot(acc c, vi a, vi b) {
