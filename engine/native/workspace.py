@@ -123,5 +123,5 @@ def _attention_bytes(cache: CacheShape, heads: int) -> int:
     per_head = heads // cache.kv_heads
     rows = max(ATTENTION_ROWS, per_head)
     columns = max(1, TILE_KEYS // cache.block_size) * cache.columns
-    per_row = 8 * columns + 8 * cache.value_dim + 4 * (cache.head_dim + 1) + 12
-    return int(rows * per_row + 8 * (cache.head_dim + 16) + 16 * 128)
+    per_row = 8 * columns + 8 * cache.value_dim + 4 * (cache.head_dim + 1) + 24
+    return int(rows * per_row + 8 * columns + 8 * (cache.head_dim + 16) + 16 * 128)

@@ -27,9 +27,12 @@ struct TileShape {
     }
 };
 
-// Room of one thread for one task.
+// Consecutive rows of a task that are taken through a tile together: their scores should stay in the first cache.
+struct Strip { int first, rows; };
+
+// Room of one thread for one task, and in it for one strip.
 struct AttentionSpace {
-    float *scores, *weighted, *sums, *most, *total, *line;
+    float *scores, *weighted, *sums, *most, *total, *tile_most, *tile_total, *tile_scale, *line, *key_scale, *value_scale;
     u32 *query, *weights;
     float* query_scale;
     static int64_t align(int64_t bytes) { return (bytes + 127) / 64 * 64; }
@@ -43,10 +46,16 @@ struct AttentionSpace {
         query_scale = (float*)take(rows * 4);
         most = (float*)take(rows * 4);
         total = (float*)take(rows * 4);
+        tile_most = (float*)take(rows * 4);
+        tile_total = (float*)take(rows * 4);
+        tile_scale = (float*)take(rows * 4);
         line = (float*)take((int64_t(s.head_dim) + VL) * 4);
+        key_scale = (float*)take(int64_t(columns) * 4);
+        value_scale = (float*)take(int64_t(columns) * 4);
     }
 };
 
+constexpr int STRIP_ROWS = 2 * TILE_ROWS;
 constexpr int MOST_DIM = 1024;  // of a head whose cache is int8
 
 // x [n] -> integers of at most `range`, as bytes or halves (the other is null); returns the scale. What is not finite
@@ -192,18 +201,20 @@ struct Attention {
     }
 
     // Scores of one tile, [rows][tile.columns], unscaled, int32 for int8 caches. Meanwhile `next`'s keys are fetched.
-    void scores(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
+    void scores(const Strip& strip, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
         if (s.kind == KIND_F32)
-            block_scores<F32>(rows, part, next, room);
+            block_scores<F32>(strip, part, next, room);
         else if (s.kind == KIND_BF16)
-            block_scores<BF16>(rows, part, next, room);
+            block_scores<BF16>(strip, part, next, room);
         else
-            block_scores<I16>(rows, part, next, room);
+            block_scores<I16>(strip, part, next, room);
     }
 
-    template <class D> void block_scores(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
+    template <class D>
+    void block_scores(const Strip& strip, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
         typedef typename D::B B;
-        const int kw = (s.head_dim + D::P - 1) / D::P;
+        const int kw = (s.head_dim + D::P - 1) / D::P, rows = strip.rows;
+        const u32* query = room.query + int64_t(strip.first) * kw;
         // Few rows: several blocks at once. A block must be one panel wide for that.
         const int wide = s.columns == PANEL ? wide_blocks(rows) : 0;
         for (int b = 0; b < part.blocks;) {
@@ -215,22 +226,41 @@ struct Attention {
             }
             u32* to = (u32*)room.scores + b * s.columns;
             if (count > 1)
-                wide_product<D>(room.query, kw, rows, keys, kw, to, tile.columns, ahead);
+                wide_product<D>(query, kw, rows, keys, kw, to, tile.columns, ahead);
             else
-                block_products<D>(team, room.query, kw, rows, keys, 1, kw, s.columns, s.columns, to, tile.columns, ahead);
+                block_products<D>(team, query, kw, rows, keys, 1, kw, s.columns, s.columns, to, tile.columns, ahead);
             b += count;
         }
     }
 
-    // Calls f(block, column, first, last) for each vector of a row's columns with keys from `from` to `position` in it, of
-    // which the lanes from `first` to `last` are those.
-    template <class F> void seen_columns(int tile_start, int blocks, int from, int position, F f) const {
-        for (int b = 0; b < blocks; b++) {
-            const int start = tile_start + b * s.block_size;
+    // Calls f(column, first, last) for each vector of a row's columns with keys from `from` to `position` in it, of which
+    // the lanes from `first` to `last` are those. Nearly all are whole: f is compiled for those apart.
+    template <class F>
+    __attribute__((always_inline)) void seen_columns(int tile_start, int blocks, int from, int position, F f) const {
+        const bool joined = s.columns == s.block_size;
+        const int pieces = joined ? 1 : blocks, keys = joined ? blocks * s.block_size : s.block_size;
+        for (int i = 0; i < pieces; i++) {
+            const int start = tile_start + i * keys, column = i * s.columns;
             const int first = from > start ? from - start : 0;
-            const int last = position + 1 - start < s.block_size ? position + 1 - start : s.block_size;
-            for (int c = first / VL * VL; c < last; c += VL)
-                f(b, c, c < first ? first - c : 0, c + VL > last ? last - c : VL);
+            const int last = position + 1 - start < keys ? position + 1 - start : keys;
+            int c = first / VL * VL;
+            if (c < first && c < last) {
+                f(column + c, first - c, c + VL > last ? last - c : VL);
+                c += VL;
+            }
+            for (; c + VL <= last; c += VL) f(column + c, 0, VL);
+            if (c < last) f(column + c, 0, last - c);
+        }
+    }
+
+    // The scales of a tile's keys and values, column by column.
+    void load_scales(const TilePart& part, AttentionSpace& room) const {
+        for (int b = 0; b < part.blocks; b++) {
+            const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
+            for (int c = 0; c < s.columns; c += VL) {
+                store(room.key_scale + b * s.columns + c, load(layer.key_scales + at + c));
+                store(room.value_scale + b * s.columns + c, load(layer.value_scales + at + c));
+            }
         }
     }
 
@@ -238,12 +268,12 @@ struct Attention {
     // and what undoes it.
     struct ValueRange { float inverse, scale; };
 
-    ValueRange value_range(int tile_start, const TilePart& part, int from, int position) const {
+    ValueRange value_range(int tile_start, int blocks, int from, int position, const AttentionSpace& room) const {
         // 16,384 x 127 x 512 keys stay below 2^31.
         const float range = 16383.0f * (tile.keys <= 512 ? 1.0f : 512.0f / tile.keys);
         vf most = zero(), nothing = zero();
-        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
-            vf x = load(scales_of(layer.value_scales, part, b) + c);
+        seen_columns(tile_start, blocks, from, position, [&](int c, int first, int last) __attribute__((always_inline)) {
+            vf x = load(room.value_scale + c);
             if (last - first < VL) x = pick(x, zero(), first, last);
             most = max(most, x);
             nothing = fma(x, zero(), nothing);  // NaN once a scale is
@@ -252,79 +282,76 @@ struct Attention {
         return {top > 0 ? range / top : 0, top / range + sum(nothing)};
     }
 
-    const float* scales_of(const float* scales, const TilePart& part, int b) const {
-        return scales + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * s.columns;
-    }
-
     // Softmax of one row of scores over the keys from `from` to `position`: weights as an operand, their sum, the largest
     // score. All in base 2, where e^x is 2^(x log2 e): a row's scores times `factor` are its exponents.
     template <class D>
-    void soften(int r, int tile_start, const TilePart& part, int from, int position, const ValueRange& range,
-                AttentionSpace& room, float* most, float* total) const {
+    void soften(int r, float query_scale, int tile_start, int blocks, int from, int position, const ValueRange& range,
+                AttentionSpace& room) const {
         constexpr bool integers = sizeof(typename D::B) == 2;
         constexpr float log2e = 1.44269504088896341f;
         float* row = room.scores + int64_t(r) * tile.columns;
-        const float factor = (integers ? scale * room.query_scale[r] : scale) * log2e;
+        const float factor = (integers ? scale * query_scale : scale) * log2e;
         vf top = set1(-INFINITY);
-        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
-            float* at = row + b * s.columns + c;
-            vf x = load(at);
+        seen_columns(tile_start, blocks, from, position, [&](int c, int first, int last) __attribute__((always_inline)) {
+            vf x = load(row + c);
             if (integers) {
-                x = mul(to_float(as_words(x)), load(scales_of(layer.key_scales, part, b) + c));
-                store(at, x);
+                x = mul(to_float(as_words(x)), load(room.key_scale + c));
+                store(row + c, x);
             }
             if (last - first < VL) x = pick(x, set1(-INFINITY), first, last);
             top = max(top, x);
         });
-        *most = peak(top) * factor;
+        const float most = peak(top) * factor;
         u32* weights = room.weights + int64_t(r) * tile.columns / D::P;
-        const int keys = part.blocks * s.block_size;
-        if (from > tile_start || position + 1 < tile_start + keys || s.columns > s.block_size)
-            __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * 4 / D::P);
-        const vf factors = set1(factor), lowest = set1(-*most), inverse = set1(range.inverse);
+        if (from > tile_start || position + 1 < tile_start + blocks * s.block_size || s.columns > s.block_size)
+            __builtin_memset(weights, 0, int64_t(blocks) * s.columns * 4 / D::P);
+        const vf factors = set1(factor), lowest = set1(-most), inverse = set1(range.inverse);
         vf sums = zero();
-        seen_columns(tile_start, part.blocks, from, position, [&](int b, int c, int first, int last) {
-            const int at = b * s.columns + c;
-            vf p = exp2_f(fma(load(row + at), factors, lowest));
+        seen_columns(tile_start, blocks, from, position, [&](int c, int first, int last) __attribute__((always_inline)) {
+            vf p = exp2_f(fma(load(row + c), factors, lowest));
             if (last - first < VL) p = pick(p, zero(), first, last);
             sums = add(sums, p);
             if (D::P == 1) {
-                store((float*)weights + at, p);
+                store((float*)weights + c, p);
             } else if (!integers) {
-                store_bf16((uint16_t*)weights + at, p);
+                store_bf16((uint16_t*)weights + c, p);
             } else {
-                vf of_value = mul(load(scales_of(layer.value_scales, part, b) + c), inverse);
+                vf of_value = mul(load(room.value_scale + c), inverse);
                 if (last - first < VL) of_value = pick(of_value, zero(), first, last);  // another's may be anything
-                store_halves((uint16_t*)weights + at, to_int(mul(p, of_value)));
+                store_halves((uint16_t*)weights + c, to_int(mul(p, of_value)));
             }
         });
-        *total = sum(sums);
+        room.tile_most[r] = most, room.tile_total[r] = sum(sums);
     }
 
-    // Softmax of a tile's rows. Rows that see nothing here: weights of zero, and -inf as the largest score.
-    template <class D> void soften_rows(const AttentionTask& task, int rows, int tile_start, const TilePart& part,
-                                        AttentionSpace& room, float* most, float* total, float* value_scale) const {
+    // Softmax of a strip's rows over a tile. Rows that see nothing here: weights of zero, and -inf as the largest score.
+    template <class D>
+    void soften_rows(const AttentionTask& task, const Strip& strip, int tile_start, const TilePart& part,
+                     AttentionSpace& room) const {
         ValueRange range{0, 0};
         int from = 0, position = 0;
-        for (int r = 0; r < rows; r++) {
-            if (r % per_head == 0) {
+        for (int i = 0; i < strip.rows; i++) {
+            const int r = strip.first + i;
+            const bool new_token = i == 0 || r % per_head == 0;
+            if (new_token) {
                 position = group.row_position[task.first_row + r / per_head];
                 from = group.window > 0 && position - group.window + 1 > 0 ? position - group.window + 1 : 0;
             }
             if (position < tile_start || from >= tile_start + tile.keys) {
-                most[r] = -INFINITY, total[r] = 0, value_scale[r] = 0;
-                u32* weights = room.weights + int64_t(r) * tile.columns / D::P;
+                room.tile_most[i] = -INFINITY, room.tile_total[i] = 0, room.tile_scale[i] = 0;
+                u32* weights = room.weights + int64_t(i) * tile.columns / D::P;
                 __builtin_memset(weights, 0, int64_t(part.blocks) * s.columns * 4 / D::P);
                 continue;
             }
-            if (sizeof(typename D::B) == 2 && r % per_head == 0) range = value_range(tile_start, part, from, position);
-            soften<D>(r, tile_start, part, from, position, range, room, most + r, total + r);
-            value_scale[r] = range.scale + (total[r] - total[r]);  // NaN where the sum is not finite
+            if (sizeof(typename D::B) == 2 && new_token)
+                range = value_range(tile_start, part.blocks, from, position, room);
+            soften<D>(i, room.query_scale[r], tile_start, part.blocks, from, position, range, room);
+            room.tile_scale[i] = range.scale + (room.tile_total[i] - room.tile_total[i]);  // NaN where the sum is not finite
         }
     }
 
     // Weighted values of one tile, [rows][value_dim]. Meanwhile `next`'s values are fetched.
-    void values(int rows, const TilePart& part, const TilePart& next, const float* value_scale, AttentionSpace& room) const {
+    void values(int rows, const TilePart& part, const TilePart& next, AttentionSpace& room) const {
         const int per = per_word(s.kind), kb = s.columns / per;
         const int64_t lda = tile.columns / per;
         const u32 *of_block[TILE_KEYS], *ahead[TILE_KEYS];
@@ -338,7 +365,7 @@ struct Attention {
             for (int r = 0; r < rows; r++)
                 for (int d = 0; d < s.value_dim; d += VL) {
                     float* at = room.weighted + r * s.value_dim + d;
-                    store(at, mul(to_float(load_words(at)), set1(value_scale[r])));
+                    store(at, mul(to_float(load_words(at)), set1(room.tile_scale[r])));
                 }
             return;
         }
@@ -396,7 +423,7 @@ struct Attention {
 
     // next: the task that this thread will run then, or null.
     void run(const AttentionTask& task, const AttentionTask* next, uint8_t* space) const {
-        const int rows = task.num_rows * per_head;
+        const int rows = task.num_rows * per_head, strip_rows = team.bf16 ? BRGEMM_ROWS : STRIP_ROWS;
         AttentionSpace room(space, s, rows, tile.columns);
         load_query(task, rows, room);
         for (int r = 0; r < rows; r++) {
@@ -408,7 +435,6 @@ struct Attention {
                 __builtin_memcpy(room.sums + r * s.value_dim, from + 2, s.value_dim * 4);
             }
         }
-        float tile_most[4096], tile_total[4096], value_scale[4096];
         for (int t = task.first_tile; t < task.last_tile; t++) {
             const int start = t * tile.keys;
             const TilePart part = part_of(task, t);
@@ -417,22 +443,30 @@ struct Attention {
                 following = part_of(task, t + 1);
             else if (next)
                 following = part_of(*next, next->first_tile);
-            scores(rows, part, following, room);
-            if (s.kind == KIND_F32)
-                soften_rows<F32>(task, rows, start, part, room, tile_most, tile_total, value_scale);
-            else if (s.kind == KIND_BF16)
-                soften_rows<BF16>(task, rows, start, part, room, tile_most, tile_total, value_scale);
-            else
-                soften_rows<I16>(task, rows, start, part, room, tile_most, tile_total, value_scale);
-            values(rows, part, following, value_scale, room);
-            for (int r = 0; r < rows; r++) {
-                const float* sums = room.weighted + r * s.value_dim;
-                if (task.partial >= 0) {
-                    float* to = partial + (int64_t(task.partial) + int64_t(t - task.first_tile) * rows + r) * state_stride();
-                    to[0] = tile_most[r], to[1] = tile_total[r];
-                    __builtin_memcpy(to + 2, sums, s.value_dim * 4);
-                } else if (tile_most[r] != -INFINITY) {
-                    merge(tile_most[r], tile_total[r], sums, room.most + r, room.total + r, room.sums + r * s.value_dim);
+            if (s.kind == KIND_I8) load_scales(part, room);
+            for (int first = 0; first < rows; first += strip_rows) {
+                const Strip strip{first, rows - first < strip_rows ? rows - first : strip_rows};
+                if (first > 0) following.blocks = 0;
+                scores(strip, part, following, room);
+                if (s.kind == KIND_F32)
+                    soften_rows<F32>(task, strip, start, part, room);
+                else if (s.kind == KIND_BF16)
+                    soften_rows<BF16>(task, strip, start, part, room);
+                else
+                    soften_rows<I16>(task, strip, start, part, room);
+                values(strip.rows, part, following, room);
+                for (int i = 0; i < strip.rows; i++) {
+                    const int r = first + i;
+                    const float* sums = room.weighted + i * s.value_dim;
+                    if (task.partial >= 0) {
+                        float* to =
+                            partial + (int64_t(task.partial) + int64_t(t - task.first_tile) * rows + r) * state_stride();
+                        to[0] = room.tile_most[i], to[1] = room.tile_total[i];
+                        __builtin_memcpy(to + 2, sums, s.value_dim * 4);
+                    } else if (room.tile_most[i] != -INFINITY) {
+                        merge(room.tile_most[i], room.tile_total[i], sums, room.most + r, room.total + r,
+                              room.sums + r * s.value_dim);
+                    }
                 }
             }
         }
