@@ -29,7 +29,7 @@ _LANES = 16
 
 
 class NativeStorage:
-    """The paged cache as csrc/api.h lays it out: K as pairs of dimensions by key, V as pairs of keys by dimension.
+    """The paged cache as csrc/api.h lays it out: K as words of dimensions by key, V as pairs of keys by dimension.
 
     Attributes:
         shape: for the kernels.
@@ -52,7 +52,8 @@ class NativeStorage:
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         dtype = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.I8: torch.int8}[kind]
-        key_dim = layout.head_dim if kind == Kind.F32 else -(-layout.head_dim // 2) * 2
+        per_word = {Kind.F32: 1, Kind.BF16: 2, Kind.I8: 4}[kind]
+        key_dim = -(-layout.head_dim // per_word) * per_word
         heads = layout.num_kv_heads
         if kind == Kind.I8:
             self.key_scales = [torch.empty(0)] * num_layers

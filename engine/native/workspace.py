@@ -37,7 +37,7 @@ class Workspace:
     @classmethod
     def for_linear(cls, library: NativeLibrary, in_features: int, max_tokens: int) -> Workspace:
         """For products only."""
-        words = -(-in_features // 4)
+        words = _padded(-(-in_features // 4), 16)
         thread_bytes = _product_bytes(library, in_features)
         buffers = {
             "row_scale": torch.empty(max_tokens * -(-in_features // QUANT_GROUP)),
@@ -77,7 +77,7 @@ class Workspace:
         }
         element = 1 if activations == Kind.F32 else 2  # elements of activations in a word
         widest = max(hidden, heads * dim, intermediate)
-        input_words = max(-(-hidden // element), -(-widest // 4))
+        input_words = _padded(max(-(-hidden // element), -(-widest // 4)), 16)
         stride = cache.value_dim + 2
         buffers = {
             "residual": torch.zeros(max_tokens * strides["hidden_stride"]),
@@ -123,5 +123,5 @@ def _attention_bytes(cache: CacheShape, heads: int) -> int:
     per_head = heads // cache.kv_heads
     rows = max(ATTENTION_ROWS, per_head)
     columns = max(1, TILE_KEYS // cache.block_size) * cache.columns
-    per_row = 8 * columns + 8 * cache.value_dim + 4 * (cache.head_dim + 1) + 24
-    return int(rows * per_row + 8 * columns + 8 * (cache.head_dim + 16) + 16 * 128)
+    per_row = 8 * columns + 8 * cache.value_dim + 4 * (cache.head_dim + 1) + 28
+    return int(rows * per_row + 8 * columns + 8 * (cache.head_dim + 16) + 20 * 128)

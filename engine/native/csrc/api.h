@@ -30,7 +30,8 @@ struct Layer {
 // A layer's cache, all word arrays:
 //   keys   [num_blocks][kv_heads][head_dim / P][columns], a word holds P consecutive dimensions of one key
 //   values [num_blocks][kv_heads][columns / P][value_dim], a word holds one dimension of P consecutive keys
-// so both products read them as they lie. I8 caches hold pairs (P = 2) of bytes, in half words.
+// so both products read them as they lie. I8 caches hold four dimensions of a key (P = 4), as bytes with 128 added, and
+// values as pairs (P = 2) of signed bytes, in half words.
 struct CacheShape {
     int32_t kind, block_size, columns, kv_heads, head_dim, value_dim;  // columns: block_size padded to 16
 };

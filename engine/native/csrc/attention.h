@@ -11,6 +11,10 @@
 namespace {
 
 inline int per_word(int kind) { return kind == KIND_F32 ? 1 : 2; }
+inline int key_words(const CacheShape& s) {
+    const int per = s.kind == KIND_I8 ? 4 : per_word(s.kind);
+    return (s.head_dim + per - 1) / per;
+}
 
 // One tile of one sequence: its blocks, and which head of them.
 struct TilePart {
@@ -35,6 +39,7 @@ struct AttentionSpace {
     float *scores, *weighted, *sums, *most, *total, *tile_most, *tile_total, *tile_scale, *line, *key_scale, *value_scale;
     u32 *query, *weights;
     float* query_scale;
+    int32_t* query_offset;
     static int64_t align(int64_t bytes) { return (bytes + 127) / 64 * 64; }
     AttentionSpace(uint8_t* at, const CacheShape& s, int rows, int columns) {
         auto take = [&](int64_t bytes) { uint8_t* here = at; at += align(bytes); return here; };
@@ -44,6 +49,7 @@ struct AttentionSpace {
         sums = (float*)take(int64_t(rows) * s.value_dim * 4);
         query = (u32*)take(int64_t(rows) * (s.head_dim + 1) * 4);
         query_scale = (float*)take(rows * 4);
+        query_offset = (int32_t*)take(rows * 4);
         most = (float*)take(rows * 4);
         total = (float*)take(rows * 4);
         tile_most = (float*)take(rows * 4);
@@ -58,36 +64,15 @@ struct AttentionSpace {
 constexpr int STRIP_ROWS = 2 * TILE_ROWS;
 constexpr int MOST_DIM = 1024;  // of a head whose cache is int8
 
-// x [n] -> integers of at most `range`, as bytes or halves (the other is null); returns the scale. What is not finite
-// makes the scale NaN, because integers could not carry it on.
-inline float quantize(const float* x, int n, float range, int8_t* bytes, int16_t* halves) {
-    vf most = zero(), nothing = zero();
-    for (int i = 0; i < n; i += VL) {
-        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
-        most = max(most, abs_f(y));
-        nothing = fma(y, zero(), nothing);
-    }
-    const float top = peak(most);
-    const vf inverse = set1(top > 0 && top < 3e38f ? range / top : 0);
-    for (int i = 0; i < n; i += VL) {
-        const vi q = to_int(mul(n - i >= VL ? load(x + i) : load_first(x + i, n - i), inverse));
-        if (bytes)
-            store_bytes((uint8_t*)bytes + i, q);
-        else
-            store_halves((uint16_t*)halves + i, q);
-    }
-    return top / range + sum(nothing);
-}
-
 // Fetches the lines that `store_token` will write: a decoding token's are scattered over its block, and cold.
 inline void fetch_slot(const CacheShape& s, const Layer& layer, int64_t slot) {
     const int64_t block = slot / s.block_size;
     const int at = int(slot % s.block_size), per = per_word(s.kind), unit = s.kind == KIND_I8 ? 2 : 4;
-    const int key_words = (s.head_dim + per - 1) / per;
+    const int words = key_words(s);
     for (int h = 0; h < s.kv_heads; h++) {
         const int64_t head = block * s.kv_heads + h;
-        const char* keys = (const char*)layer.keys + (head * key_words * s.columns + at) * unit;
-        for (int w = 0; w < key_words; w++) _mm_prefetch(keys + int64_t(w) * s.columns * unit, _MM_HINT_T0);
+        const u32* keys = layer.keys + head * words * s.columns + at;
+        for (int w = 0; w < words; w++) _mm_prefetch((const char*)(keys + int64_t(w) * s.columns), _MM_HINT_T0);
         const char* values = (const char*)layer.values + (head * s.columns / per + at / per) * s.value_dim * unit;
         for (int i = 0; i < s.value_dim * unit; i += 64) _mm_prefetch(values + i, _MM_HINT_T0);
     }
@@ -97,31 +82,28 @@ inline void fetch_slot(const CacheShape& s, const Layer& layer, int64_t slot) {
 inline void store_token(const CacheShape& s, const Layer& layer, int64_t slot, const float* k, const float* v) {
     const int64_t block = slot / s.block_size;
     const int at = int(slot % s.block_size), columns = s.columns, dim = s.head_dim;
-    const int per = per_word(s.kind), key_words = (dim + per - 1) / per;
+    const int words = key_words(s);
     for (int h = 0; h < s.kv_heads; h++, k += dim, v += dim) {
         const int64_t head = block * s.kv_heads + h;
         if (s.kind == KIND_F32) {
-            float* keys = (float*)layer.keys + head * key_words * columns + at;
+            float* keys = (float*)layer.keys + head * words * columns + at;
             for (int i = 0; i < dim; i++) keys[int64_t(i) * columns] = k[i];
             float* values = (float*)layer.values + (head * columns + at) * s.value_dim;
             for (int i = 0; i < dim; i++) values[i] = v[i];
         } else if (s.kind == KIND_BF16) {
-            u32* keys = layer.keys + head * key_words * columns + at;
-            for (int w = 0; w < key_words; w++)
+            u32* keys = layer.keys + head * words * columns + at;
+            for (int w = 0; w < words; w++)
                 keys[int64_t(w) * columns] = to_bf16(k[2 * w]) | u32(2 * w + 1 < dim ? to_bf16(k[2 * w + 1]) : 0) << 16;
             uint16_t* values = (uint16_t*)(layer.values + (head * columns / 2 + at / 2) * s.value_dim) + at % 2;
             for (int i = 0; i < dim; i++) values[2 * i] = to_bf16(v[i]);
         } else {
-            int8_t small[2][MOST_DIM + VL];
-            const float key_scale = quantize(k, dim, 127.0f, small[0], nullptr);
-            const float value_scale = quantize(v, dim, 127.0f, small[1], nullptr);
-            layer.key_scales[head * columns + at] = key_scale;
-            layer.value_scales[head * columns + at] = value_scale;
-            uint16_t* keys = (uint16_t*)layer.keys + head * key_words * columns + at;
-            small[0][dim] = 0;
-            for (int w = 0; w < key_words; w++) __builtin_memcpy(keys + int64_t(w) * columns, small[0] + 2 * w, 2);
+            uint8_t small[2][MOST_DIM + VL];
+            layer.key_scales[head * columns + at] = quantize(k, dim, 128, small[0]);
+            layer.value_scales[head * columns + at] = quantize(v, dim, 0, small[1]);
+            u32* keys = layer.keys + head * words * columns + at;
+            for (int w = 0; w < words; w++) __builtin_memcpy(keys + int64_t(w) * columns, small[0] + 4 * w, 4);
             int8_t* values = (int8_t*)layer.values + (head * columns / 2 + at / 2) * s.value_dim * 2 + at % 2;
-            for (int i = 0; i < dim; i++) values[2 * i] = small[1][i];
+            for (int i = 0; i < dim; i++) values[2 * i] = int8_t(small[1][i]);
         }
     }
 }
@@ -172,24 +154,24 @@ struct Attention {
                 continue;
             }
             read_operand(activations, from, s.head_dim, room.line);
-            // 64 products of 127 and this stay below 2^31; longer heads get a smaller range.
-            int16_t halves[MOST_DIM + VL];
-            room.query_scale[r] = quantize(room.line, s.head_dim, s.head_dim <= 512 ? 32767.0f : 8191.0f, nullptr, halves);
-            int16_t* to = (int16_t*)(room.query + r * ((s.head_dim + 1) / 2));
-            __builtin_memcpy(to, halves, s.head_dim * 2);
-            if (s.head_dim & 1) to[s.head_dim] = 0;
+            uint8_t* to = (uint8_t*)(room.query + r * key_words(s));
+            uint8_t small[MOST_DIM + VL];
+            room.query_scale[r] = quantize(room.line, s.head_dim, 0, small);
+            int sum = 0;
+            for (int i = 0; i < s.head_dim; i++) sum += int8_t(small[i]);
+            room.query_offset[r] = -128 * sum;
+            for (int i = s.head_dim; i < key_words(s) * 4; i++) small[i] = 0;
+            __builtin_memcpy(to, small, key_words(s) * 4);
         }
     }
 
-    int64_t key_words() const { return (s.head_dim + per_word(s.kind) - 1) / per_word(s.kind) * int64_t(s.columns); }
-    int64_t value_words() const { return s.columns / per_word(s.kind) * int64_t(s.value_dim); }
-    // Of int8 caches a "word" is half as large.
     const u32* keys_of(const TilePart& part, int b) const {
-        const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * key_words();
-        return s.kind == KIND_I8 ? (const u32*)((const uint16_t*)layer.keys + at) : layer.keys + at;
+        return layer.keys + (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * key_words(s) * s.columns;
     }
+    // Of int8 caches a "word" is half as large.
     const u32* values_of(const TilePart& part, int b) const {
-        const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * value_words();
+        const int64_t words = s.columns / per_word(s.kind) * int64_t(s.value_dim);
+        const int64_t at = (int64_t(part.table[b]) * s.kv_heads + part.kv_head) * words;
         return s.kind == KIND_I8 ? (const u32*)((const uint16_t*)layer.values + at) : layer.values + at;
     }
 
@@ -207,7 +189,7 @@ struct Attention {
         else if (s.kind == KIND_BF16)
             block_scores<BF16>(strip, part, next, room);
         else
-            block_scores<I16>(strip, part, next, room);
+            block_scores<K8>(strip, part, next, room);
     }
 
     template <class D>
@@ -285,17 +267,18 @@ struct Attention {
     // Softmax of one row of scores over the keys from `from` to `position`: weights as an operand, their sum, the largest
     // score. All in base 2, where e^x is 2^(x log2 e): a row's scores times `factor` are its exponents.
     template <class D>
-    void soften(int r, float query_scale, int tile_start, int blocks, int from, int position, const ValueRange& range,
+    void soften(const Strip& strip, int r, int tile_start, int blocks, int from, int position, const ValueRange& range,
                 AttentionSpace& room) const {
         constexpr bool integers = sizeof(typename D::B) == 2;
         constexpr float log2e = 1.44269504088896341f;
         float* row = room.scores + int64_t(r) * tile.columns;
-        const float factor = (integers ? scale * query_scale : scale) * log2e;
+        const float factor = (integers ? scale * room.query_scale[strip.first + r] : scale) * log2e;
+        const vi offset = set1_i(integers ? room.query_offset[strip.first + r] : 0);
         vf top = set1(-INFINITY);
         seen_columns(tile_start, blocks, from, position, [&](int c, int first, int last) __attribute__((always_inline)) {
             vf x = load(row + c);
             if (integers) {
-                x = mul(to_float(as_words(x)), load(room.key_scale + c));
+                x = mul(to_float(add_i(as_words(x), offset)), load(room.key_scale + c));
                 store(row + c, x);
             }
             if (last - first < VL) x = pick(x, set1(-INFINITY), first, last);
@@ -345,7 +328,7 @@ struct Attention {
             }
             if (sizeof(typename D::B) == 2 && new_token)
                 range = value_range(tile_start, part.blocks, from, position, room);
-            soften<D>(i, room.query_scale[r], tile_start, part.blocks, from, position, range, room);
+            soften<D>(strip, i, tile_start, part.blocks, from, position, range, room);
             room.tile_scale[i] = range.scale + (room.tile_total[i] - room.tile_total[i]);  // NaN where the sum is not finite
         }
     }

@@ -194,7 +194,26 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
     });
 }
 
-// Writes one row of an operand: x [n] float32 -> words of the kind, padded to whole words; KIND_I8 also its scales.
+// x [n] -> integers of at most 127, and `middle` added to each, as bytes; returns the scale. What is not finite makes the
+// scale NaN, because integers could not carry it on. Whole vectors are written: up to VL - 1 bytes beyond the last.
+inline float quantize(const float* x, int n, int middle, uint8_t* to) {
+    vf most = zero(), nothing = zero();
+    for (int i = 0; i < n; i += VL) {
+        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        most = max(most, abs_f(y));
+        nothing = fma(y, zero(), nothing);
+    }
+    const float top = peak(most);
+    const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
+    for (int i = 0; i < n; i += VL) {
+        const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
+        store_bytes(to + i, add_i(to_int(mul(y, inverse)), set1_i(middle)));
+    }
+    return top / 127.0f + sum(nothing);
+}
+
+// Writes one row of an operand: x [n] float32 -> words of the kind, padded to whole words; KIND_I8 (a multiple of VL
+// words long) also its scales.
 inline void write_operand(int32_t kind, const float* x, int n, u32* out, float* scale) {
     if (kind == KIND_F32) {
         for (int i = 0; i < n; i += VL)
@@ -209,30 +228,8 @@ inline void write_operand(int32_t kind, const float* x, int n, u32* out, float* 
         if (n & 1) to[n] = 0;
         return;
     }
-    uint8_t* to = (uint8_t*)out;
-    for (int begin = 0; begin < n; begin += QUANT_GROUP, scale++) {
-        const int end = n - begin < QUANT_GROUP ? n : begin + QUANT_GROUP;
-        vf most = zero(), nothing = zero();
-        for (int i = begin; i < end; i += VL) {
-            const vf y = end - i >= VL ? load(x + i) : load_first(x + i, end - i);
-            most = max(most, abs_f(y));
-            nothing = fma(y, zero(), nothing);  // NaN once anything is not finite: integers could not carry that on
-        }
-        const float top = peak(most);
-        *scale = top / 127.0f + sum(nothing);
-        const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
-        for (int i = begin; i < end; i += VL) {
-            const vf y = end - i >= VL ? load(x + i) : load_first(x + i, end - i);
-            const vi q = add_i(to_int(mul(y, inverse)), set1_i(128));
-            if (end - i >= VL) {
-                store_bytes(to + i, q);
-            } else {
-                uint8_t tail[VL];
-                store_bytes(tail, q);
-                for (int j = 0; j < (end - i + 3) / 4 * 4; j++) to[i + j] = tail[j];
-            }
-        }
-    }
+    for (int begin = 0; begin < n; begin += QUANT_GROUP)
+        *scale++ = quantize(x + begin, n - begin < QUANT_GROUP ? n - begin : QUANT_GROUP, 128, (uint8_t*)out + begin);
 }
 
 // Rows of words in the activations' kind -> float32 [n].

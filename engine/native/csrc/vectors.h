@@ -256,7 +256,12 @@ struct I8 {
     }
 };
 
-// Pairs of int16 by pairs of int8, which are widened as they are read: int8 caches.
+// The other way round, a signed and b unsigned: the keys of int8 caches.
+struct K8 : I8 {
+    static inline acc dot(acc c, vi a, vi b) { return I8::dot(c, b, a); }
+};
+
+// Pairs of int16 by pairs of int8, which are widened as they are read: the values of int8 caches.
 struct I16 {
     typedef uint16_t B;
     static inline vi load_b(const B* p) { return widen_pairs((const int8_t*)p); }
