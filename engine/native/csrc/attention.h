@@ -72,9 +72,9 @@ inline void fetch_slot(const CacheShape& s, const Layer& layer, int64_t slot) {
     for (int h = 0; h < s.kv_heads; h++) {
         const int64_t head = block * s.kv_heads + h;
         const u32* keys = layer.keys + head * words * s.columns + at;
-        for (int w = 0; w < words; w++) _mm_prefetch((const char*)(keys + int64_t(w) * s.columns), _MM_HINT_T0);
+        for (int w = 0; w < words; w++) _mm_prefetch((const char*)(keys + int64_t(w) * s.columns), _MM_HINT_T1);
         const char* values = (const char*)layer.values + (head * s.columns / per + at / per) * s.value_dim * unit;
-        for (int i = 0; i < s.value_dim * unit; i += 64) _mm_prefetch(values + i, _MM_HINT_T0);
+        for (int i = 0; i < s.value_dim * unit; i += 64) _mm_prefetch(values + i, _MM_HINT_T1);
     }
 }
 

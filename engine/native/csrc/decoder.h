@@ -28,6 +28,22 @@ inline vf gate(vf x, bool gelu) {
     return div(x, add(set1(1.0f), exp_f(sub(zero(), inner))));
 }
 
+// One head: its first half against its second. turns: the cosines [half], then the sines.
+inline void rotate_head(float* head, const float* turns, int half) {
+    const float* sine = turns + half;
+    int i = 0;
+    for (; half - i >= VL; i += VL) {
+        const vf a = load(head + i), b = load(head + half + i), c = load(turns + i), s = load(sine + i);
+        store(head + i, sub(mul(a, c), mul(b, s)));
+        store(head + half + i, fma(b, c, mul(a, s)));
+    }
+    for (; i < half; i++) {
+        const float a = head[i], b = head[i + half];
+        head[i] = a * turns[i] - b * sine[i];
+        head[i + half] = b * turns[i] + a * sine[i];
+    }
+}
+
 struct Decoder {
     const DecoderShape& shape;
     const Step& step;
@@ -79,10 +95,18 @@ struct Decoder {
     }
 
     void qkv(Member& me, const Layer& layer) const {
+        const AttentionGroup& group = step.groups[layer.group];
+        const int panels = (layer.qkv.n + PANEL - 1) / PANEL;
         for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) { return space.qkv + row * space.qkv_stride + panel * PANEL; },
                    [&](int first, int count, int panel, const float* c) {
+                       // Where some of these tokens will be kept is fetched after each panel: a decoding token's slot is
+                       // cold, and scattered over its block.
+                       for (int r = panel; r < count; r += panels) {
+                           const int t = first + r;
+                           if (t == 0 || group.slots[t] != group.slots[t - 1] + 1) fetch_slot(shape.cache, layer, group.slots[t]);
+                       }
                        for (int r = 0; r < count; r++) {
                            float* to = space.qkv + (first + r) * space.qkv_stride + panel * PANEL;
                            store(to, load(c + r * PANEL));
@@ -100,16 +124,11 @@ struct Decoder {
         me.share_rows(step.tokens, 4, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
-                if (t + 1 < last && group.slots[t + 1] != group.slots[t] + 1) fetch_slot(cache, layer, group.slots[t + 1]);
-                const float *cosine = rotation + int64_t(t) * dim, *sine = cosine + half;
+                const float* cosine = rotation + int64_t(t) * dim;
                 for (int h = 0; h < rotated; h++) {
                     float* head = x + h * dim;
                     if (layer.qk_norm) rms_norm(head, layer.qk_norm + h * dim, dim, shape.eps, head);
-                    for (int i = 0; i < half; i++) {
-                        const float a = head[i], b = head[i + half];
-                        head[i] = a * cosine[i] - b * sine[i];
-                        head[i + half] = b * cosine[i] + a * sine[i];
-                    }
+                    rotate_head(head, cosine, half);
                     if (h < heads) {
                         const int64_t to = (int64_t(t) * heads + h) * dim;
                         write_operand(shape.activations, head, dim,
