@@ -156,10 +156,9 @@ struct Attention {
             read_operand(activations, from, s.head_dim, room.line);
             uint8_t* to = (uint8_t*)(room.query + r * key_words(s));
             uint8_t small[MOST_DIM + VL];
-            room.query_scale[r] = quantize(room.line, s.head_dim, 0, small);
-            int sum = 0;
-            for (int i = 0; i < s.head_dim; i++) sum += int8_t(small[i]);
-            room.query_offset[r] = -128 * sum;
+            int total;
+            room.query_scale[r] = quantize(room.line, s.head_dim, 0, small, &total);
+            room.query_offset[r] = -128 * total;
             for (int i = s.head_dim; i < key_words(s) * 4; i++) small[i] = 0;
             __builtin_memcpy(to, small, key_words(s) * 4);
         }

@@ -22,10 +22,11 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
 }
 
 inline vf gate(vf x, bool gelu) {
-    // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x)
-    vf inner = x;
-    if (gelu) inner = mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-    return div(x, add(set1(1.0f), exp_f(sub(zero(), inner))));
+    // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)); silu(x) = x * sigmoid(x); in base 2
+    constexpr float log2e = 1.44269504088896341f;
+    vf exponent = mul(x, set1(-log2e));
+    if (gelu) exponent = mul(set1(-1.5957691216057308f * log2e), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+    return div(x, add(set1(1.0f), exp2_f(min(set1(126.0f), exponent))));
 }
 
 // One head: its first half against its second. turns: the cosines [half], then the sines.

@@ -196,7 +196,8 @@ void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, 
 
 // x [n] -> integers of at most 127, and `middle` added to each, as bytes; returns the scale. What is not finite makes the
 // scale NaN, because integers could not carry it on. Whole vectors are written: up to VL - 1 bytes beyond the last.
-inline float quantize(const float* x, int n, int middle, uint8_t* to) {
+// total: the integers' sum, if wanted.
+inline float quantize(const float* x, int n, int middle, uint8_t* to, int* total = nullptr) {
     vf most = zero(), nothing = zero();
     for (int i = 0; i < n; i += VL) {
         const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
@@ -205,10 +206,14 @@ inline float quantize(const float* x, int n, int middle, uint8_t* to) {
     }
     const float top = peak(most);
     const vf inverse = set1(top > 0 && top < 3e38f ? 127.0f / top : 0);
+    vi sums = zero_i();
     for (int i = 0; i < n; i += VL) {
         const vf y = n - i >= VL ? load(x + i) : load_first(x + i, n - i);
-        store_bytes(to + i, add_i(to_int(mul(y, inverse)), set1_i(middle)));
+        const vi q = to_int(mul(y, inverse));
+        sums = add_i(sums, q);
+        store_bytes(to + i, add_i(q, set1_i(middle)));
     }
+    if (total) *total = int(sum(to_float(sums)));
     return top / 127.0f + sum(nothing);
 }
 

@@ -164,24 +164,7 @@ inline void store_bf16(uint16_t* p, vf x) {
 
 inline vf load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_halves(p))); }
 
-// e^x for x <= 0 or moderate (clamped at -87): Cody and Waite's reduction, then a polynomial; within 2 ulp.
-inline vf exp_f(vf x) {
-    x = max(set1(-87.33654f), x);  // in this order NaN comes through
-    x = min(set1(88.3762626647950f), x);
-    vf n = round_even(mul(x, set1(1.44269504088896341f)));
-    vf r = fma(n, set1(-0.693359375f), x);
-    r = fma(n, set1(2.12194440e-4f), r);
-    vf p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = add(fma(p, mul(r, r), r), set1(1.0f));
-    return mul(p, as_float(shift_left<23>(add_i(to_int(n), set1_i(127)))));
-}
-
-// 2^x for x <= 0, or little above (2^-126 below that): a polynomial (relative error 1e-7), by Chebyshev's points.
+// 2^x for x <= 126 (no less than 2^-126): a polynomial of the fraction, fitted to a relative error of 1e-7.
 inline vf exp2_f(vf x) {
     x = max(set1(-126.0f), x);  // in this order NaN comes through
     const vf n = round_even(x), r = sub(x, n);
