@@ -5,7 +5,8 @@
 A step takes at least max(bytes moved / measured bandwidth, operations / measured register peak) (Williams et al. 2009,
 Roofline). Bytes: the layers' weights once, the head's when logits are wanted, keys and values that the rows see once
 each (shared blocks once for all), and those written. Operations: two a parameter and token in the layers, two a head
-parameter and logits row, and two a (query, key) pair, head and dimension for the scores, and again for the values.
+parameter and logits row, and two a (query, key) pair, head and dimension for the scores, and again for the values; of
+the last layer only keys and values are computed for positions without logits, for nothing else of theirs is read.
 Activations, norms, sampling and the scheduler count nothing, so the limit is never reached. Bandwidth and peaks are
 measured in the same run, before it and after it, and the higher figures count.
 """
@@ -46,13 +47,15 @@ class Precision:
 
     Attributes:
         weights: as they are stored.  linears: as they are multiplied.  kv: keys and values, as they are stored.
-        attention: as queries, keys and values are multiplied.  head: as it is stored and multiplied.
+        scores, values: as queries are multiplied with keys, and weights with values.
+        head: as it is stored and multiplied.
     """
 
     weights: str
     linears: str
     kv: str
-    attention: str
+    scores: str
+    values: str
     head: str
 
     @classmethod
@@ -64,7 +67,8 @@ class Precision:
         plain = names[dtype]
         weights = plain if config.quantize == "none" else "int8"
         linears = "int8" if config.quantize == "int8" else plain
-        return cls(weights, linears, plain if config.kv_dtype == "auto" else config.kv_dtype, plain, plain)
+        kv = plain if config.kv_dtype == "auto" else config.kv_dtype
+        return cls(weights, linears, kv, kv, plain, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,18 @@ class ModelCost:
 
     Attributes:
         layer_parameters: of all layers' linears.  head_parameters: of the head.
+        last_parameters: of the last layer's, those that only positions with logits need.
         query_size, kv_size: heads and KV heads of one layer, times their dimension.
-        group_layers: layers of each cache group.
+        group_layers: layers of each cache group.  last_group: the one of the last layer.
     """
 
     layer_parameters: int
+    last_parameters: int
     head_parameters: int
     query_size: int
     kv_size: int
     group_layers: tuple[int, ...]
+    last_group: int
     precision: Precision
 
     @classmethod
@@ -89,12 +96,15 @@ class ModelCost:
         q, k, v = decoder.qkv_sizes
         layer = decoder.hidden_size * (q + k + v) + q * decoder.hidden_size
         layer += 3 * decoder.hidden_size * decoder.intermediate_size
+        windows = cache_windows(decoder.windows)
         return cls(
             layer_parameters=decoder.num_layers * layer,
+            last_parameters=layer - decoder.hidden_size * (k + v),
             head_parameters=decoder.vocab_size * decoder.hidden_size,
             query_size=q,
             kv_size=k,
-            group_layers=tuple(decoder.windows.count(window) for window in cache_windows(decoder.windows)),
+            group_layers=tuple(decoder.windows.count(window) for window in windows),
+            last_group=windows.index(decoder.windows[-1]),
             precision=precision,
         )
 
@@ -113,11 +123,15 @@ class ModelCost:
         """Multiplications and additions of a step, by the dtype that they are done in."""
         precision = self.precision
         pairs = sum(layers * g.pairs for layers, g in zip(self.group_layers, step.attention, strict=True))
+        last = step.attention[self.last_group]
+        pairs -= last.pairs - last.logits_pairs
+        parameters = self.layer_parameters * step.tokens - self.last_parameters * (step.tokens - step.logits_rows)
         done: dict[str, float] = {}
         for dtype, operations in (
-            (precision.linears, 2.0 * self.layer_parameters * step.tokens),
+            (precision.linears, 2.0 * parameters),
             (precision.head, 2.0 * self.head_parameters * step.logits_rows),
-            (precision.attention, 4.0 * self.query_size * pairs),
+            (precision.scores, 2.0 * self.query_size * pairs),
+            (precision.values, 2.0 * self.query_size * pairs),
         ):
             done[dtype] = done.get(dtype, 0.0) + operations
         return done

@@ -24,10 +24,12 @@ class GroupWork:
     Attributes:
         read_tokens: cached tokens that the step's queries see, those in shared blocks counted once.
         pairs: (query, key) pairs, the step's own tokens as keys included.
+        logits_pairs: of them, those of positions whose logits are wanted.
     """
 
     read_tokens: int
     pairs: int
+    logits_pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,10 @@ def group_work(
     pairs = whole * starts + whole * (whole + 1) // 2
     if window is not None:
         pairs += (counts - whole) * window
-    return GroupWork(max(0, read - repeats * block_size), int(pairs.sum()))
+    keys = starts + counts if window is None else np.minimum(starts + counts, window)
+    last = int(keys[plan.samples].sum())
+    scored = int(plan.num_logits.sum()) > int(plan.samples.sum())  # then more than last positions have logits
+    return GroupWork(max(0, read - repeats * block_size), int(pairs.sum()), int(pairs.sum()) if scored else last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,15 @@ class ModelRunner:
         for table in self._rows.block_tables:
             slots.append(table[at_row, block].astype(np.int64) * block_size + offset)
             tables.append(table[plan.rows, :width])
-        return AttentionBatch(plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots))
+        return AttentionBatch(
+            plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots), self._wanted(plan)
+        )
+
+    def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
+        """Tokens whose last hidden states `_outputs` will read; None: all."""
+        if self._prompt_logprobs or self._pooler.active or bool(plan.samples.all()) and len(plan.rows) == plan.num_tokens:
+            return None
+        return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
 
     def _rope_lengths(self, at_row: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
         if self._model.spec.rope_original_max is None:

@@ -24,6 +24,8 @@ from engine.sequence import Sequence, SequenceState
 
 PUT_BACK, ORDERED, ARRIVED = range(3)
 
+NOW = 1 << 62
+
 MAX_GROUPS = 1024
 """Prefix groups with readers to arrive that are remembered."""
 
@@ -47,14 +49,14 @@ class WaitingQueue:
         self._rope_original_max = rope_original_max
         self._heap = LazyHeap[Sequence, tuple[int, int, int]](lambda sequence: sequence.state is SequenceState.WAITING)
         self._groups = GroupReaders(cache)
-        self._ordered = 0  # how many waited when they were ordered last; 0: they must be ordered anew
+        self._look_again = NOW  # when so few wait, the order is looked at
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence: behind all others of its class."""
-        self._ordered = 0
+        self._look_again = NOW
         self._push(sequence, ARRIVED)
         request = sequence.request
         if request.prefix_group is not None and sequence.choice == 0 and sequence.awaited:
@@ -85,9 +87,9 @@ class WaitingQueue:
 
     @property
     def order_is_due(self) -> bool:
-        """Whether `order` would change anything: the rest of the work is known, and something arrived, or a sixteenth
-        of those who waited has gone."""
-        return self.settled and len(self) > 0 and not 0 < self._ordered * 15 // 16 < len(self)
+        """Whether `order` may change anything: the rest of the work is known, and something arrived, or as many have gone
+        as `order` foresaw."""
+        return self.settled and 0 < len(self) <= self._look_again
 
     def order(self, running: int, rows: int) -> None:
         """Take forward what is due. Those who were put back stay before all others.
@@ -97,19 +99,26 @@ class WaitingQueue:
             rows: sequences that run side by side.
         """
         entries = self._heap.drain()
-        self._ordered = len(entries)
-        left = float(running)
-        for priority, of_class in groupby(entries, key=lambda entry: entry[0][0]):
-            waiting = []
-            for (_, stage, _), sequence in of_class:
-                if stage == PUT_BACK:
-                    self._heap.push((priority, stage, 0), sequence.serial, sequence)
-                else:
-                    waiting.append(sequence)
+        left, early, before = float(running), len(entries), 0
+        classes: list[tuple[list[Sequence], list[int], float]] = []
+        for _, of_class in groupby(entries, key=lambda entry: entry[0][0]):
+            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PUT_BACK]
             lengths = [self._lengths.expect(sequence.request) for sequence in waiting]
             left += sum(lengths)
-            for rank, i in enumerate(due_first(lengths, left, rows)):
-                self._heap.push((priority, ORDERED, rank), waiting[i].serial, waiting[i])
+            classes.append((waiting, lengths, left))
+            early = min(early, before + until_due(lengths, left, rows))
+            before += len(waiting)
+        if early > 0:
+            self._heap.fill(entries, lambda sequence: sequence.serial)
+        else:
+            for (priority, stage, _), sequence in entries:
+                if stage == PUT_BACK:
+                    self._heap.push((priority, stage, 0), sequence.serial, sequence)
+            for waiting, lengths, of_class_left in classes:
+                for rank, i in enumerate(due_first(lengths, of_class_left, rows)):
+                    sequence = waiting[i]
+                    self._heap.push((sequence.request.priority, ORDERED, rank), sequence.serial, sequence)
+        self._look_again = len(entries) - max(1, len(entries) // 16, early // 2)
 
     def chain(self, sequence: Sequence) -> HashChain:
         """The sequence's digests; a choice starts with those of the prompt that its siblings have computed."""
@@ -137,6 +146,16 @@ class WaitingQueue:
     def _read(self, sequence: Sequence) -> None:
         self._cache.dismiss_reader(sequence.awaited)
         sequence.awaited = []
+
+
+def until_due(lengths: Listing[int], left: float, rows: int) -> int:
+    """How many of these answers `due_first` would start in the order given before it takes one forward."""
+    longest = max(lengths, default=0)
+    for count, length in enumerate(lengths):
+        if longest * rows >= left:
+            return count
+        left -= length
+    return len(lengths)
 
 
 def due_first(lengths: Listing[int], left: float, rows: int) -> list[int]:

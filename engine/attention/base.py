@@ -27,6 +27,8 @@ class AttentionBatch:
         num_decodes: sequences with count 1 at the front.
         block_tables: per cache group int32 [B, max_blocks].
         slot_mapping: per cache group int64 [T], block * block_size + offset where each token's key goes.
+        wanted: int32 [W], ascending: the tokens whose hidden states after the last layer are wanted; a model may leave
+            the others undefined. None: all.
     """
 
     starts: NDArray[np.int32]
@@ -34,6 +36,7 @@ class AttentionBatch:
     num_decodes: int
     block_tables: tuple[NDArray[np.int32], ...]
     slot_mapping: tuple[NDArray[np.int64], ...]
+    wanted: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch, KVLayout
@@ -93,6 +94,7 @@ class NativeStep:
 
     tasks: StepTasks
     num_decodes: int
+    wanted: NDArray[np.int32] | None
     arrays: tuple[object, ...]
 
 
@@ -135,7 +137,7 @@ class NativeAttention:
                 len(starts), batch.num_decodes, table.shape[1], group.window or 0,
             )  # fmt: skip
         tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)
-        return NativeStep(tasks, batch.num_decodes, tuple(keep))
+        return NativeStep(tasks, batch.num_decodes, batch.wanted, tuple(keep))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)

@@ -69,9 +69,11 @@ class NativeDecoder:
         pointers = (ctypes.c_void_p * len(rotations))(*(rows.data_ptr() for rows in rotations))
         hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
         ids = input_ids.contiguous()
+        wanted = attend.prepared.wanted
         step = StepStruct(
             len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
-            pointers, hidden.data_ptr(),
+            pointers, hidden.data_ptr(), None if wanted is None else wanted.ctypes.data,
+            -1 if wanted is None else len(wanted),
         )  # fmt: skip
         self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)
         return hidden

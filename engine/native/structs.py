@@ -78,7 +78,7 @@ class AttentionGroup(ctypes.Structure):
 class StepStruct(ctypes.Structure):
     _fields_ = (
         ("tokens", c_int32), ("num_groups", c_int32), ("token_ids", c_void_p), ("groups", c_void_p),
-        ("rotations", POINTER(c_void_p)), ("hidden", c_void_p),
+        ("rotations", POINTER(c_void_p)), ("hidden", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int32),
     )  # fmt: skip
 
 

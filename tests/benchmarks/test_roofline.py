@@ -18,7 +18,7 @@ from step_record import GroupWork, StepRecord, StepRecorder, group_work, occupan
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.plan import StepPlan
 
-BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", attention="bf16", head="bf16")
+BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", scores="bf16", values="bf16", head="bf16")
 PEAKS = MachinePeaks(
     threads=1,
     clock_hz=1e9,
@@ -47,7 +47,7 @@ def plan(starts: list[int], counts: list[int]) -> StepPlan:
 
 def step(begun: float = 0.0, **changes: Any) -> StepRecord:
     fields: dict[str, Any] = {"ended": begun + 1, "running": 1, "rows": 1, "tokens": 1, "logits_rows": 1}
-    return StepRecord(begun=begun, **{**fields, "attention": (GroupWork(0, 1),), **changes})
+    return StepRecord(begun=begun, **{**fields, "attention": (GroupWork(0, 1, 1),), **changes})
 
 
 def test_given_two_rows_when_a_step_is_read_then_each_sees_its_own_past_and_what_it_computes() -> None:
@@ -56,7 +56,7 @@ def test_given_two_rows_when_a_step_is_read_then_each_sees_its_own_past_and_what
     work = group_work(plan([5, 0], [1, 3]), table, None, block_size=4, seen=np.zeros(8, dtype=np.bool_))
 
     # Row 0 reads 5 cached tokens and sees 6 keys; row 1 reads none, its 3 tokens see 1 + 2 + 3.
-    assert work == GroupWork(read_tokens=5, pairs=6 + 6)
+    assert work == GroupWork(read_tokens=5, pairs=6 + 6, logits_pairs=6 + 3)
 
 
 def test_given_rows_that_share_blocks_when_a_step_is_read_then_these_are_read_once_and_computed_for_each() -> None:
@@ -65,7 +65,7 @@ def test_given_rows_that_share_blocks_when_a_step_is_read_then_these_are_read_on
 
     work = group_work(plan([9, 10, 8], [1, 1, 1]), table, None, block_size=4, seen=seen)
 
-    assert work == GroupWork(read_tokens=9 + 10 + 8 - 4 - 4 - 4, pairs=10 + 11 + 9)
+    assert work == GroupWork(read_tokens=9 + 10 + 8 - 4 - 4 - 4, pairs=10 + 11 + 9, logits_pairs=30)
     assert not seen.any()
 
 
@@ -75,32 +75,33 @@ def test_given_a_window_when_a_step_is_read_then_nothing_behind_it_counts() -> N
     # Positions 8 and 9, each sees itself and the two before it: 6 pairs. Cached: 6 and 7.
     work = group_work(plan([8], [2]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
 
-    assert work == GroupWork(read_tokens=2, pairs=6)
+    assert work == GroupWork(read_tokens=2, pairs=6, logits_pairs=3)
     edge = group_work(plan([1], [4]), table, 3, block_size=4, seen=np.zeros(8, dtype=np.bool_))
-    assert edge == GroupWork(read_tokens=1, pairs=2 + 3 + 3 + 3)
+    assert edge == GroupWork(read_tokens=1, pairs=2 + 3 + 3 + 3, logits_pairs=3)
 
 
 def test_given_a_model_when_a_step_is_priced_then_bytes_and_operations_are_those_counted_by_hand() -> None:
-    cost = ModelCost(layer_parameters=10, head_parameters=4, query_size=6, kv_size=2, group_layers=(3,), precision=BF16)
-    record = step(tokens=2, logits_rows=1, attention=(GroupWork(read_tokens=7, pairs=5),))
+    cost = ModelCost(10, 3, 4, query_size=6, kv_size=2, group_layers=(3,), last_group=0, precision=BF16)
+    record = step(tokens=2, logits_rows=1, attention=(GroupWork(read_tokens=7, pairs=5, logits_pairs=4),))
 
     assert cost.bytes_moved(record) == (10 + 4) * 2 + 2 * 2 * 3 * (7 + 2) * 2
-    assert cost.operations(record) == {"bf16": 2 * (10 * 2 + 4 * 1) + 4 * 6 * 3 * 5}
+    # one position of two has no logits: three of the last layer's parameters and a pair are not needed for it
+    assert cost.operations(record) == {"bf16": 2 * (10 * 2 - 3 + 4 * 1) + 4 * 6 * (3 * 5 - 1)}
 
 
 def test_given_no_logits_and_int8_when_a_step_is_priced_then_the_head_is_not_read_and_dtypes_are_apart() -> None:
-    int8 = Precision(weights="int8", linears="int8", kv="int8", attention="bf16", head="bf16")
-    cost = ModelCost(layer_parameters=10, head_parameters=4, query_size=6, kv_size=2, group_layers=(3,), precision=int8)
-    record = step(tokens=2, logits_rows=0, attention=(GroupWork(read_tokens=7, pairs=5),))
+    int8 = Precision(weights="int8", linears="int8", kv="int8", scores="int8", values="bf16", head="bf16")
+    cost = ModelCost(10, 3, 4, query_size=6, kv_size=2, group_layers=(3,), last_group=0, precision=int8)
+    record = step(tokens=2, logits_rows=0, attention=(GroupWork(read_tokens=7, pairs=5, logits_pairs=0),))
 
     assert cost.bytes_moved(record) == 10 + 2 * 2 * 3 * (7 + 2)
-    assert cost.operations(record) == {"int8": 2 * 10 * 2, "bf16": 4 * 6 * 3 * 5}
+    assert cost.operations(record) == {"int8": 2 * (10 * 2 - 3 * 2) + 2 * 6 * 2 * 5, "bf16": 2 * 6 * 2 * 5}
 
 
 def test_given_steps_bound_by_either_when_a_run_is_summed_then_each_counts_by_its_own_limit() -> None:
-    cost = ModelCost(50, 0, 1, 1, group_layers=(1,), precision=BF16)
-    reading = step(tokens=1, attention=(GroupWork(0, 0),))  # 104 bytes at 20 a second; 100 operations at 100
-    computing = step(begun=1.0, tokens=10, attention=(GroupWork(0, 0),))  # 140 bytes; 1,000 operations at 100
+    cost = ModelCost(50, 0, 0, 1, 1, group_layers=(1,), last_group=0, precision=BF16)
+    reading = step(tokens=1, attention=(GroupWork(0, 0, 0),))  # 104 bytes at 20 a second; 100 operations at 100
+    computing = step(begun=1.0, tokens=10, attention=(GroupWork(0, 0, 0),))  # 140 bytes; 1,000 operations at 100
 
     found = roofline([reading, computing], cost, PEAKS, measured_seconds=30.4)
 

@@ -12,6 +12,7 @@ import pytest
 
 from engine import CacheConfig, Completion, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.native.build import INSTRUCTION_SETS
+from engine.native.library import NativeLibrary
 from tests.engine.oracle import make_prompts
 from tests.native_paths import native_path
 
@@ -71,6 +72,36 @@ def test_company_changes_no_bit(family: str, instruction_set: str, precision: st
         assert first.logprobs is not None
         assert second.logprobs is not None
         np.testing.assert_array_equal(first.logprobs.chosen, second.logprobs.chosen)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_positions_that_nobody_reads_are_left_out_of_the_last_layer(
+    family: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+    forward = NativeLibrary.forward
+
+    def watched(self: NativeLibrary, *args: Any) -> None:
+        steps.append((args[4].tokens, args[4].num_wanted))
+        forward(self, *args)
+
+    monkeypatch.setattr(NativeLibrary, "forward", watched)
+    prompts = make_prompts(seed=5, count=6, vocab_size=257, shared=40, longest=90)
+    # Given prompts in chunks, once beside a request that wants every position's logits, and once not,
+    whole = load(tiny_model(family), 8, 40, threads=2, **PRECISIONS[precision])
+    whole.add(Request("all", as_token_ids(list(range(3, 200))), SamplingParams(max_tokens=40, prompt_logprobs=0)))
+    everything = answers(whole, prompts, at_once=6)
+    assert all(wanted == -1 for _, wanted in steps)
+    steps.clear()
+    only = answers(load(tiny_model(family), 8, 40, threads=2, **PRECISIONS[precision]), prompts, at_once=6)
+    # then without it only sampled positions go through the last layer, and their bits are the same.
+    assert any(wanted == 0 for _, wanted in steps)
+    assert any(0 < wanted < tokens for tokens, wanted in steps)
+    assert sum(tokens if wanted < 0 else wanted for tokens, wanted in steps) == 6 * 9
+    for one, other in zip(everything, only, strict=True):
+        assert list(one.choices[0].token_ids) == list(other.choices[0].token_ids)
+        np.testing.assert_array_equal(one.choices[0].logprobs.chosen, other.choices[0].logprobs.chosen)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from engine.admission import LengthEstimator
 from engine.config import ScheduleConfig
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams
-from engine.waiting import due_first
+from engine.waiting import due_first, until_due
 from tests.engine.scheduler_harness import Harness
 
 lengths = st.lists(st.integers(0, 60), max_size=40)
@@ -31,6 +32,8 @@ def test_the_order_leaves_arrival_only_for_what_lasts_to_the_end(expected: list[
             assert i == waiting[0], "nothing is due: by arrival"
         waiting.remove(i)
         left -= expected[i]
+    early = until_due(expected, float(running + sum(expected)), rows)
+    assert chosen[:early] == list(range(early)), "until then the order is arrival"
 
 
 def ask(name: str, max_tokens: int, **more: object) -> Request:
@@ -97,3 +100,27 @@ def test_hints_are_scaled_by_what_their_group_has_shown() -> None:
     assert 84 <= lengths.expect(ask("y", 100, expected_tokens=50, prefix_group=2)) <= 92
     assert 40 <= lengths.expect(ask("z", 100, expected_tokens=50)) <= 60
     assert lengths.expect(ask("none", 0, expected_tokens=50)) == 0
+
+
+def test_answers_that_are_not_due_cost_no_ordering() -> None:
+    # Given two rows, many short answers, and one at the end that is longer but short beside all of them,
+    h = make(2)
+    for number in range(1000):
+        h.scheduler.add(ask(f"r{number}", 2, expected_tokens=2), 0.0)
+    h.scheduler.add(ask("long", 40, expected_tokens=40), 0.0)
+    asked = 0
+    estimate = LengthEstimator.expect
+
+    def counted(self: LengthEstimator, request: Request) -> int:
+        nonlocal asked
+        asked += 1
+        return estimate(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LengthEstimator, "expect", counted)
+        h.scheduler.settle(more_to_come=False)
+        h.run()
+    # then the queue is looked through a few times only, and yet the long one starts before the end.
+    place = started(h).index("long")
+    assert 900 < place < 990
+    assert asked < 5 * 1001

@@ -69,6 +69,8 @@ struct Step {
     const AttentionGroup* groups;
     const float* const* rotations;  // per rope kind [tokens][head_dim]: cosines, then sines, of half a head
     void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
+    const int32_t* wanted;          // tokens, ascending, whose row of `hidden` is wanted; others are left as they are
+    int32_t num_wanted;             // -1: all
 };
 
 // Buffers of a decoder, made once for `max_tokens`; strides are in elements of the named type.

@@ -480,16 +480,21 @@ struct Attention {
     }
 };
 
-// All of a group's tasks for one layer; every member calls it.
-inline void attend_layer(Member& me, const Attention& attention, const Workspace& space) {
+// All of a group's tasks for one layer for which `wanted(task)`; every member calls it.
+template <class F> void attend_layer(Member& me, const Attention& attention, const Workspace& space, F wanted) {
     const AttentionGroup& group = attention.group;
     uint8_t* room = space.thread_space + me.index * space.thread_bytes;
     auto run = [&](const AttentionTask* tasks, int n) {
-        if (n) me.share_ahead(n, [&](int i, int next) { attention.run(tasks[i], next < 0 ? nullptr : tasks + next, room); });
+        if (n)
+            me.share_ahead(n, [&](int i, int next) {
+                if (wanted(tasks[i])) attention.run(tasks[i], next < 0 ? nullptr : tasks + next, room);
+            });
     };
     run(group.first, group.num_first);
     run(group.second, group.num_second);
-    if (group.num_merges) me.share(group.num_merges, [&](int i) { attention.run_merge(group.merges[i], room); });
+    if (group.num_merges) me.share(group.num_merges, [&](int i) {
+        if (wanted(group.merges[i])) attention.run_merge(group.merges[i], room);
+    });
 }
 
 }  // namespace

@@ -49,12 +49,13 @@ struct Decoder {
     const DecoderShape& shape;
     const Step& step;
     const Workspace& space;
+    int tokens;  // rows at hand: the step's, and in the last layer only those that are wanted
 
     float* line(const Member& me) const { return (float*)(space.thread_space + me.index * space.thread_bytes); }
 
     void embed(Member& me, const void* embedding) const {
         const int64_t stride = space.hidden_stride;
-        me.share_rows(step.tokens, 16, [&](int first, int last) {
+        me.share_rows(tokens, 16, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.residual + t * stride;
                 const int64_t at = step.token_ids[t] * shape.hidden;
@@ -76,7 +77,7 @@ struct Decoder {
     void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden) const {
         float* y = line(me);
         const int n = shape.hidden;
-        me.share_rows(step.tokens, 8, [&](int first, int last) {
+        me.share_rows(tokens, 8, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.residual + t * space.hidden_stride;
                 if (update_norm) {
@@ -84,13 +85,14 @@ struct Decoder {
                     for (int i = 0; i < n; i++) x[i] += y[i];
                 }
                 rms_norm(x, weight, n, shape.eps, y);
+                const int64_t row = step.num_wanted < 0 ? t : step.wanted[t];
                 if (next)
                     write_operand(operand_kind(shape.activations, *next), y, n, space.input + t * space.input_words,
                                   space.row_scale + t * space.scale_stride);
                 else if (shape.activations == KIND_F32)
-                    __builtin_memcpy((float*)hidden + int64_t(t) * n, y, n * 4);
+                    __builtin_memcpy((float*)hidden + row * n, y, n * 4);
                 else
-                    for (int i = 0; i < n; i++) ((uint16_t*)hidden)[int64_t(t) * n + i] = to_bf16(y[i]);
+                    for (int i = 0; i < n; i++) ((uint16_t*)hidden)[row * n + i] = to_bf16(y[i]);
             }
         });
     }
@@ -98,7 +100,7 @@ struct Decoder {
     void qkv(Member& me, const Layer& layer) const {
         const AttentionGroup& group = step.groups[layer.group];
         const int panels = (layer.qkv.n + PANEL - 1) / PANEL;
-        for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
+        for_panels(me, shape.activations, layer.qkv, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) { return space.qkv + row * space.qkv_stride + panel * PANEL; },
                    [&](int first, int count, int panel, const float* c) {
@@ -122,7 +124,7 @@ struct Decoder {
         const int dim = cache.head_dim, half = dim / 2, heads = shape.heads, rotated = heads + cache.kv_heads;
         const AttentionGroup& group = step.groups[layer.group];
         const float* rotation = step.rotations[layer.rope];
-        me.share_rows(step.tokens, 4, [&](int first, int last) {
+        me.share_rows(tokens, 4, [&](int first, int last) {
             for (int t = first; t < last; t++) {
                 float* x = space.qkv + t * space.qkv_stride;
                 const float* cosine = rotation + int64_t(t) * dim;
@@ -142,20 +144,50 @@ struct Decoder {
         });
     }
 
-    void attend(Member& me, const Layer& layer) const {
+    bool any_wanted(const AttentionGroup& group, const AttentionTask& task) const {
+        for (int r = task.first_row; r < task.first_row + task.num_rows; r++) {
+            int from = 0, to = step.num_wanted;
+            while (from < to) {
+                const int middle = (from + to) / 2;
+                step.wanted[middle] < group.row_token[r] ? from = middle + 1 : to = middle;
+            }
+            if (from < step.num_wanted && step.wanted[from] == group.row_token[r]) return true;
+        }
+        return false;
+    }
+
+    // Of the last layer only rows that are wanted go on: they move together, in place.
+    void keep_wanted(Member& me) {
+        const int64_t element = shape.activations == KIND_F32 ? 4 : 2;
+        me.share(1, [&](int) {
+            uint8_t* attended = (uint8_t*)space.attended;
+            for (int i = 0; i < step.num_wanted; i++) {
+                const int64_t from = step.wanted[i];
+                if (from == i) continue;
+                __builtin_memcpy(space.residual + i * space.hidden_stride, space.residual + from * space.hidden_stride,
+                                 space.hidden_stride * 4);
+                __builtin_memcpy(attended + i * space.attended_stride * element,
+                                 attended + from * space.attended_stride * element, space.attended_stride * element);
+            }
+        });
+        tokens = step.num_wanted;
+    }
+
+    void attend(Member& me, const Layer& layer, bool only_wanted) const {
         const AttentionGroup& group = step.groups[layer.group];
         const Attention attention{*me.team, shape.cache, layer, group, shape.activations, shape.heads,
                                   shape.heads / shape.cache.kv_heads, shape.attention_scale, TileShape(shape.cache),
                                   space.query, space.attended, space.attended_stride, space.state, space.partial};
-        attend_layer(me, attention, space);
+        attend_layer(me, attention, space,
+                     [&](const AttentionTask& task) { return !only_wanted || any_wanted(group, task); });
     }
 
     // x: rows in the activations' kind. The product joins the residual, or waits in `update` to be normed.
     void project(Member& me, const Linear& w, const u32* x, int64_t stride, bool joins) const {
         const int64_t words = shape.activations == KIND_F32 ? stride : stride / 2;
         int64_t lda;
-        const u32* a = as_operand(me, shape.activations, w, x, words, step.tokens, space, &lda);
-        for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, step.tokens, (uint8_t*)line(me),
+        const u32* a = as_operand(me, shape.activations, w, x, words, tokens, space, &lda);
+        for_panels(me, shape.activations, w, a, lda, space.row_scale, space.scale_stride, tokens, (uint8_t*)line(me),
                    [&](int row, int panel) {
                        return (joins ? space.residual : space.update) + row * space.hidden_stride + panel * PANEL;
                    },
@@ -172,7 +204,7 @@ struct Decoder {
     // Gate and up lie side by side in a panel, so a row of the result is finished where it is computed.
     void gate_up(Member& me, const Layer& layer) const {
         const bool gelu = shape.gelu;
-        for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, step.tokens,
+        for_panels(me, shape.activations, layer.gate_up, space.input, space.input_words, space.row_scale, space.scale_stride, tokens,
                    (uint8_t*)line(me),
                    [&](int row, int panel) {
                        const int64_t at = row * space.gated_stride + panel * VL;
@@ -194,7 +226,7 @@ struct Decoder {
 void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer* layers, const void* embedding,
              const float* norm, const Step* step, const Workspace* space) {
     Member me(team, member, space->spent);
-    const Decoder decoder{*shape, *step, *space};
+    Decoder decoder{*shape, *step, *space, step->tokens};
     decoder.embed(me, embedding);
     const float* update_norm = nullptr;
     for (int i = 0; i < shape->num_layers; i++) {
@@ -205,8 +237,11 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         me.book(PART_PRODUCT);
         decoder.rotate(me, layer);
         me.book(PART_ROTATE);
-        decoder.attend(me, layer);
+        const bool only_wanted = i == shape->num_layers - 1 && step->num_wanted >= 0;
+        decoder.attend(me, layer, only_wanted);
+        if (only_wanted) decoder.keep_wanted(me);
         me.book(PART_ATTENTION);
+        if (decoder.tokens == 0) return;  // a step that only fills the cache
         decoder.project(me, layer.output, space->attended, space->attended_stride, !layer.output_norm);
         me.book(PART_PRODUCT);
         decoder.norm(me, layer.output_norm, layer.mlp_norm, &layer.gate_up, nullptr);
@@ -240,7 +275,7 @@ void attend(Team* team, int32_t member, const CacheShape* cache, int32_t activat
     const Attention attention{*team, *cache, *layer, *group, activations, heads, heads / cache->kv_heads, scale,
                               TileShape(*cache), (const u32*)q, out, int64_t(heads) * cache->head_dim, space->state,
                               space->partial};
-    attend_layer(me, attention, *space);
+    attend_layer(me, attention, *space, [](const AttentionTask&) { return true; });
 }
 
 }  // namespace
