@@ -290,7 +290,7 @@ struct Attention {
         const vf factors = set1(factor), lowest = set1(-most), inverse = set1(range.inverse);
         vf sums = zero();
         seen_columns(tile_start, blocks, from, position, [&](int c, int first, int last) __attribute__((always_inline)) {
-            vf p = exp2_f(fma(load(row + c), factors, lowest));
+            vf p = exp2_f<D::P != 1>(fma(load(row + c), factors, lowest));
             if (last - first < VL) p = pick(p, zero(), first, last);
             sums = add(sums, p);
             if (D::P == 1) {

@@ -164,15 +164,21 @@ inline void store_bf16(uint16_t* p, vf x) {
 
 inline vf load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_halves(p))); }
 
-// 2^x for x <= 126 (no less than 2^-126): a polynomial of the fraction, fitted to a relative error of 1e-7.
-inline vf exp2_f(vf x) {
+// 2^x for x <= 126 (no less than 2^-126): a polynomial of the fraction, fitted to a relative error of 1e-7; where the
+// result is rounded to 8 bits or so anyway, `ROUGH`, of 1e-4.
+template <bool ROUGH = false> inline vf exp2_f(vf x) {
     x = max(set1(-126.0f), x);  // in this order NaN comes through
     const vf n = round_even(x), r = sub(x, n);
-    vf p = set1(1.326472709e-3f);
-    p = fma(p, r, set1(9.671512865e-3f));
-    p = fma(p, r, set1(5.550733746e-2f));
-    p = fma(p, r, set1(2.402224208e-1f));
-    p = fma(p, r, set1(6.931469776e-1f));
+    vf p;
+    if (ROUGH) {
+        p = fma(set1(5.500893091e-02f), r, set1(2.422109694e-01f));
+        p = fma(p, r, set1(6.932829283e-01f));
+    } else {
+        p = fma(set1(1.326472709e-3f), r, set1(9.671512865e-3f));
+        p = fma(p, r, set1(5.550733746e-2f));
+        p = fma(p, r, set1(2.402224208e-1f));
+        p = fma(p, r, set1(6.931469776e-1f));
+    }
     p = fma(p, r, set1(1.0f));
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n);
