@@ -109,7 +109,7 @@ class ModelRunner:
 
     def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Tokens whose last hidden states `_outputs` will read; None: all."""
-        if self._prompt_logprobs or self._pooler.active or bool(plan.samples.all()) and len(plan.rows) == plan.num_tokens:
+        if self._prompt_logprobs or self._pooler.active or int(plan.samples.sum()) == plan.num_tokens:
             return None
         return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
 

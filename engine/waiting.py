@@ -87,8 +87,8 @@ class WaitingQueue:
 
     @property
     def order_is_due(self) -> bool:
-        """Whether `order` may change anything: the rest of the work is known, and something arrived, or as many have gone
-        as `order` foresaw."""
+        """Whether `order` may change anything: the rest of the work is known, and something arrived, or as many have
+        gone as `order` foresaw."""
         return self.settled and 0 < len(self) <= self._look_again
 
     def order(self, running: int, rows: int) -> None:

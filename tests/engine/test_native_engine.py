@@ -82,7 +82,7 @@ class LogitsSeen:
 
 
 def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> None:
-    """Tokens are the same; log-probabilities too but for a last digit, since torch adds them up by the batch's shape."""
+    """Tokens are the same; log-probabilities too but for a last digit: torch adds them up by the batch's shape."""
     for one, other in zip(ours, theirs, strict=True):
         [first], [second] = one.choices, other.choices
         assert list(first.token_ids) == list(second.token_ids)
