@@ -23,7 +23,7 @@ from engine.native.workspace import MOST_PARTIALS, Workspace
 CPU = torch.device("cpu")
 
 MOST_INT8_DIM = 1024
-"""As in csrc/attention.h."""
+"""As in csrc/cache.h."""
 
 _LANES = 16
 """Columns of a block and dimensions of a value are padded to whole vectors of the widest instruction set."""
