@@ -77,7 +77,8 @@ def plan_workload(
     settings with `overrides`."""
     source = folder / "requests.jsonl"
     write_input(workload, source)
-    options = EngineOptions(dtype=overrides.get("dtype", "auto"))
+    pinned = ("dtype", "quantize", "kv_dtype")  # what a job is pinned to
+    options = EngineOptions(**{name: overrides[name] for name in pinned if name in overrides})
     pin = pin_model(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)), model, options, None)
     order = Order(input=pin_input(source), models=(pin,), settings=JobSettings(limit=limit), tier=Tier.STANDARD)
     with open_output(folder / "out") as output:
