@@ -57,6 +57,7 @@ def run_once(
             as_token_ids(prompt.token_ids),
             SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True),
             salt=name.encode(),
+            readers_known=True,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -73,7 +73,7 @@ class RunningBatch:
         rows.token_ids[row, : len(tokens)] = tokens
         rows.num_known[row] = len(tokens)
         rows.prompt_len[row] = sequence.prompt_len
-        self.cache.open(row, chain)
+        self.cache.open(row, chain, sequence.request.readers_known)
         if hits:
             self.cache.take(row, hits)
         rows.num_computed[row] = len(hits) * rows.block_size

@@ -161,6 +161,8 @@ class Request:
         prefix_group: requests with the same value share a prompt prefix; answer lengths are learnt by group.
         prefix_readers: requests that begin with that prefix and will be added after this one, as far as is known: the
             prefix's blocks are kept for them, while there are others to give away.
+        readers_known: whoever shares more of the prompt than `prefix_readers` counts waits beside it: a planner knows
+            that. Then the memory of what only this request read is used again before any other.
         salt: keeps prefix-cache entries of different owners apart.
         watcher, mask: make the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the last hidden state or the mean over the prompt.
@@ -176,6 +178,7 @@ class Request:
     expected_tokens: int | None = None
     prefix_group: int | None = None
     prefix_readers: int = 0
+    readers_known: bool = False
     salt: bytes = b""
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None

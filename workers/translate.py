@@ -143,6 +143,7 @@ class Translator:
             expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
             prefix_group=hints.prefix_group,
             prefix_readers=hints.prefix_readers or 0,
+            readers_known=True,  # the planner has put those side by side that share a prefix
             salt=self._rules.salt,
             watcher=watchers,
         )

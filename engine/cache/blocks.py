@@ -1,12 +1,19 @@
 """The blocks of one cache group: who refers to them, which are free, and in which order they are given away.
 
-A free block is clean (its content has no name), cached (a prefix node still points to it), or awaited (the same, and
-sequences are known that will read it). They are given away in this order: what will be read is kept while anything
-else is left, and what has lost its last reader goes before it. Cached and awaited ones go in the order they were freed,
-which an `OrderedDict` keeps with O(1) removal from the middle (a hit takes a block out of the free ones again). Both
-stay findable until they are given to a new owner.
+A free block is, in the order in which they are given away:
 
-    num_blocks - 1 == clean + cached + awaited + referenced        (block 0 is `NO_BLOCK` and never given out)
+    clean      its content has no name
+    spent      a prefix node points to it, but only its maker read it, and whoever will read is known: nobody
+    untouched  never given away so far; its memory may not even be there yet
+    cached     a prefix node points to it
+    awaited    the same, and sequences are known that will read it
+
+Clean and spent ones go last in, first out: their memory is there, and may still be in the processor's caches. So a job
+whose plan is known touches no more memory than it needs at a time. Cached and awaited ones go in the order they were
+freed, which an `OrderedDict` keeps with O(1) removal from the middle (a hit takes a block out of the free ones again).
+Spent, cached and awaited ones stay findable until they are given to a new owner.
+
+    num_blocks - 1 == clean + spent + untouched + cached + awaited + referenced        (block 0 is `NO_BLOCK`)
 """
 
 from __future__ import annotations
@@ -32,7 +39,8 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_suspect", "num_blocks",
+        "_awaited", "_cached", "_clean", "_dirty", "_group", "_index", "_nodes", "_refs", "_shared", "_spent",
+        "_suspect", "_untouched", "num_blocks",
     )  # fmt: skip
 
     def __init__(self, group: int, num_blocks: int, index: PrefixIndex) -> None:
@@ -42,22 +50,25 @@ class BlockPool:
         self._group = group
         self._index = index
         self._refs = array("i", bytes(4 * num_blocks))
-        self._clean = list(range(num_blocks - 1, NO_BLOCK, -1))
+        self._clean: list[int] = []
+        self._spent: OrderedDict[int, None] = OrderedDict()
+        self._untouched = NO_BLOCK + 1  # this one and all above it
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._awaited: OrderedDict[int, None] = OrderedDict()
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
+        self._shared = bytearray(num_blocks)  # somebody hit it, under its present name
         self._suspect = bytearray(num_blocks)
         self._dirty: list[int] = []
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now, cached ones included."""
-        return len(self._clean) + len(self._cached) + len(self._awaited)
+        return len(self._clean) + self.num_blocks - self._untouched + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that a prefix hit could still take, awaited ones included."""
-        return len(self._cached) + len(self._awaited)
+        """Free blocks that a prefix hit could still take, spent and awaited ones included."""
+        return len(self._spent) + len(self._cached) + len(self._awaited)
 
     @property
     def num_awaited(self) -> int:
@@ -75,13 +86,18 @@ class BlockPool:
         return self._refs[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each, evicting when clean ones run out: the longest-freed cached
-        ones, and awaited ones last. The caller has made sure that `count <= num_free`."""
+        """Hand out `count` blocks with one reference each. The caller has made sure that `count <= num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         blocks = []
         for _ in range(count):
             if self._clean:
                 block = self._clean.pop()
+            elif self._spent:
+                block, _ = self._spent.popitem()
+                self._unname(block)
+            elif self._untouched < self.num_blocks:
+                block = self._untouched
+                self._untouched += 1
             else:
                 block, _ = (self._cached or self._awaited).popitem(last=False)
                 self._unname(block)
@@ -97,10 +113,16 @@ class BlockPool:
         if self._refs[block] == 0:
             del self._shelf(block)[block]
         self._refs[block] += 1
+        self._shared[block] = 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], readers_known: bool = False) -> None:
         """Give references back. Blocks that nobody refers to become free in this order: pass a sequence's tail first,
-        so that it is evicted first and the prefixes survive longest."""
+        so that it is evicted first and the prefixes survive longest.
+
+        Args:
+            readers_known: sequences that will read these blocks are awaited already: no others will come.
+        """
+        spent = []
         for block in blocks:
             refs = self._refs[block] - 1
             assert refs >= 0, f"block {block} of group {self._group} was released more often than taken"
@@ -111,8 +133,11 @@ class BlockPool:
                     self._clean.append(block)
                 elif self._index.is_awaited(node):
                     self._awaited[block] = None
+                elif readers_known and not self._shared[block]:
+                    spent.append(block)
                 else:
                     self._cached[block] = None
+        self._spent.update(dict.fromkeys(reversed(spent)))  # the last in is the first out
 
     def sort(self, block: int) -> None:
         """A published block's prefix has got its first reader to come, or lost its last one."""
@@ -136,8 +161,8 @@ class BlockPool:
     def withdraw(self, block: int) -> None:
         """Make a block unfindable; whoever refers to it keeps it."""
         self._unname(block)
-        if self._refs[block] == 0 and (block in self._cached or block in self._awaited):
-            del self._shelf(block)[block]
+        if self._refs[block] == 0 and block in (shelf := self._shelf(block)):
+            del shelf[block]
             self._clean.append(block)
 
     def suspect(self, block: int) -> None:
@@ -163,17 +188,19 @@ class BlockPool:
                 f"{int(expected_refs[block])} in the tables"
             )
         used = int(np.count_nonzero(expected_refs))
-        free = {*self._clean, *self._cached, *self._awaited}
+        named = {*self._spent, *self._cached, *self._awaited}
+        free = {*self._clean, *named, *range(self._untouched, self.num_blocks)}
         if len(free) + used != self.num_blocks - 1 or self.num_free != len(free):
             raise AssertionError(
-                f"group {self._group}: {len(self._clean)} clean + {len(self._cached)} cached + {len(self._awaited)} "
+                f"group {self._group}: {len(self._clean)} clean + {len(self._spent)} spent + "
+                f"{self.num_blocks - self._untouched} untouched + {len(self._cached)} cached + {len(self._awaited)} "
                 f"awaited + {used} in use != {self.num_blocks} - 1"
             )
         for block in free:
             if self._refs[block] or block == NO_BLOCK:
                 raise AssertionError(f"group {self._group} block {block} is free with {self._refs[block]} references")
             node = self._nodes[block]
-            if (node is None) == (block in self._cached or block in self._awaited):
+            if (node is None) == (block in named):
                 raise AssertionError(f"group {self._group} block {block}: findable and clean, or lost and cached")
             if node is not None and self._index.is_awaited(node) != (block in self._awaited):
                 raise AssertionError(f"group {self._group} block {block}: its readers are not what it is kept for")
@@ -183,11 +210,14 @@ class BlockPool:
 
     def _shelf(self, block: int) -> OrderedDict[int, None]:
         """Where a free block with a name lies."""
-        return self._awaited if block in self._awaited else self._cached
+        if block in self._awaited:
+            return self._awaited
+        return self._spent if block in self._spent else self._cached
 
     def _unname(self, block: int) -> None:
         node = self._nodes[block]
         if node is not None:
             self._nodes[block] = None
+            self._shared[block] = 0
             node.blocks[self._group] = NO_BLOCK
             self._index.drop(node)

@@ -34,6 +34,7 @@ class CacheTables:
         length: int32 [R], entries of the row's tables in use.
         first: per group int32 [R], the first entry not given back behind the window (0 without a window).
         published: int32 [R], leading blocks whose prefix has a node (whichever block is found under it).
+        readers_known: bool [R], whether all who will read the row's blocks are known (`Request.readers_known`).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CacheTables:
         self.length = np.zeros(num_rows, dtype=np.int32)
         self.first = [np.zeros(num_rows, dtype=np.int32) for _ in groups]
         self.published = np.zeros(num_rows, dtype=np.int32)
+        self.readers_known = np.zeros(num_rows, dtype=np.bool_)
         self._rows = rows
         self._tables = rows.block_tables
         self._tips: list[PrefixNode | None] = [None] * num_rows
@@ -139,8 +141,9 @@ class CacheTables:
         window = self.groups[group].window
         return 0 if window is None else self.first_needed(window, num_blocks * self.block_size)
 
-    def open(self, row: int, chain: HashChain) -> None:
+    def open(self, row: int, chain: HashChain, readers_known: bool = False) -> None:
         """Start an empty row's chain."""
+        self.readers_known[row] = readers_known
         root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
         if root is None:
             self.published[row] = _UNNAMED
@@ -179,7 +182,7 @@ class CacheTables:
             if needed > first:
                 blocks = self._cut(group, row, needed)
                 self._mark(group, blocks, first, confirmed)
-                self.pools[group].release(blocks)
+                self.pools[group].release(blocks, bool(self.readers_known[row]))
                 self.first[group][row] = needed
 
     def grow(self, row: int, num_blocks: int) -> bool:
@@ -231,7 +234,7 @@ class CacheTables:
             first = int(self.first[group][row])
             blocks = self._cut(group, row, length)
             self._mark(group, blocks, first, confirmed)
-            pool.release(reversed(blocks))
+            pool.release(reversed(blocks), bool(self.readers_known[row]))
             self.first[group][row] = 0
         self.length[row] = self.published[row] = 0
         self._move_tip(row, None)

@@ -47,6 +47,15 @@ class TestPool:
         assert order[1:] == [blocks[1], blocks[0], blocks[2]]
         assert len(index) == 0
 
+    def test_of_a_sequence_that_nobody_else_will_read_the_tail_goes_first(self) -> None:
+        index = PrefixIndex(1)
+        pool = BlockPool(0, 9, index)
+        blocks = pool.allocate(3)
+        for i, block in enumerate(blocks):
+            pool.publish(block, node_for(index, bytes([i])))
+        pool.release(reversed(blocks), readers_known=True)
+        assert pool.allocate(2) == [blocks[2], blocks[1]]
+
     def test_a_hit_takes_a_block_out_of_the_middle_of_the_free_ones(self) -> None:
         index = PrefixIndex(1)
         pool = BlockPool(0, 4, index)
@@ -96,7 +105,7 @@ class TestPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random lives of blocks against a plain model: who holds what, and in which order blocks were freed."""
+    """Random lives of blocks against a plain model: who holds what, and in which order blocks are given away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,29 +114,40 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: list[int] = []
         self.names: dict[int, PrefixNode] = {}
         self.cached: list[int] = []
+        self.spent: list[int] = []
+        self.clean: list[int] = []
+        self.untouched = list(range(1, 9))
+        self.shared: set[int] = set()
         self.counter = 0
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, self.pool.num_free))
-        clean = self.pool.num_free - len(self.cached)
-        evicted = self.cached[: max(0, count - clean)]
+        order = self.clean[::-1] + self.spent[::-1] + self.untouched + self.cached
         blocks = self.pool.allocate(count)
-        assert blocks[clean:] == evicted
-        assert not set(blocks) & (set(self.held) | set(self.cached[len(evicted) :]))
-        self.cached = self.cached[len(evicted) :]
-        for block in evicted:
-            del self.names[block]
+        assert blocks == order[:count]
+        for shelf in (self.clean, self.spent, self.untouched, self.cached):
+            shelf[:] = [block for block in shelf if block not in blocks]
+        for block in blocks:
+            self.names.pop(block, None)
+            self.shared.discard(block)
         self.held += blocks
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
+        readers_known = data.draw(st.booleans())
         self.held.remove(block)
-        self.pool.release([block])
-        if block not in self.held and block in self.names:
+        self.pool.release([block], readers_known)
+        if block in self.held:
+            return
+        if block not in self.names:
+            self.clean.append(block)
+        elif readers_known and block not in self.shared:
+            self.spent.append(block)
+        else:
             self.cached.append(block)
 
     @precondition(lambda self: any(block not in self.names for block in self.held))
@@ -144,8 +164,16 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.names)))
         self.pool.acquire(block)
         self.held.append(block)
-        if block in self.cached:
-            self.cached.remove(block)
+        self.shared.add(block)
+        self.forget(block)
+
+    def forget(self, block: int) -> bool:
+        """Takes the block off the shelf that it is on, if it is on one."""
+        for shelf in (self.cached, self.spent):
+            if block in shelf:
+                shelf.remove(block)
+                return True
+        return False
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
@@ -153,13 +181,14 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.names)))
         self.pool.withdraw(block)
         del self.names[block]
-        if block in self.cached:
-            self.cached.remove(block)
+        self.shared.discard(block)
+        if self.forget(block):
+            self.clean.append(block)
 
     @invariant()
     def adds_up(self) -> None:
         self.pool.check(np.bincount(np.array(self.held, dtype=np.int64), minlength=9))
-        assert self.pool.num_cached == len(self.cached)
+        assert self.pool.num_cached == len(self.cached) + len(self.spent)
         assert dict(self.pool.named()) == self.names
         assert len(self.index) == len(self.names)
 

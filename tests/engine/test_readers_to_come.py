@@ -48,6 +48,43 @@ def cached_tokens(h: Harness, name: str) -> int:
     return h.finished[name, 0].cached_tokens
 
 
+def touched(h: Harness) -> int:
+    """Blocks that were ever given to anyone."""
+    return h.scheduler._cache.pools[0]._untouched - 1
+
+
+class TestMemoryTouched:
+    @pytest.mark.parametrize(("readers_known", "most"), [(True, 2 * 6), (False, 8 * 5 + 2)])
+    def test_a_planned_job_uses_the_memory_of_finished_rows_again_before_any_other(
+        self, readers_known: bool, most: int
+    ) -> None:
+        h = harness(rows=2, blocks=200)
+        for i in range(8):
+            h.scheduler.add(ask(f"r{i}", tokens(i, 20), readers_known=readers_known), 0.0)
+        finish(h)
+        assert touched(h) == most
+
+    def test_what_was_shared_stays_though_its_readers_are_gone(self) -> None:
+        # A later part of the job, planned by itself, may begin in the same way.
+        h, prompt = harness(rows=2, blocks=200), tokens(1, 16)
+        for name in "ab":
+            h.scheduler.add(ask(name, [*prompt, 3, 4, ord(name) % 17], readers_known=True), 0.0)
+        h.run()
+        for i in range(8):
+            h.scheduler.add(ask(f"other{i}", tokens(i + 3, 24), readers_known=True), 0.0)
+        h.run()
+        h.scheduler.add(ask("c", [*prompt, 3, 4, 5], readers_known=True), 0.0)
+        finish(h)
+        assert cached_tokens(h, "c") == 16
+
+    def test_a_preempted_row_finds_what_it_had(self) -> None:
+        h = harness(rows=2, blocks=12)
+        for i in range(2):
+            h.scheduler.add(ask(f"r{i}", tokens(i, 16), 16, readers_known=True, expected_tokens=1), 0.0)
+        finish(h)
+        assert sum(end.preemptions for end in h.finished.values()) > 0
+
+
 class TestEviction:
     def test_what_a_waiting_sequence_will_read_outlives_what_was_freed_after_it(self) -> None:
         # Given one row, a pool of 14 blocks, and a shared prompt of 4 blocks that was computed first,
