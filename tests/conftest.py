@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+pytest_plugins = ["tests.servers.plugin"]
+
 
 def _tiny_models() -> ModuleType:
     """tests/tiny_models.py, by path: tests are no package, and control-side tests must not import torch."""

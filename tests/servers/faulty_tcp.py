@@ -1,0 +1,114 @@
+"""A proxy in front of any server (Kafka, Redis) that can delay, cut, refuse or swallow what goes through.
+
+It knows nothing of what it carries. `delay` is added to each direction; in `silence` connections stay open and nothing
+arrives until `restore`, as when a cable is pulled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+PIECE = 65_536
+
+
+class FaultyTcp:
+    """A proxy at `port`, in front of the local server at `upstream_port`, whose port may change with a restart."""
+
+    def __init__(self, upstream_port: int) -> None:
+        self.upstream_port = upstream_port
+        self.delay = 0.0
+        self._refusing = False
+        self._open = threading.Event()
+        self._open.set()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def cut(self) -> None:
+        """Close every connection there is; new ones are let in."""
+        with self._lock:
+            connections, self._connections = self._connections, set()
+        for connection in connections:
+            _close(connection)
+
+    def refuse(self) -> None:
+        """Close every connection, and each new one at once, until `restore`."""
+        self._refusing = True
+        self.cut()
+
+    def silence(self) -> None:
+        """Carry nothing until `restore`; connections stay open."""
+        self._open.clear()
+
+    def restore(self) -> None:
+        """As at the beginning, without delay."""
+        self.delay, self._refusing = 0.0, False
+        self._open.set()
+
+    def __enter__(self) -> FaultyTcp:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        _close(self._listener)
+        self.cut()
+        self.restore()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._refusing:
+                _close(client)
+                continue
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        self._open.wait()
+        try:
+            server = socket.create_connection(("127.0.0.1", self.upstream_port), timeout=5)
+        except OSError:
+            _close(client)
+            return
+        server.settimeout(None)
+        for end in (client, server):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self._connections |= {client, server}
+        for source, sink in ((client, server), (server, client)):
+            threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(PIECE):
+                if self.delay:
+                    time.sleep(self.delay)
+                self._open.wait()
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._connections -= {source, sink}
+            _close(source)
+            _close(sink)
+
+
+def _close(connection: socket.socket) -> None:
+    """Wakes whoever waits in it, too."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

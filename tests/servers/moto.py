@@ -1,0 +1,26 @@
+"""S3 and SQS in memory: moto's server. It forgets all when it is killed, and takes any credentials."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from tests.servers.process import MissingServer, answers
+from tests.servers.s3 import S3Server
+
+
+class MotoServer(S3Server):
+    """S3 and SQS at `endpoint`. Uploads tell SQS as S3 does, but twice for one in several parts, with "/" as "%2F"."""
+
+    name = "moto"
+
+    def command(self) -> list[str]:
+        for module in ("moto", "flask", "flask_cors"):
+            if importlib.util.find_spec(module) is None:
+                raise MissingServer(
+                    f"{module} is missing; install it with: pip install 'moto[s3,sqs]' flask flask-cors"
+                )
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+
+    def is_ready(self) -> bool:
+        return answers(self.port, b"GET /moto-api/ HTTP/1.0\r\n\r\n", b"HTTP/1.1 200")

@@ -1,0 +1,143 @@
+"""The tests' own servers: they come back on their port, stand still when paused, and never outlive the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.servers.kafka import KafkaBroker
+from tests.servers.moto import MotoServer
+from tests.servers.process import MissingServer, ServerFailed, ServerProcess, script
+from tests.servers.redis import RedisServer
+from tests.servers.seaweedfs import SeaweedServer
+
+START_ONE = """
+import sys
+from pathlib import Path
+from tests.servers.redis import RedisServer
+server = RedisServer(Path(sys.argv[1]))
+server.start()
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def lives(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ask(server: RedisServer, *words: str) -> bytes:
+    """One command, one answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=2) as connection:
+        connection.sendall(" ".join(words).encode() + b"\r\n")
+        connection.settimeout(0.5)
+        return connection.recv(4096)
+
+
+def test_given_a_server_that_was_killed_when_it_starts_again_then_it_is_on_its_port_with_its_data(
+    redis_server: RedisServer,
+) -> None:
+    port, first = redis_server.port, redis_server.pid
+    assert ask(redis_server, "SET", "key", "value") == b"+OK\r\n"
+
+    redis_server.kill()
+    with pytest.raises(OSError, match="refused"):
+        ask(redis_server, "PING")
+    redis_server.start()
+
+    assert (redis_server.port, redis_server.pid != first) == (port, True)
+    assert ask(redis_server, "GET", "key") == b"$5\r\nvalue\r\n"
+    redis_server.start_empty()
+    assert ask(redis_server, "GET", "key") == b"$-1\r\n"
+
+
+def test_given_a_paused_server_then_nothing_answers_until_it_is_resumed(redis_server: RedisServer) -> None:
+    redis_server.pause()
+    with pytest.raises(TimeoutError):
+        ask(redis_server, "PING")
+    redis_server.resume()
+    assert ask(redis_server, "PING") == b"+PONG\r\n"
+
+
+def test_given_a_server_that_a_test_left_killed_or_paused_when_it_is_revived_then_it_answers(
+    redis_server: RedisServer,
+) -> None:
+    redis_server.pause()
+    redis_server.revive()
+    assert ask(redis_server, "PING") == b"+PONG\r\n"
+    redis_server.kill()
+    redis_server.revive()
+    assert ask(redis_server, "PING") == b"+PONG\r\n"
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_given_tests_that_are_killed_then_their_servers_end(
+    tmp_path: Path, redis_server: RedisServer, paused: bool
+) -> None:
+    tests = subprocess.Popen(
+        [sys.executable, "-c", START_ONE, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert tests.stdout is not None
+    server = int(tests.stdout.readline())
+    assert lives(server)
+    if paused:
+        os.kill(server, signal.SIGSTOP)
+
+    tests.kill()
+    tests.wait()
+
+    deadline = time.monotonic() + 5
+    while lives(server):
+        assert time.monotonic() < deadline, "the server outlived the tests"
+        time.sleep(0.02)
+
+
+def test_given_a_server_that_cannot_start_then_the_error_holds_its_last_words(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    second = RedisServer(tmp_path)
+    second.port = redis_server.port
+    second.is_ready = lambda: False  # type: ignore[method-assign]  # else the first one's answer would count
+    with pytest.raises(ServerFailed, match=r"(?s)redis on port .* ended at once.*[Aa]ddress already in use"):
+        second.start()
+    assert not second.running
+
+
+def test_a_program_that_is_not_installed_is_named_with_its_package() -> None:
+    with pytest.raises(
+        MissingServer, match="nothing-of-this-name is missing; install it with: pip install some-package"
+    ):
+        script("nothing-of-this-name", "some-package")
+
+
+@pytest.mark.parametrize("kind", [MotoServer, SeaweedServer, KafkaBroker])
+def test_each_server_starts_answers_and_ends(
+    tmp_path: Path,
+    kind: Callable[[Path], ServerProcess],
+    s3_server: MotoServer,
+    durable_s3_server: SeaweedServer,
+    kafka_broker: KafkaBroker,
+) -> None:
+    """The session's own are asked for so that one that is not installed is reported as such."""
+    with kind(tmp_path) as server:
+        assert server.is_ready()
+        pid = server.pid
+        server.restart()
+        assert server.is_ready()
+        assert not lives(pid)
+        pid = server.pid
+    assert not lives(pid)
