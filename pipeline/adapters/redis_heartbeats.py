@@ -1,0 +1,139 @@
+"""Heartbeats on Redis: a key for each worker that vanishes when the worker is silent, and an index of their names.
+
+Silence means something only if beats were kept meanwhile, and Redis may have been emptied, restarted, or stopped while
+keys ran out. So each call also leaves a mark, by the server's clock: where the marks have a gap (or there is none, as
+on a fresh server), what was kept begins anew at that moment. `since` counts from there. No client's clock is asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import structlog
+from pydantic import ValidationError
+
+from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milliseconds
+from pipeline.ports import WorkerState
+from schemas.heartbeat import HeartbeatPaper
+
+logger = structlog.get_logger(__name__)
+
+# KEYS: 1 the beginning of what is kept, 2 the last mark.  ARGV: 1 the longest gap in ms.
+_MARK: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local last = tonumber(redis.call('GET', KEYS[2]))
+if not last or now < last or now - last > tonumber(ARGV[1]) then
+  redis.call('SET', KEYS[1], string.format('%d', now))
+end
+redis.call('SET', KEYS[1], string.format('%d', now), 'NX')
+redis.call('SET', KEYS[2], string.format('%d', now))
+"""
+# KEYS: also 3 the index, 4 the worker.  ARGV: also 2 lifetime in ms, 3 name, 4 state.
+_BEAT: Final = (
+    _MARK
+    + """
+redis.call('SET', KEYS[4], ARGV[4], 'PX', ARGV[2])
+redis.call('ZADD', KEYS[3], now, ARGV[3])
+redis.call('PEXPIRE', KEYS[3], ARGV[2] * 10)
+"""
+)
+# Who has been silent for ten lifetimes is struck off; who still counts is said by the keys.
+_LOOK: Final = (
+    _MARK
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - ARGV[2] * 10)
+return redis.call('ZRANGEBYSCORE', KEYS[3], now - ARGV[2], '+inf')
+"""
+)
+_SINCE: Final = (
+    _MARK
+    + """
+return now - tonumber(redis.call('GET', KEYS[1]))
+"""
+)
+
+
+class RedisHeartbeats:
+    """`Heartbeats` on Redis; threads may share it. All calls raise `ServiceUnavailable` when the server can't be asked.
+
+    Args:
+        lifetime: seconds after which a silent worker counts as dead; the same for all who share the server, and at
+            least three times as long as the time between two beats.
+
+    Attributes:
+        unreadable: beats that were none of ours, and were passed over.
+    """
+
+    def __init__(self, settings: RedisSettings, lifetime: float) -> None:
+        self._client = RedisClient(settings)
+        self._lifetime = lifetime
+        self.unreadable = 0
+        self._marks = [self._client.key("beats", "since"), self._client.key("beats", "last")]
+        self._index = self._client.key("beats", "workers")
+        self._beat = self._client.script(_BEAT)
+        self._look = self._client.script(_LOOK)
+        self._since = self._client.script(_SINCE)
+
+    def beat(self, state: WorkerState) -> None:
+        """The worker lives, and this is how it stands."""
+        paper = HeartbeatPaper(
+            name=state.name,
+            models=tuple(sorted(state.models)),
+            held=tuple(sorted(state.held)),
+            waiting_tokens=state.waiting_tokens,
+            tokens_per_second=state.tokens_per_second,
+            draining=state.draining,
+        )
+        keys = [*self._marks, self._index, self._key(state.name)]
+        with self._client.told("leave a heartbeat"):
+            self._beat(keys=keys, args=[*self._times(), state.name, paper.model_dump_json(exclude_defaults=True)])
+
+    def leave(self, worker: str) -> None:
+        """The worker ends in order: it holds nothing any more."""
+        with self._client.told("take leave"), self._client.raw.pipeline(transaction=True) as pipe:
+            pipe.delete(self._key(worker))
+            pipe.zrem(self._index, worker)
+            pipe.execute()
+
+    def workers(self) -> list[WorkerState]:
+        """Workers that live, by name."""
+        with self._client.told("read the heartbeats"):
+            found: list[bytes] = self._look(keys=[*self._marks, self._index], args=self._times())
+            names = sorted(name.decode(errors="replace") for name in found)
+            beats = self._client.raw.mget([self._key(name) for name in names]) if names else []
+        states = [self._read(name, beat) for name, beat in zip(names, beats, strict=True) if beat is not None]
+        return [state for state in states if state is not None]
+
+    def since(self) -> float:
+        """For how many seconds the server has kept beats without a break."""
+        with self._client.told("ask since when beats are kept"):
+            kept: Any = self._since(keys=self._marks, args=self._times())
+        return max(0.0, int(kept) / 1_000)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _times(self) -> list[int]:
+        # Who beats every third of the lifetime loses its key in a gap of two thirds; half is on the safe side.
+        return [milliseconds(self._lifetime / 2), milliseconds(self._lifetime)]
+
+    def _key(self, worker: str) -> str:
+        return self._client.key("beats", "worker", worker)
+
+    def _read(self, name: str, beat: bytes) -> WorkerState | None:
+        try:
+            paper = HeartbeatPaper.model_validate_json(beat)
+        except ValidationError as error:
+            self.unreadable += 1
+            logger.warning("not a heartbeat", worker=name, reason=error.errors(include_url=False)[0]["msg"])
+            return None
+        return WorkerState(
+            name=name,
+            models=frozenset(paper.models),
+            held=frozenset(paper.held),
+            waiting_tokens=paper.waiting_tokens,
+            tokens_per_second=paper.tokens_per_second,
+            draining=paper.draining,
+        )

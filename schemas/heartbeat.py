@@ -1,0 +1,22 @@
+"""A worker's heartbeat as it is kept on a server that all can write to: what isn't exactly this isn't a heartbeat."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from schemas.job import Count, Paper
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+
+
+class HeartbeatPaper(Paper):
+    """What a worker says of itself; see `pipeline.ports.WorkerState`."""
+
+    name: Name
+    models: tuple[Name, ...] = ()
+    held: tuple[tuple[Name, Count], ...] = ()
+    waiting_tokens: Count = 0
+    tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    draining: bool = False

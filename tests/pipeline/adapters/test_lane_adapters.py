@@ -1,0 +1,255 @@
+"""The lane in one process and on a real Redis: the contract, the server's faults, strangers, what is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import redis
+
+from pipeline.adapters.memory_lane import MemoryLane
+from pipeline.adapters.redis_connection import RedisSettings
+from pipeline.adapters.redis_lane import RedisLane
+from pipeline.adapters.redis_lane_worker import RedisLaneWorker
+from pipeline.adapters.system import SystemClock
+from pipeline.availability import ServiceUnavailable
+from pipeline.lane import START, LaneSettings
+from pipeline.lane_caller import CallSettings, answer
+from schemas.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
+from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, LaneContract, MakeLane, end, request, tokens, told
+from tests.servers.redis import RedisServer
+
+OpenRedisLane = Callable[[LaneSettings], RedisLane]
+SHORT = LaneSettings(lifetime=LIFETIME)
+QUICK = CallSettings(patience=0.3, look=0.1, give_up=2.0)
+
+
+class TestMemoryLaneContract(LaneContract):
+    @pytest.fixture
+    def make_lane(self) -> MakeLane:
+        opened: list[MemoryLane] = []
+
+        def make(settings: LaneSettings) -> MemoryLane:
+            opened.append(opened[0] if opened else MemoryLane(SystemClock(), settings))
+            return opened[-1]
+
+        return make
+
+
+@pytest.fixture
+def prefix(unique_name: Callable[[], str]) -> str:
+    return unique_name()
+
+
+@pytest.fixture
+def open_lane(redis_server: RedisServer, prefix: str) -> OpenRedisLane:
+    where = RedisSettings(redis_server.url, prefix=prefix, timeout=0.5, connect_timeout=0.5)
+    return lambda settings: RedisLane(where, SystemClock(), settings)
+
+
+@pytest.fixture
+def lane(open_lane: OpenRedisLane) -> RedisLane:
+    return open_lane(SHORT)
+
+
+@pytest.fixture
+def raw(redis_server: RedisServer) -> Any:
+    return redis.Redis.from_url(redis_server.url)
+
+
+class TestRedisLaneContract(LaneContract):
+    @pytest.fixture
+    def make_lane(self, open_lane: OpenRedisLane) -> MakeLane:
+        return open_lane
+
+
+class Worker(threading.Thread):
+    """A worker that answers each request with as many tokens as it is told, unless it dies after some.
+
+    Attributes:
+        seen: (attempt, tokens known before) of each request that it took.
+    """
+
+    def __init__(self, worker: RedisLaneWorker, count: int = 6, dies_after: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.worker = worker
+        self.count = count
+        self.dies_after = dies_after
+        self.seen: list[tuple[int, int]] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            try:
+                for taken in self.worker.take([MODEL], 1, 0.2):
+                    known = len(taken.tokens[0]) if taken.tokens else 0
+                    self.seen.append((taken.attempt, known))
+                    if not self.answer(taken.id, taken.attempt, known):
+                        return
+            except ServiceUnavailable:
+                time.sleep(0.05)
+
+    def answer(self, name: str, attempt: int, known: int) -> bool:
+        for sequence, token in enumerate(range(known, self.count)):
+            if sequence == self.dies_after:
+                return False
+            if self.worker.emit([TokensEvent(name, attempt, sequence, tokens=(token,), text=f"{token} ")]):
+                return True
+            time.sleep(0.02)
+        self.worker.emit([EndEvent(name, attempt, self.count - known, {"attempt": attempt})])
+        return True
+
+
+@pytest.fixture
+def start_worker(lane: RedisLane) -> Iterator[Callable[..., Worker]]:
+    started: list[Worker] = []
+
+    def start(name: str, **how: Any) -> Worker:
+        started.append(Worker(lane.worker(name), **how))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.stop.set()
+    for worker in started:
+        worker.join(5.0)
+
+
+def text_of(events: list[LaneEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TokensEvent))
+
+
+# -- calls, with faults
+
+
+def test_a_call_whose_worker_dies_in_the_middle_goes_on_elsewhere_behind_its_tokens(
+    lane: RedisLane, start_worker: Callable[..., Worker]
+) -> None:
+    start_worker("dies", dies_after=3)
+    events = answer(lane, request(), SystemClock(), QUICK)
+    first = [next(events) for _ in range(3)]
+    lives = start_worker("lives")
+    rest = list(events)
+    assert text_of([*first, *rest]) == "0 1 2 3 4 5 "
+    assert isinstance(rest[-1], EndEvent)
+    assert lives.seen == [(2, 3)], "the tokens of the first attempt weren't computed again"
+
+
+@pytest.mark.parametrize("fault", ["emptied", "stopped"])
+def test_a_call_goes_on_when_the_server_is_restarted_empty_or_stands_still(
+    redis_server: RedisServer, lane: RedisLane, start_worker: Callable[..., Worker], fault: str
+) -> None:
+    start_worker("w", count=30)
+    events = answer(lane, request(), SystemClock(), CallSettings(patience=0.3, look=0.1, give_up=10.0))
+    came = [next(events) for _ in range(3)]
+    if fault == "emptied":
+        redis_server.start_empty()
+    else:
+        redis_server.pause()
+        threading.Timer(1.0, redis_server.resume).start()
+    came += list(events)
+    assert isinstance(came[-1], EndEvent), came[-1]
+    assert text_of(came) == "".join(f"{token} " for token in range(30))
+
+
+def test_a_call_that_no_worker_survives_ends_with_an_error(
+    lane: RedisLane, start_worker: Callable[..., Worker]
+) -> None:
+    for number in range(3):
+        start_worker(f"dies{number}", count=100, dies_after=number + 1)
+    *_, last = answer(lane, request(), SystemClock(), QUICK)
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == ("worker_lost", 503)
+
+
+def test_a_call_without_a_server_ends_with_an_error_that_names_it(redis_server: RedisServer, lane: RedisLane) -> None:
+    redis_server.kill()
+    (last,) = answer(lane, request(), SystemClock(), CallSettings(give_up=0.3, look=0.1))
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == ("lane_unavailable", 503)
+    assert f"127.0.0.1:{redis_server.port}" in last.message
+
+
+def test_a_call_that_nobody_takes_ends_at_its_deadline(lane: RedisLane) -> None:
+    clock = SystemClock()
+    began = time.monotonic()
+    (last,) = answer(lane, request(deadline=in_seconds(clock, 0.5)), clock, QUICK)
+    assert isinstance(last, ErrorEvent)
+    assert last.code == "request_timeout"
+    assert 0.4 < time.monotonic() - began < 3.0
+
+
+def test_a_caller_that_goes_away_cancels(lane: RedisLane, start_worker: Callable[..., Worker]) -> None:
+    worker = start_worker("w", count=10_000)
+    events = answer(lane, request(), SystemClock(), QUICK)
+    next(events)
+    events.close()
+    assert lane.lost([request()]) == {"r1"}
+    worker.count = 3
+    *_, last = answer(lane, request("r2"), SystemClock(), QUICK)
+    assert isinstance(last, EndEvent), "the worker was free again"
+
+
+def in_seconds(clock: SystemClock, seconds: float) -> Any:
+    return clock.now() + timedelta(seconds=seconds)
+
+
+def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: RedisServer, lane: RedisLane) -> None:
+    worker = lane.worker("w")
+    lane.send(request())
+    worker.take([MODEL], 1, 2.0)
+    redis_server.pause()
+    for ask in (
+        lambda: lane.send(request("r2")),
+        lambda: lane.read({"r1": START}, 0.1),
+        lambda: lane.cancel(request()),
+        lambda: lane.lost([request()]),
+        lambda: worker.take([MODEL], 1, 0.1),
+        lambda: worker.emit([tokens("r1", 0)]),
+        lambda: worker.hold(["r1"]),
+    ):
+        began = time.monotonic()
+        with pytest.raises(ServiceUnavailable):
+            ask()
+        assert time.monotonic() - began < 1.5
+
+
+# -- strangers, and what is left
+
+
+def test_what_is_no_request_or_event_is_counted_and_passed_over(lane: RedisLane, raw: Any, prefix: str) -> None:
+    worker = lane.worker("w")
+    stream = f"{prefix}:lane:requests:{MODEL}"
+    for fields in ({"request": b"\xff"}, {"request": b'{"id": "../x"}'}, {"other": b"1"}):
+        raw.xadd(stream, fields)
+    raw.xadd(stream, {"request": b'{"id": "r9", "model": "another", "body": {}}'})
+    lane.send(request())
+    taken = [one.id for one in worker.take([MODEL], 1, 2.0)]
+    assert taken == ["r1"]
+    assert worker.dropped == 4
+    raw.xadd(f"{prefix}:lane:events:r1", {"event": b'{"kind": "exec"}'}, id="1-0")
+    worker.emit([tokens("r1", 1)])
+    assert told(lane, "r1") == [tokens("r1", 1)]
+    assert lane.unreadable == 1
+
+
+def test_every_key_runs_out(open_lane: OpenRedisLane, raw: Any, prefix: str) -> None:
+    lane = open_lane(LaneSettings(lifetime=0.3, longest=0.8, retention=0.3))
+    worker = lane.worker("w")
+    worker.take([MODEL], 1, 0)
+    for name in ("r1", "r2", "r3"):
+        lane.send(request(name))
+    worker.take([MODEL], 2, 1.0)
+    worker.emit([tokens("r1", 0), tokens("r2", 0), end("r2", 1)])
+    keys = list(raw.scan_iter(f"{prefix}:*"))
+    assert len(keys) >= 6
+    assert all(raw.pttl(key) > 0 for key in keys)
+    time.sleep(1.8)
+    assert list(raw.scan_iter(f"{prefix}:*")) == []
+    lane.send(request("r4"))
+    assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["r4"]

@@ -1,0 +1,74 @@
+"""What all heartbeats must do while their server runs. An adapter's test module subclasses `HeartbeatsContract` and
+gives a `make_heartbeats` fixture: a function lifetime -> one more view of the same, at first silent, place; and
+`pass_time`, which lets seconds go by on the clock that counts there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.ports import Heartbeats, WorkerState
+
+MakeHeartbeats = Callable[[float], Heartbeats]
+LIFETIME = 1.0
+
+WHOLE = WorkerState(
+    "gpu-7.rack/2",
+    models=frozenset({"0123456789abcdef", "any"}),
+    held=frozenset({("job-a", 1), ("job-a", 0), ("job-b", 4096)}),
+    waiting_tokens=123_456_789_012,
+    tokens_per_second=1234.5,
+    draining=True,
+)
+
+
+class HeartbeatsContract:
+    """Given any adapter of the port, then this holds."""
+
+    @pytest.fixture
+    def beats(self, make_heartbeats: MakeHeartbeats) -> Heartbeats:
+        return make_heartbeats(LIFETIME)
+
+    def test_nobody_lives_at_first(self, beats: Heartbeats) -> None:
+        assert beats.workers() == []
+
+    def test_a_state_comes_back_as_it_was_told(self, make_heartbeats: MakeHeartbeats) -> None:
+        make_heartbeats(LIFETIME).beat(WHOLE)
+        assert make_heartbeats(LIFETIME).workers() == [WHOLE]
+
+    def test_the_last_word_of_each_counts_and_they_come_by_name(self, beats: Heartbeats) -> None:
+        for name in ("w10", "w2", "b"):
+            beats.beat(WorkerState(name, held=frozenset({("job-a", 1)})))
+        beats.beat(WorkerState("w10", waiting_tokens=5))
+        assert [state.name for state in beats.workers()] == ["b", "w10", "w2"]
+        assert beats.workers()[1] == WorkerState("w10", waiting_tokens=5)
+
+    def test_the_silent_die_and_the_others_live(self, beats: Heartbeats, pass_time: Callable[[float], None]) -> None:
+        beats.beat(WorkerState("dies"))
+        for _ in range(4):
+            beats.beat(WorkerState("lives"))
+            pass_time(LIFETIME * 0.35)
+        assert [state.name for state in beats.workers()] == ["lives"]
+        pass_time(LIFETIME * 1.2)
+        assert beats.workers() == []
+
+    def test_who_leaves_is_gone_at_once_and_may_come_back(self, beats: Heartbeats) -> None:
+        beats.beat(WorkerState("w"))
+        beats.leave("w")
+        beats.leave("never came")
+        assert beats.workers() == []
+        beats.beat(WorkerState("w"))
+        assert beats.workers() == [WorkerState("w")]
+
+    def test_it_is_counted_since_when_beats_are_kept(
+        self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
+    ) -> None:
+        one = make_heartbeats(LIFETIME)
+        one.beat(WorkerState("w"))
+        before = one.since()
+        for _ in range(5):
+            pass_time(LIFETIME * 0.3)
+            one.beat(WorkerState("w"))
+        assert before < LIFETIME * 0.3
+        assert LIFETIME * 1.4 < one.since() < LIFETIME * 3

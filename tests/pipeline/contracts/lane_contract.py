@@ -1,0 +1,261 @@
+"""What every lane must do while its server runs. An adapter's test module subclasses `LaneContract` and gives a
+`make_lane` fixture: a function settings -> the caller's side of a lane, on which `worker(name)` gives a worker's side;
+each call is one more view of the same, at first empty, place. Times are real, and short."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+import pytest
+
+from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker
+from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, Position, TokensEvent, position_of
+
+LIFETIME = 0.6
+MODEL = "0123456789abcdef"
+
+
+class OpenLane(Lane, Protocol):
+    def worker(self, name: str) -> LaneWorker: ...
+
+
+MakeLane = Callable[[LaneSettings], OpenLane]
+
+
+def request(name: str = "r1", attempt: int = 1, model: str = MODEL, **more: object) -> LaneRequest:
+    body = {"messages": [{"role": "user", "content": "héllo"}], "seed": 2**60}
+    return LaneRequest(name, model, body, attempt=attempt, **more)  # type: ignore[arg-type]
+
+
+def tokens(name: str, sequence: int, attempt: int = 1) -> TokensEvent:
+    return TokensEvent(name, attempt, sequence, tokens=(sequence, 7), text=f" w{sequence}")
+
+
+def end(name: str, sequence: int, attempt: int = 1) -> EndEvent:
+    return EndEvent(name, attempt, sequence, {"id": name, "usage": {"completion_tokens": 2}})
+
+
+def told(lane: Lane, name: str, after: Position = START, timeout: float = 2.0) -> list[LaneEvent]:
+    return lane.read({name: after}, timeout)
+
+
+class LaneContract:
+    """Given any adapter of the port, then this holds."""
+
+    @pytest.fixture
+    def lane(self, make_lane: MakeLane) -> OpenLane:
+        return make_lane(LaneSettings(lifetime=LIFETIME))
+
+    @pytest.fixture
+    def worker(self, lane: OpenLane) -> LaneWorker:
+        return lane.worker("w1")
+
+    def test_a_request_comes_to_a_worker_as_it_was_sent(self, lane: OpenLane, worker: LaneWorker) -> None:
+        sent = request(
+            url="/v1/completions",
+            tenant="acme",
+            deadline=datetime.now(UTC) + timedelta(hours=1),
+            tokens=((1, 2), (), (3,)),
+            attempt=3,
+        )
+        lane.send(sent)
+        assert worker.take([MODEL], 4, 2.0) == [sent]
+        assert worker.take([MODEL], 4, 0) == []
+
+    def test_events_come_in_order_and_reading_goes_on_anywhere(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        worker.take([MODEL], 1, 2.0)
+        events = [*(tokens("r1", n) for n in range(5)), end("r1", 5)]
+        assert worker.emit(events[:2]) == frozenset()
+        assert told(lane, "r1") == events[:2]
+        assert worker.emit(events[2:]) == frozenset()
+        assert told(lane, "r1") == events
+        assert told(lane, "r1", Position(1, 3)) == events[4:]
+        assert told(lane, "r1", Position(1, 5), timeout=0) == []
+
+    def test_who_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
+        worker = lane.worker("w1")
+        threading.Timer(0.2, lane.send, [request()]).start()
+        began = time.monotonic()
+        assert [one.id for one in worker.take([MODEL], 1, 20.0)] == ["r1"]
+        threading.Timer(0.2, worker.emit, [[tokens("r1", 0)]]).start()
+        assert told(lane, "r1", timeout=20.0) == [tokens("r1", 0)]
+        assert time.monotonic() - began < 5.0
+
+    def test_many_requests_are_read_at_once(self, lane: OpenLane, worker: LaneWorker) -> None:
+        names = [f"r{number}" for number in range(30)]
+        for name in names:
+            lane.send(request(name))
+        assert [one.id for one in worker.take([MODEL], 20, 2.0)] == names[:20]
+        assert [one.id for one in worker.take([MODEL], 20, 2.0)] == names[20:]
+        worker.emit([tokens(name, 0) for name in names])
+        found = lane.read(dict.fromkeys(names, START), 2.0)
+        assert sorted(event.request for event in found) == sorted(names)
+
+    def test_a_worker_gets_what_its_models_can_do(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request("a", model="ma"))
+        lane.send(request("b", model="mb"))
+        lane.send(request("c", model="mc"))
+        taken = {one.id for _ in range(4) for one in worker.take(["ma", "mb"], 1, 0.1)}
+        assert taken == {"a", "b"}
+
+    def test_of_two_workers_each_request_goes_to_one(self, lane: OpenLane) -> None:
+        for number in range(20):
+            lane.send(request(f"r{number}"))
+        one, two = lane.worker("w1"), lane.worker("w2")
+        taken = [r.id for _ in range(10) for worker in (one, two) for r in worker.take([MODEL], 1, 0.1)]
+        assert sorted(taken) == sorted(f"r{number}" for number in range(20))
+
+    def test_sending_the_same_attempt_again_changes_nothing(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        lane.send(request())
+        assert len(worker.take([MODEL], 9, 2.0)) == 1
+        worker.emit([tokens("r1", 0)])
+        lane.send(request())
+        assert worker.take([MODEL], 9, 0.1) == []
+
+    def test_an_event_told_twice_is_there_once(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        worker.take([MODEL], 1, 2.0)
+        for _ in range(2):
+            assert worker.emit([tokens("r1", 0), tokens("r1", 1)]) == frozenset()
+        assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
+
+    # -- cancelling, deadlines
+
+    def test_a_cancel_reaches_the_worker_with_the_next_thing_it_tells(self, lane: OpenLane, worker: LaneWorker) -> None:
+        for name in ("r1", "r2", "r3"):
+            lane.send(request(name))
+        worker.take([MODEL], 3, 2.0)
+        worker.emit([tokens("r1", 0)])
+        lane.cancel(request("r1"))
+        lane.cancel(request("r2"))
+        assert worker.emit([tokens("r1", 1), tokens("r3", 0)]) == {"r1"}
+        assert worker.hold(["r2", "r3"]) == {"r2"}
+        lane.cancel(request("never sent"))
+
+    def test_a_cancelled_request_is_handed_to_nobody(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request("r1"))
+        lane.send(request("r2"))
+        lane.cancel(request("r1"))
+        assert [one.id for one in worker.take([MODEL], 9, 2.0)] == ["r2"]
+
+    def test_behind_its_deadline_nobody_wants_a_request(self, lane: OpenLane, worker: LaneWorker) -> None:
+        soon = datetime.now(UTC) + timedelta(seconds=0.4)
+        lane.send(request("r1", deadline=soon))
+        lane.send(request("r2", deadline=soon))
+        assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["r1"]
+        time.sleep(0.5)
+        assert worker.take([MODEL], 1, 0.1) == []
+        assert worker.emit([tokens("r1", 0)]) == {"r1"}
+
+    # -- workers that die
+
+    def test_what_a_dead_worker_did_not_answer_another_gets(self, lane: OpenLane) -> None:
+        dies, lives = lane.worker("dies"), lane.worker("lives")
+        lane.send(request())
+        assert len(dies.take([MODEL], 1, 2.0)) == 1
+        assert lives.take([MODEL], 1, LIFETIME / 3) == []
+        assert lane.lost([request()]) == frozenset(), "it still waits"
+        again = taken_within(lives, 4 * LIFETIME)
+        assert [one.id for one in again] == ["r1"]
+        assert dies.hold(["r1"]) == {"r1"}
+        assert dies.emit([tokens("r1", 0)]) == {"r1"}, "it was stopped, and goes on"
+        assert lives.emit([TokensEvent("r1", 1, 0, text="mine")]) == frozenset()
+        assert told(lane, "r1") == [TokensEvent("r1", 1, 0, text="mine")]
+
+    def test_what_a_worker_holds_stays_its_own(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        worker.take([MODEL], 1, 2.0)
+        other = lane.worker("other")
+        for _ in range(6):
+            assert worker.hold(["r1"]) == frozenset()
+            assert other.take([MODEL], 1, LIFETIME / 3) == []
+        assert worker.emit([tokens("r1", 0)]) == frozenset()
+
+    def test_an_answer_whose_worker_died_is_lost_and_goes_on_in_a_later_attempt(self, lane: OpenLane) -> None:
+        dies, lives = lane.worker("dies"), lane.worker("lives")
+        stream = LaneStream(request())
+        lane.send(stream.request)
+        dies.take([MODEL], 1, 2.0)
+        dies.emit([tokens("r1", 0), tokens("r1", 1)])
+        assert [stream.accept(event) for event in told(lane, "r1")] == [tokens("r1", 0), tokens("r1", 1)]
+        assert lane.lost([request()]) == frozenset()
+        time.sleep(LIFETIME * 1.3)
+        assert lane.lost([request(), request("other")]) == {"r1", "other"}
+        lane.send(stream.again())
+        (taken,) = lives.take([MODEL], 1, 2.0)
+        assert (taken.attempt, taken.tokens) == (2, ((0, 7, 1, 7),))
+        assert lives.emit([tokens("r1", 0, attempt=2)]) == frozenset()
+        assert dies.emit([tokens("r1", 2)]) == {"r1"}, "it was only stopped"
+        lives.emit([end("r1", 1, attempt=2)])
+        accepted = [stream.accept(event) for event in told(lane, "r1", stream.position)]
+        assert accepted == [tokens("r1", 0, attempt=2), end("r1", 1, attempt=2)]
+        assert stream.ended
+
+    def test_an_ended_answer_is_not_lost(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        worker.take([MODEL], 1, 2.0)
+        worker.emit([ErrorEvent("r1", 1, 0, "engine_error", "no", 500)])
+        time.sleep(LIFETIME * 1.3)
+        assert lane.lost([request()]) == frozenset()
+        assert told(lane, "r1") == [ErrorEvent("r1", 1, 0, "engine_error", "no", 500)]
+        assert worker.hold(["r1"]) == {"r1"}
+
+    def test_a_worker_that_has_both_attempts_keeps_the_later_one(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request())
+        worker.take([MODEL], 1, 2.0)
+        worker.emit([tokens("r1", 0)])
+        lane.send(request(attempt=2))
+        assert worker.take([MODEL], 1, 2.0) == [request(attempt=2)]
+        assert worker.emit([tokens("r1", 1), tokens("r1", 0, attempt=2)]) == frozenset()
+        assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 0, attempt=2)]
+
+    # -- bounds
+
+    def test_more_than_may_wait_are_refused(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=3))
+        for number in range(3):
+            lane.send(request(f"r{number}"))
+        with pytest.raises(LaneFull):
+            lane.send(request("r3"))
+        lane.send(request("r3", model="another"))
+        worker = lane.worker("w1")
+        worker.take([MODEL], 1, 2.0)
+        worker.emit([tokens("r0", 0)])
+        lane.send(request("r3"))
+
+    def test_a_slow_reader_loses_only_itself(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_events=8))
+        worker = lane.worker("w1")
+        lane.send(request("slow"))
+        lane.send(request("fast"))
+        worker.take([MODEL], 2, 2.0)
+        fast, slow = LaneStream(request("fast")), LaneStream(request("slow"))
+        for number in range(20):
+            assert worker.emit([tokens("slow", number), tokens("fast", number)]) == frozenset()
+            accept_all(fast, told(lane, "fast", fast.position))
+        assert position_of(tokens("fast", 19)) == fast.position
+        found = told(lane, "slow")
+        assert len(found) == 8
+        last = slow.accept(found[0])
+        assert isinstance(last, ErrorEvent)
+        assert (last.code, slow.ended) == (LANE_OVERRUN, True)
+
+
+def accept_all(stream: LaneStream, events: Sequence[LaneEvent]) -> None:
+    for event in events:
+        assert stream.accept(event) is not None
+
+
+def taken_within(worker: LaneWorker, seconds: float) -> list[LaneRequest]:
+    """What it takes, asking again and again as workers do."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if taken := worker.take([MODEL], 1, 0.1):
+            return taken
+    return []
