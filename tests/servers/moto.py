@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 from tests.servers.process import MissingServer, answers
 from tests.servers.s3 import S3Server
+
+APP = Path(__file__).with_name("moto_app.py")
 
 
 class MotoServer(S3Server):
@@ -20,7 +23,7 @@ class MotoServer(S3Server):
                 raise MissingServer(
                     f"{module} is missing; install it with: pip install 'moto[s3,sqs]' flask flask-cors"
                 )
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        return [sys.executable, "-P", str(APP), str(self.port)]  # -P: this folder has a moto.py, too
 
     def is_ready(self) -> bool:
         return answers(self.port, b"GET /moto-api/ HTTP/1.0\r\n\r\n", b"HTTP/1.1 200")

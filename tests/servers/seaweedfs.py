@@ -8,18 +8,21 @@ from pathlib import Path
 from tests.servers.process import answers, free_port, script
 from tests.servers.s3 import S3Server
 
-PARTS = ("master", "volume", "filer")
+PARTS = ("master", "volume", "filer", "admin")
 
 
 class SeaweedServer(S3Server):
-    """S3 at `endpoint`; what was acknowledged is there again after `kill` and `start`. Checks credentials."""
+    """S3 at `endpoint`; what was acknowledged is there again after `kill` and `start`. Checks credentials.
+
+    Writers that meet at one key wait for each other for a second: its own lock.
+    """
 
     name = "seaweedfs"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         # By default its inner ports are others' plus 10,000, which a high port can't have.
-        self._ports = {"s3.port.grpc": free_port()}
+        self._ports = {"s3.port.grpc": free_port(), "s3.port.iceberg": 0, "s3.port.lance": 0}
         for part in PARTS:
             self._ports |= {f"{part}.port": free_port(), f"{part}.port.grpc": free_port()}
 
