@@ -17,7 +17,6 @@ import redis
 from celery import Celery, current_app
 
 from pipeline.adapters.celery_queue import CeleryQueue, CeleryQueueSettings
-from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock
 from pipeline.availability import BadAddress, ServiceUnavailable
 from pipeline.ports import ShardTask
@@ -37,13 +36,6 @@ class ShiftedClock(SystemClock):
 
     def now(self) -> Any:
         return super().now() + self._shift
-
-
-class TestMemoryQueueContract(QueueContract):
-    @pytest.fixture
-    def make_queue(self) -> MakeQueue:
-        one = MemoryQueue()
-        return lambda: one
 
 
 @pytest.fixture

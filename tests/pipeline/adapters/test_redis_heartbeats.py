@@ -8,31 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_heartbeats import RedisHeartbeats
 from pipeline.availability import BadAddress, ServiceUnavailable
 from pipeline.ports import WorkerState
 from tests.pipeline.contracts.heartbeats_contract import LIFETIME, HeartbeatsContract, MakeHeartbeats
-from tests.pipeline.simulation import SimulatedClock
 from tests.servers.redis import RedisServer
 
 W = WorkerState("w", held=frozenset({("job-a", 1)}))
-
-
-class TestMemoryHeartbeatsContract(HeartbeatsContract):
-    @pytest.fixture
-    def clock(self) -> SimulatedClock:
-        return SimulatedClock()
-
-    @pytest.fixture
-    def make_heartbeats(self, clock: SimulatedClock) -> MakeHeartbeats:
-        one = MemoryHeartbeats(clock, LIFETIME)
-        return lambda _: one
-
-    @pytest.fixture
-    def pass_time(self, clock: SimulatedClock) -> Callable[[float], None]:
-        return clock.sleep
 
 
 @pytest.fixture
@@ -45,7 +28,7 @@ def open_heartbeats(redis_server: RedisServer, prefix: str) -> Iterator[Callable
     opened: list[RedisHeartbeats] = []
 
     def open_one(lifetime: float) -> RedisHeartbeats:
-        settings = RedisSettings(redis_server.url, prefix=prefix, timeout=0.5, connect_timeout=0.5)
+        settings = RedisSettings(redis_server.url, prefix=prefix, timeout=0.3, connect_timeout=0.3)
         opened.append(RedisHeartbeats(settings, lifetime))
         return opened[-1]
 

@@ -11,7 +11,7 @@ import pytest
 from pipeline.ports import Heartbeats, WorkerState
 
 MakeHeartbeats = Callable[[float], Heartbeats]
-LIFETIME = 1.0
+LIFETIME = 0.8
 
 WHOLE = WorkerState(
     "gpu-7.rack/2",

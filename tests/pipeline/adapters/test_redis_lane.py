@@ -1,4 +1,4 @@
-"""The lane in one process and on a real Redis: the contract, the server's faults, strangers, what is left behind."""
+"""The lane on a real Redis: the contract, calls that survive faults, strangers, and what is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_lane import RedisLane
 from pipeline.adapters.redis_lane_worker import RedisLaneWorker
@@ -28,18 +27,6 @@ SHORT = LaneSettings(lifetime=LIFETIME)
 QUICK = CallSettings(patience=0.3, look=0.1, give_up=2.0)
 
 
-class TestMemoryLaneContract(LaneContract):
-    @pytest.fixture
-    def make_lane(self) -> MakeLane:
-        opened: list[MemoryLane] = []
-
-        def make(settings: LaneSettings) -> MemoryLane:
-            opened.append(opened[0] if opened else MemoryLane(SystemClock(), settings))
-            return opened[-1]
-
-        return make
-
-
 @pytest.fixture
 def prefix(unique_name: Callable[[], str]) -> str:
     return unique_name()
@@ -47,7 +34,7 @@ def prefix(unique_name: Callable[[], str]) -> str:
 
 @pytest.fixture
 def open_lane(redis_server: RedisServer, prefix: str) -> OpenRedisLane:
-    where = RedisSettings(redis_server.url, prefix=prefix, timeout=0.5, connect_timeout=0.5)
+    where = RedisSettings(redis_server.url, prefix=prefix, timeout=0.3, connect_timeout=0.3)
     return lambda settings: RedisLane(where, SystemClock(), settings)
 
 
