@@ -79,15 +79,14 @@ def export(
 
     Raises:
         JobNotFound: no job stands there.  StoreError: a file can't be written, or both are the same file.
-        NotItsRetry: one of `retries` isn't.
+        NotItsRetry: one of `retries` isn't.  ResultsRemoved: one has no results any more.
     """
     if errors_to is not None and errors_to.resolve() == to.resolve():
         raise StoreError(f"{errors_to}: is where the rows that succeeded go too; name another file for the others")
-    parts = [
-        (place, one, number)
-        for place, one in enumerate([ledger, *in_order(ledger, retries)])
-        for number, _ in one.parts()
-    ]
+    merged = [ledger, *in_order(ledger, retries)]
+    for one in merged:
+        one.check_results()
+    parts = [(place, one, number) for place, one in enumerate(merged) for number, _ in one.parts()]
     counts = {True: 0, False: 0}
     try:
         with ExitStack() as stack:

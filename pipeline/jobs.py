@@ -23,6 +23,7 @@ class JobSummary:
         problem: why the job can't be read; the rest is then empty.
         counts, usage: of what is committed; true at `as_of`.
         shards_done, shards_total: parts that hold computed rows.
+        results_removed_at: when the results went, if they did.
     """
 
     id: str
@@ -36,6 +37,7 @@ class JobSummary:
     shards_total: int = 0
     manifest: Manifest | None = None
     as_of: datetime | None = None
+    results_removed_at: datetime | None = None
 
 
 def find_ledgers(store: ObjectStore) -> Iterator[JobLedger]:
@@ -88,9 +90,11 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     job, manifest = ledger.job(), ledger.manifest()
     if manifest is not None:
         done = sum(file.rows > 0 for file in manifest.files[1:])
+        tombstone = ledger.tombstone()
         return JobSummary(
             job.id, ledger.place(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
             shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
+            results_removed_at=None if tombstone is None else tombstone.at,
         )  # fmt: skip
     status, cached = ledger.status(), ledger.progress()
     if cached is not None and cached.job == job.id and not exact:

@@ -17,20 +17,21 @@ import orjson
 from pydantic import ValidationError
 
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
-from pipeline.records import AttemptRecord, EndRecord, RunRecord
+from pipeline.records import AttemptRecord, EndRecord, RunRecord, Tombstone
 from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, Progress, ShardRef
 
 JOB = "job.json"
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 CLOSING = "closing.json"
+TOMBSTONE = "tombstone.json"
 SEGMENTS = "plan/"
 SHARDS = "plans/"
 RESULTS = "results/"
 WORK = "work/"
 JOBS = "jobs/"
 """Where the jobs of a root lie."""
-OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING)
+OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING, TOMBSTONE)
 OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
 
 LATEST_VERSION = 1
@@ -50,6 +51,10 @@ class LedgerError(PipelineError):
 
 class JobNotFound(PipelineError):
     """Raised when there is no job where one was looked for."""
+
+
+class ResultsRemoved(PipelineError):
+    """Raised when the results of a job were wanted that has none any more: they were kept for as long as was asked."""
 
 
 def part_key(number: int) -> str:
@@ -133,6 +138,23 @@ class JobLedger:
     def create_closing(self, closing: Closing) -> bool:
         """End the job before its time; False when a closing stands, which then counts."""
         return self.create(CLOSING, closing.to_json())
+
+    def tombstone(self) -> Tombstone | None:
+        """When the results were removed, or began to be; None: they are all there."""
+        return self._read(TOMBSTONE, Tombstone)
+
+    def create_tombstone(self, tombstone: Tombstone) -> bool:
+        """Say that the results go; False when it was said before."""
+        return self.create(TOMBSTONE, tombstone.to_json())
+
+    def check_results(self) -> None:
+        """Raises `ResultsRemoved` when the results are gone."""
+        tombstone = self.tombstone()
+        if tombstone is not None:
+            raise ResultsRemoved(
+                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, as "
+                "results are kept for so long; submit the input again to have it answered anew"
+            )
 
     def progress(self) -> Progress | None:
         """The cached progress, true at its `as_of`; None when there is none (or none that can be read: it is only a

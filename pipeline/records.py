@@ -78,3 +78,12 @@ class RunRecord(Paper):
 
     version: Literal[1] = 1
     started_at: AwareDatetime
+
+
+class Tombstone(Paper):
+    """`tombstone.json`: the results of the job were removed, or are being removed since then. Its order and its outcome
+    stay."""
+
+    version: Literal[1] = 1
+    job: str
+    at: AwareDatetime

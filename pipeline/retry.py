@@ -77,6 +77,7 @@ def choose_rows(
 
     Raises:
         NothingToRetry: the job has not ended, was refused as a whole, or has no such row.
+        ResultsRemoved: its results, which say which rows those are, are gone.
     """
     job, manifest = ledger.job(), ledger.manifest()
     if manifest is None:
@@ -85,6 +86,7 @@ def choose_rows(
         )
     if manifest.status is JobStatus.FAILED:
         raise NothingToRetry(f"{ledger.place()}: the job was refused as a whole; correct its input and run it")
+    ledger.check_results()
     refused = LINE_REFUSALS if other_model else LINE_REFUSALS | MODEL_REFUSALS
     chosen = np.zeros(0, dtype=np.bool_)
     left_out: Counter[str] = Counter()

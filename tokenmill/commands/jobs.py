@@ -202,6 +202,8 @@ def _facts(summary: JobSummary) -> list[tuple[str, object]]:
             facts.append(("deadline", summary.job.deadline.isoformat(timespec="seconds")))
         if summary.job.retry_of is not None:
             facts.append(("retry of", summary.job.retry_of))
+    if summary.results_removed_at is not None:
+        facts.append(("results", f"removed at {summary.results_removed_at.isoformat(timespec='seconds')}"))
     if summary.manifest is None and summary.counts is not None:
         counts = summary.counts
         facts += [
@@ -224,4 +226,5 @@ def _document(summary: JobSummary) -> dict[str, Any]:
         "shards": {"done": summary.shards_done, "total": summary.shards_total},
         "job": summary.job and summary.job.model_dump(mode="json"),
         "manifest": summary.manifest and summary.manifest.model_dump(mode="json"),
+        "results_removed_at": summary.results_removed_at and summary.results_removed_at.isoformat(),
     }
