@@ -1,0 +1,136 @@
+"""deadletters and gc, as their user and a program see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.system import SystemRandomness
+from pipeline.catalog import Catalog
+from pipeline.dead_letters import DeadLetters, LetterSource
+from pipeline.doors.drops import DropDoor
+from pipeline.doors.folder_watch import FolderInbox
+from pipeline.intake import Intake
+from pipeline.jobs import find_ledgers
+from pipeline.ledger import JOBS, JobLedger
+from pipeline.ports import World
+from schemas.job import CatalogEntry, Counts, JobStatus, Manifest, ModelPin
+from tests.pipeline.simulation import SimulatedClock
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def root(place: Path) -> Path:
+    """A root in which one file was refused and another became a job."""
+    root = place / "root"
+    (root / "incoming").mkdir(parents=True)
+    (root / "incoming" / "bad.jsonl").write_text("{}\n")
+    (root / "incoming" / "bad.job.json").write_text('{"model": "unknown"}')
+    (root / "incoming" / "good.jsonl").write_text("{}\n")
+    with FolderStore(root) as store:
+        pin = ModelPin(name="tiny", source="/m", digest="sha256:1", dtype="float32")
+        Catalog(store).publish(CatalogEntry(pin=pin, max_model_len=64))
+        take(store)
+    return root
+
+
+def take(store: FolderStore) -> int:
+    """An intake takes what lies there; the number of jobs then."""
+    clock = SimulatedClock()
+    world = World(store, clock, SystemRandomness(), store.scratch)
+    door = DropDoor(FolderInbox(store, clock, settle=1.0), Intake(world), world)
+    for _ in range(2):
+        door.sweep()
+        clock.sleep(1.0)
+    return sum(1 for _ in find_ledgers(store))
+
+
+def test_given_a_refused_file_when_listed_shown_and_replayed_then_the_door_takes_it(tokenmill: Cli, root: Path) -> None:
+    table = tokenmill("deadletters", "list", "--root", root)
+    assert "model_not_found" in table.out
+    assert "bad.jsonl" in table.out
+    (listed,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"]
+    assert (listed["reason_code"], listed["replays"], listed["door"]) == ("model_not_found", 0, "folder")
+
+    shown = tokenmill("deadletters", "show", listed["id"], "--root", root)
+    assert "model 'unknown' is not served here (tiny)" in shown.out
+    assert "bad.jsonl" in tokenmill("deadletters", "show", listed["id"], "--root", root, "--json").json()["place"]
+
+    (root / "incoming" / "bad.job.json").write_text('{"model": "tiny"}')
+    assert tokenmill("deadletters", "replay", listed["id"], "--root", root).code == 0
+    with FolderStore(root) as store:
+        assert take(store) == 2
+    (again,) = tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"]
+    assert again["replays"] == 1
+    twice = tokenmill("deadletters", "replay", listed["id"], "--root", root)
+    assert twice.code == 1
+    assert "replayed before" in twice.error
+
+
+def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it_needs_its_door(
+    tokenmill: Cli, place: Path
+) -> None:
+    with FolderStore(place / "root") as store:
+        world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
+        source = LetterSource("kafka", "c/requests", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
+        headers = [("tier", b"bulk"), ("raw", b"\xff"), ("none", None)]
+        letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers)
+    root = ("--root", place / "root")
+    document = tokenmill("deadletters", "show", letter, *root, "--json").json()
+    assert document["original"] == "{broken \\xff"
+    assert document["headers"] == [["tier", "bulk"], ["raw", "\\xff"], ["none", None]]
+    assert "{broken" in tokenmill("deadletters", "show", letter, *root).out
+    missing = tokenmill("deadletters", "show", "dl-nothing", *root)
+    assert (missing.code, "no dead letter dl-nothing" in missing.error) == (1, True)
+
+
+def test_given_no_dead_letters_then_it_says_so(tokenmill: Cli, place: Path) -> None:
+    (place / "root").mkdir()
+    nothing = tokenmill("deadletters", "list", "--root", place / "root")
+    assert nothing.code == 0
+    assert "no dead letters in" in nothing.err
+    assert tokenmill("deadletters", "list", "--root", place / "root", "--json").json() == {"letters": [], "more": False}
+    nowhere = tokenmill("deadletters", "list")
+    assert nowhere.code == 1
+    assert "no root is named" in nowhere.error
+
+
+def test_given_an_old_job_when_collected_then_its_results_go_and_jobs_show_says_so(tokenmill: Cli, root: Path) -> None:
+    with FolderStore(root) as store:
+        (ledger,) = find_ledgers(store)
+        job = ledger.job()
+        ledger.create("results/part-00000.parquet", b"rows")
+        before = datetime.now(UTC) - timedelta(days=3)
+        ledger.create_manifest(
+            Manifest(
+                job=job.id,
+                status=JobStatus.CANCELLED,
+                counts=Counts(),
+                created_at=job.created_at,
+                finished_at=before,
+                wall_seconds=0.0,
+            )
+        )
+    kept = tokenmill("gc", "--root", root, "--json").json()
+    assert kept["jobs"] == []
+    would = tokenmill("gc", "--root", root, "--output-expires-after", "2d", "--dry-run", "--json").json()
+    assert would["jobs"] == [job.id]
+    assert would["objects"]["results"] >= 1
+    part = root / JOBS / job.id / "results" / "part-00000.parquet"
+    assert part.exists()
+
+    done = tokenmill("gc", "--root", root, "--output-expires-after", "2d")
+    assert done.code == 0
+    assert "results of 1 jobs" in done.err
+    assert not part.exists()
+    with FolderStore(root, read_only=True) as store:
+        assert JobLedger(store, f"{JOBS}{job.id}/").tombstone() is not None
+    (listed,) = tokenmill("jobs", "list", root, "--json").json()
+    assert listed["status"] == "cancelled"
+    assert listed["results_removed_at"] is not None
