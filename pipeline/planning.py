@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.active import tidy
+from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
-from pipeline.pinning import WatchedInput
 from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
 from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter
-from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment
+from schemas.job import Counts, InputRef, Job, JobStatus, Manifest, PlanSegment
 from schemas.tables import result_schema
 
 PLANNER = "planner"
@@ -135,6 +135,7 @@ def plan_job(
     world: World,
     count_tokens: TokenCounter | None = None,
     most_segments: int | None = None,
+    open_input: Callable[[InputRef], PinnedInput] = open_pinned,
 ) -> PlanSummary | None:
     """Plan a job, or what an interrupted planner left of it. None: the plan stands already, or the job has ended.
 
@@ -142,6 +143,7 @@ def plan_job(
         job: as `submit` returned it: the ledger's job, with the input where it lies now.
         count_tokens: of a text, with the job's tokenizer, for the first segment; None: a rule of thumb.
         most_segments: return when so many stand (`on_invalid` "job" plans the whole job all the same).
+        open_input: makes the pinned input readable; with settings of its own where S3 needs them.
 
     Raises:
         InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
@@ -153,7 +155,7 @@ def plan_job(
         for segment in ledger.segments():
             commit_rejects(ledger, segment, world)
         return None
-    watched = WatchedInput(job.input)
+    watched = open_input(job.input)
     source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:

@@ -177,6 +177,7 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
         name = "input" if len(order.input.files) == 1 else f"input.files[{index}]"
         yield f"{name}.size", file.size
         yield f"{name}.sha256", file.sha256
+        yield f"{name}.etag", file.etag
     for index, pin in enumerate(order.models):
         name = "model" if len(order.models) == 1 else f"models[{index}]"
         facts = pin.model_dump(mode="json")

@@ -62,12 +62,16 @@ class InputFile(Paper):
     """One file of an input. `size` in bytes; `sha256` where it was computed.
 
     `stamp` is what the file system said of the file when it was hashed: a file that still has it is not read again.
+    `version` (where the bucket keeps versions) and `etag` fix an object in S3, which is not hashed: no other state of
+    it is ever read.
     """
 
     uri: str
     size: Count
     sha256: Sha256 | None = None
     stamp: FileStamp | None = None
+    version: Annotated[str, Field(min_length=1)] | None = None
+    etag: Annotated[str, Field(min_length=1)] | None = None
 
 
 class InputRef(Paper):

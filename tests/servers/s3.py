@@ -32,6 +32,13 @@ class S3Server(ServerProcess):
             aws_secret_access_key=self.secret_key,
         )
 
+    def ensure_bucket(self, name: str) -> str:
+        """The bucket of this name, made if it isn't there; returns the name."""
+        client = self.client()
+        if name not in [found["Name"] for found in client.list_buckets()["Buckets"]]:
+            client.create_bucket(Bucket=name)
+        return name
+
     def make_bucket(self, name: str, *, versioned: bool = False) -> str:
         """A bucket of this name; returns the name."""
         client = self.client()
