@@ -124,7 +124,7 @@ class Shards:
         self._generated = engine.stats().generated  # by warming up
         self.finished_rows: list[FinishedRows] = []
 
-    def take(self, timeout: float) -> ShardWork | None:
+    def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
         if not self._tables:
             return None
         number, table = self._tables.pop(0)

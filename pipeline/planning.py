@@ -20,7 +20,7 @@ from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter
-from schemas.job import Counts, InputRef, Job, JobStatus, Manifest, PlanSegment
+from schemas.job import Counts, InputRef, Job, JobError, JobStatus, Manifest, PlanSegment
 from schemas.tables import result_schema
 
 PLANNER = "planner"
@@ -162,7 +162,7 @@ def plan_job(
         return plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
     except InvalidInput as error:
         watched.check()  # else the lines may be another file's
-        _end_as_failed(ledger, job, world, error)
+        _end_as_failed(ledger, job, world, error.errors)
         raise
     finally:
         sink.close()
@@ -173,7 +173,12 @@ def _default_model(job: Job) -> str | None:
     return job.models[0].name if len(job.models) == 1 else None
 
 
-def _end_as_failed(ledger: JobLedger, job: Job, world: World, error: InvalidInput) -> None:
+def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str) -> None:
+    """End a job as failed of which nothing can be planned: its input as a whole can't be read."""
+    _end_as_failed(ledger, job, world, (JobError(code=code, message=message),))
+
+
+def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
     now = world.clock.now()
     ledger.create_manifest(
         Manifest(
@@ -184,7 +189,7 @@ def _end_as_failed(ledger: JobLedger, job: Job, world: World, error: InvalidInpu
             finished_at=now,
             wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
             models=job.models,
-            errors=error.errors,
+            errors=errors,
         )
     )
     tidy(ledger)

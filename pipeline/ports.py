@@ -3,7 +3,7 @@ deployed adapters pass the same contract tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -59,6 +59,11 @@ class ObjectStore(Protocol):
         ...
 
 
+def queue_name(model: str, tier: str) -> str:
+    """The queue of one tier's shards of a model. `model`: its `ModelPin.key`."""
+    return f"{model}.{tier}"
+
+
 @dataclass(frozen=True, slots=True)
 class ShardTask:
     """What travels on the queue: a name, no content. `job` is the job's id, `shard` its number (part number too)."""
@@ -69,24 +74,73 @@ class ShardTask:
 
 
 class ShardQueue(Protocol):
-    """Hands shards to workers; may lose, repeat, delay or reorder: only a hint."""
+    """Hands shards to workers; may lose, repeat, delay or reorder: only a hint.
 
-    def put(self, task: ShardTask) -> None: ...
+    There is a queue for each kind of work (`queue_name`), and whoever can do it takes from it. So nobody need know how
+    fast a worker is, and a worker that dies takes nothing with it but what it holds.
+    """
 
-    def take(self, timeout: float) -> ShardTask | None:
-        """The next task, or None after `timeout` seconds."""
+    def put(self, queue: str, task: ShardTask) -> None:
+        """Append to the queue of this name."""
         ...
+
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """The next task of the first of `queues` that has one, or None after `timeout` seconds (0: at once)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker says of itself with each heartbeat. Hints, all of them.
+
+    Attributes:
+        name: unique among those that live.
+        models: those that it can serve at once (`ModelPin.key`).
+        held: shards that it has, each (job id, number).
+        waiting_tokens: expected of what it holds and has not computed.
+        tokens_per_second: measured; None: not yet.
+        draining: it takes nothing more.
+    """
+
+    name: str
+    models: frozenset[str] = frozenset()
+    held: frozenset[tuple[str, int]] = frozenset()
+    waiting_tokens: int = 0
+    tokens_per_second: float | None = None
+    draining: bool = False
 
 
 class Heartbeats(Protocol):
-    """Which shards are in whose hands; may forget everything: only a hint. A shard is (job id, number)."""
+    """Who lives and what is in whose hands; may forget everything: only a hint."""
 
-    def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
-        """The worker lives, and holds exactly these shards."""
+    def beat(self, state: WorkerState) -> None:
+        """The worker lives, and this is how it stands."""
         ...
 
-    def held(self) -> set[tuple[str, int]]:
-        """Shards held by workers that live."""
+    def leave(self, worker: str) -> None:
+        """The worker ends in order: it holds nothing any more."""
+        ...
+
+    def workers(self) -> list[WorkerState]:
+        """Workers that live, as they said last, by name."""
+        ...
+
+    def since(self) -> float:
+        """For how many seconds beats have been kept without a break. Where they were lost it begins anew: that nobody
+        is heard of means nothing then."""
+        ...
+
+
+class Lease(Protocol):
+    """Of several that could do the same work, one does it. It only saves work: now and then two may hold it."""
+
+    def renew(self) -> bool:
+        """Take it where it is free, keep it where it is held; whether it is held here now. Runs out when not
+        renewed."""
+        ...
+
+    def release(self) -> None:
+        """Give it back, so that another needn't wait."""
         ...
 
 

@@ -7,20 +7,25 @@ at the ledger.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import structlog
 
+from pipeline.availability import ServiceUnavailable
+from pipeline.bulk_floor import BulkFloor
 from pipeline.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.part_builder import PartMaker, commit_part
-from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World
+from pipeline.ports import Heartbeats, ShardQueue, ShardTask, WorkerState, World, queue_name
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord
-from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
+from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
-from schemas.job import Job, ShardRef
+from schemas.job import Job, ShardRef, Tier
+
+logger = structlog.get_logger(__name__)
 
 OpenLedger = Callable[[str], JobLedger]
 """The ledger of a job, by its id."""
@@ -39,6 +44,7 @@ class ShardClient:
 
     Args:
         worker: the worker's name, unique among those that live.
+        models: what it can serve (`ModelPin.key`).
         no_more: tells that no shard will ever come again.
     """
 
@@ -50,6 +56,8 @@ class ShardClient:
         queue: ShardQueue,
         heartbeats: Heartbeats,
         no_more: Callable[[], bool],
+        *,
+        models: Collection[str],
     ) -> None:
         self.worker = worker
         self._world = world
@@ -57,6 +65,8 @@ class ShardClient:
         self._queue = queue
         self._heartbeats = heartbeats
         self._no_more = no_more
+        self._models = frozenset(models)
+        self._floor = BulkFloor()
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
@@ -65,11 +75,14 @@ class ShardClient:
 
     # -- ShardSource
 
-    def take(self, timeout: float) -> ShardWork | None:
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
         """The next shard that is neither committed nor held here, or None after `timeout` seconds."""
         clock = self._world.clock
         until = clock.monotonic() + timeout
-        while (task := self._queue.take(max(0.0, until - clock.monotonic()))) is not None:
+        floor = self._floor.due and set(tiers) == set(BY_URGENCY)
+        order = tuple(reversed(tiers)) if floor else tiers
+        queues = [queue_name(model, tier) for tier in order for model in sorted(self._models)]
+        while (task := self._next_task(queues, max(0.0, until - clock.monotonic()))) is not None:
             if (task.job, task.shard) in self._held:
                 continue
             known = self._known(task)
@@ -77,11 +90,19 @@ class ShardClient:
                 continue
             self._hold(task.job, task.shard)
             try:
-                return self._open(known, task.shard)
+                return self._open(known, task.shard, floor=floor)
             except BaseException:
                 self._let_go(task.job, task.shard)
                 raise
         return None
+
+    def _next_task(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """A broker that can't be reached has nothing for us now; what is held goes on."""
+        try:
+            return self._queue.take(queues, timeout)
+        except ServiceUnavailable as error:
+            logger.warning("the queue can't be reached", reason=str(error))
+            return None
 
     def finished(self) -> bool:
         """True when no shard will ever come again."""
@@ -146,7 +167,7 @@ class ShardClient:
         taken, and that the worker has not begun, is held too."""
         with self._lock:
             held = self._held | {(work.job.id, work.shard) for work in shards}
-            self._heartbeats.beat(self.worker, held)
+            self._beat(held)
         jobs = {job for job, _ in held}
         return frozenset(job for job in jobs if self._jobs[job].ledger.closing() is not None)
 
@@ -165,15 +186,18 @@ class ShardClient:
             raise LedgerError(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
         return known
 
-    def _open(self, known: _KnownJob, shard: int) -> ShardWork:
-        data = known.ledger.read_shard(known.shards[shard])
+    def _open(self, known: _KnownJob, shard: int, *, floor: bool) -> ShardWork:
+        planned, tier = known.shards[shard], known.job.tier
+        self._floor.took(tier, planned.prompt_tokens + planned.expected_tokens)
+        data = known.ledger.read_shard(planned)
         table = pq.read_table(pa.BufferReader(data))
         attempts = known.ledger.attempts(shard)
         # The first attempt has nothing behind it, and saves the look.
         history = read_history(known.ledger, shard) if attempts else ShardHistory()
         attempt = max((record.attempt for record in attempts), default=0) + 1
         attempt_id = self._world.random.token(8).hex()
-        return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history)
+        as_tier = Tier.STANDARD if floor and tier is Tier.BULK else None
+        return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history, as_tier)
 
     def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int) -> None:
         """Of an attempt that had begun."""
@@ -198,9 +222,28 @@ class ShardClient:
     def _hold(self, job: str, shard: int) -> None:
         with self._lock:
             self._held.add((job, shard))
-            self._heartbeats.beat(self.worker, self._held)
+            self._beat(self._held)
 
     def _let_go(self, job: str, shard: int) -> None:
         with self._lock:
             self._held.discard((job, shard))
-            self._heartbeats.beat(self.worker, self._held)
+            self._beat(self._held)
+
+    def close(self) -> None:
+        """Say that this worker ends, and holds nothing any more."""
+        try:
+            self._heartbeats.leave(self.worker)
+        except ServiceUnavailable as error:
+            logger.warning("the end can't be told", reason=str(error))
+
+    def _beat(self, held: set[tuple[str, int]]) -> None:
+        """A heart that isn't heard costs work done twice, at most."""
+        try:
+            self._heartbeats.beat(self._state(held))
+        except ServiceUnavailable as error:
+            logger.warning("the heartbeat can't be told", reason=str(error))
+
+    def _state(self, held: set[tuple[str, int]]) -> WorkerState:
+        shards = [(self._jobs[job].shards.get(number) if job in self._jobs else None) for job, number in held]
+        waiting = sum(shard.prompt_tokens + shard.expected_tokens for shard in shards if shard is not None)
+        return WorkerState(self.worker, self._models, frozenset(held), waiting)

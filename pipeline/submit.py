@@ -7,6 +7,7 @@ first one stopped. Another order in the same place is refused with the differenc
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -21,6 +22,7 @@ from schemas.job import InputRef, Job, JobSettings, JobStatus, ModelPin, Tier
 _NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
 _DIGITS = "0123456789abcdefghijklmnopqrstuv"
 _TIME_DIGITS = 9
+_DERIVED_BYTES = 20
 
 
 class DifferentJob(PipelineError):
@@ -118,9 +120,23 @@ def clear(ledger: JobLedger) -> None:
 
 def new_job_id(now: datetime, random: Randomness) -> str:
     """An id that sorts before all earlier ones, so that a listing begins with the newest."""
-    left = _NEVER - int(now.timestamp() * 1000)
-    digits = "".join(_DIGITS[left >> (5 * place) & 31] for place in reversed(range(_TIME_DIGITS)))
-    return f"job-{digits}{base64.b32hexencode(random.token(5)).decode().lower()}"
+    return f"job-{_time_digits(now)}{base64.b32hexencode(random.token(5)).decode().lower()}"
+
+
+def derived_job_id(at: datetime, *identity: str) -> str:
+    """An id that sorts like `new_job_id`'s of that moment, and is the same whenever these are the same.
+
+    Args:
+        at: a moment that belongs to the event for ever, such as when an object was written.
+        identity: what tells the event from all others.
+    """
+    digest = hashlib.sha256("\0".join(identity).encode()).digest()[:_DERIVED_BYTES]
+    return f"job-{_time_digits(at)}{base64.b32hexencode(digest).decode().lower()}"
+
+
+def _time_digits(at: datetime) -> str:
+    left = _NEVER - int(at.timestamp() * 1000)
+    return "".join(_DIGITS[left >> (5 * place) & 31] for place in reversed(range(_TIME_DIGITS)))
 
 
 def _record_run(ledger: JobLedger, world: World, now: datetime) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Protocol
+from typing import Final, Protocol
 
 import pyarrow as pa
 
 from pipeline.checkpoints import ShardHistory
 from schemas.checkpoints import FinishedRows, LoggedChoice
-from schemas.job import Job
+from schemas.job import Job, Tier
 
 EngineFact = str | int | float | bool | None
 
@@ -32,6 +32,7 @@ class ShardWork:
         table: `schemas.tables.shard_schema(...)`, one row a request, copies included, in the planner's order.
         started_at: when it was taken; aware, UTC.
         history: what earlier attempts left. Its finished rows are done: the sink joins them to the part.
+        as_tier: how urgent it is to this worker, where that isn't the job's tier.
     """
 
     job: Job
@@ -41,6 +42,12 @@ class ShardWork:
     table: pa.Table
     started_at: datetime
     history: ShardHistory = field(default_factory=ShardHistory)
+    as_tier: Tier | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """How urgent it is."""
+        return self.as_tier or self.job.tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +71,20 @@ class ShardReport:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+BY_URGENCY: Final = (Tier.STANDARD, Tier.BULK)
+"""The tiers of jobs."""
+
+
 class ShardSource(Protocol):
     """Where a worker gets its shards."""
 
-    def take(self, timeout: float) -> ShardWork | None:
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
         """The next shard that is neither committed nor held by this worker, or None after `timeout` seconds (0: at
-        once). From here on the worker holds it, until it commits or releases it. Raises `PipelineError`."""
+        once). From here on the worker holds it, until it commits or releases it. Raises `PipelineError`.
+
+        Args:
+            tiers: which may come, the most wanted first.
+        """
         ...
 
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from hashlib import sha256
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
@@ -106,6 +107,26 @@ class ModelPin(Paper):
     dtype: Literal["float32", "bfloat16", "float16"]
     quantization: Literal["none", "int8", "int8-weight-only"] = "none"
     kv_dtype: Literal["auto", "int8"] = "auto"
+
+    @property
+    def key(self) -> str:
+        """The same for all who compute the same: short, of letters and digits."""
+        weights = self.digest or f"{self.name}\0{self.source}\0{self.revision}"
+        facts = "\0".join((weights, self.dtype, self.quantization, self.kv_dtype))
+        return sha256(facts.encode()).hexdigest()[:16]
+
+
+class CatalogEntry(Paper):
+    """A model that jobs can be submitted for.
+
+    Attributes:
+        pin: what they are pinned to.
+        max_model_len: tokens of prompt and answer together.
+    """
+
+    version: Literal[1] = 1
+    pin: ModelPin
+    max_model_len: Annotated[int, Field(ge=1)]
 
 
 class JobSettings(Paper):
@@ -375,7 +396,13 @@ class Manifest(Paper):
 
 
 class Progress(Paper):
-    """`progress.json`: a cache of what the parts say, true at `as_of`."""
+    """`progress.json`: a cache of what the parts say, true at `as_of`.
+
+    Attributes:
+        tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
+            whole.
+        eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
+    """
 
     version: Literal[1] = 1
     job: str
@@ -384,5 +411,7 @@ class Progress(Paper):
     usage: Usage = Usage()
     shards_total: Count = 0
     shards_done: Count = 0
+    tokens_left: Count | None = None
+    eta: AwareDatetime | None = None
     started_at: datetime | None = None
     as_of: AwareDatetime

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -46,6 +46,26 @@ class TierCaps(BaseModel):
         return {Tier.INTERACTIVE: self.interactive, Tier.STANDARD: self.standard, Tier.BULK: self.bulk}[tier]
 
 
+class S3Options(BaseModel):
+    """How to reach S3. Credentials are found where AWS's tools look for them, and never stand here.
+
+    Attributes:
+        endpoint: URL of another server than AWS's.  path_style: the bucket in the path; None: with an endpoint.
+        encryption: at rest: SSE-S3 ("AES256"), SSE-KMS ("aws:kms"), or as the bucket is set up ("").
+        kms_key: id or ARN of the key for SSE-KMS.
+        checksums: "when_required" for servers that don't know S3's newer checksums.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str | None = None
+    region: str | None = None
+    path_style: bool | None = None
+    encryption: Literal["", "AES256", "aws:kms", "aws:kms:dsse"] = ""
+    kms_key: str | None = None
+    checksums: Literal["when_supported", "when_required"] = "when_supported"
+
+
 class Settings(BaseSettings):
     """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
 
@@ -54,6 +74,14 @@ class Settings(BaseSettings):
         max_output_tokens: the tiers' caps.
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
+        root: the folder or s3:// URL that holds all jobs of this installation.
+        s3: how to reach S3.
+        redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
+        default_model: of jobs that name none; None: their rows may name any model that is served.
+        default_tier: of jobs that name none.
+        tenant_tokens: a tenant with so many tokens in open jobs is taken no more from; None: no limit.
+        tenant_weights: in the sharing of what is computed; others have 1.
+        planners: jobs planned at once by one dispatcher.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
@@ -71,6 +99,15 @@ class Settings(BaseSettings):
     checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     instruction_set: InstructionSet = "auto"
+    root: str | None = None
+    s3: S3Options = S3Options()
+    redis_url: SecretStr | None = None
+    broker_url: SecretStr | None = None
+    default_model: str | None = None
+    default_tier: Literal[Tier.STANDARD, Tier.BULK] = Tier.STANDARD
+    tenant_tokens: Positive | None = None
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    planners: Positive = 2
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -76,19 +76,22 @@ def dispatch(
     queue = MemoryQueue()
     settings = DispatchSettings(tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
     dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
-    job = output.ledger.job().id
+    job = output.ledger.job()
     dispatcher.add(output.ledger)
     dispatcher.tick()
-    progress = dispatcher.progress(job)
+    progress = dispatcher.progress(job.id)
     if progress is not None:
         begin(progress)
         stop = threading.Event()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
             dispatching = pool.submit(dispatcher.run, stop)
-            client = ShardClient(WORKER, output.world, lambda _: output.ledger, queue, heartbeats, dispatching.done)
+            client = ShardClient(
+                WORKER, output.world, lambda _: output.ledger, queue, heartbeats, dispatching.done,
+                models=[pin.key for pin in job.models],
+            )  # fmt: skip
             try:
                 work(client)
             finally:
                 stop.set()
         dispatching.result()
-    return dispatcher.outcome(job)
+    return dispatcher.outcome(job.id)

@@ -13,11 +13,12 @@ import typer
 
 def amount_of_time(given: str) -> timedelta:
     """Such as 6h, 30m or 2d."""
-    match = re.fullmatch(r"(\d{1,7})([smhd])", given.strip())
-    seconds = int(match.group(1)) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match.group(2)] if match else 0
-    if not 0 < seconds <= LONGEST_SECONDS:
-        raise typer.BadParameter(f"{given!r} is no amount of time; give a number with s, m, h or d, such as 6h")
-    return timedelta(seconds=seconds)
+    from schemas.options import parse_amount
+
+    try:
+        return parse_amount(given.strip())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def price(given: str) -> float:
@@ -30,8 +31,6 @@ def price(given: str) -> float:
         raise typer.BadParameter(f"{given!r} is no price; give a number from 0")
     return value
 
-
-LONGEST_SECONDS = 10 * 365 * 86400
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

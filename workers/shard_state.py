@@ -146,7 +146,7 @@ class ShardReader:
             seed=settings.seed,
             default_max_tokens=settings.default_max_tokens,
             max_output_tokens=settings.max_output_tokens,
-            priority=PRIORITIES[work.job.tier],
+            priority=PRIORITIES[work.tier],
             salt=work.job.tenant.encode(),
         )
 

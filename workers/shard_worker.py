@@ -13,6 +13,7 @@ dies alone, twice, is not tried again.
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.request import Completion, Request, SamplingParams, as_token_ids
 from pipeline.ports import Clock
 from pipeline.worker_api import (
+    BY_URGENCY,
     CHECKPOINT_SECONDS,
     HEARTBEAT_SECONDS,
     ShardReport,
@@ -34,6 +36,7 @@ from pipeline.worker_api import (
 )
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
+from schemas.job import Tier
 from workers.checkpointing import Checkpointer
 from workers.lookahead import Lookahead, engine_has_all
 from workers.model_host import LoadedModel, library_versions
@@ -64,6 +67,7 @@ class WorkerSettings:
         max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
         watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
         report_seconds: between two calls of the observer.
+        look_seconds: between two looks for a shard, when there was none.
         checkpoint_seconds: between two checkpoints, and before the first; 0: after each step, infinite: only when it is
             told to stop.
     """
@@ -72,6 +76,7 @@ class WorkerSettings:
     max_open_shards: int = 4
     watermark: int | None = None
     report_seconds: float = 0.25
+    look_seconds: float = IDLE_SECONDS
     checkpoint_seconds: float = CHECKPOINT_SECONDS
 
 
@@ -171,16 +176,27 @@ class ShardWorker:
         wanted = self._source_finished or self._ahead.wants_shard(self._shards, self._engine.num_waiting)
         if self._prepared is not None and room and wanted:
             shard, self._prepared = self._prepared, None
-            opened = OpenShard.open(shard)
-            self._shards.append(opened)
-            self._trials.open(opened)
-        idle = self._preparing is None and self._prepared is None
-        if idle and not self._source_finished and self._clock.monotonic() >= self._next_look:
-            self._preparing = reader.submit(self._fetch)
+            self._open(shard)
+        if self._preparing is None and not self._source_finished and self._clock.monotonic() >= self._next_look:
+            tiers = BY_URGENCY if self._prepared is None else self._more_urgent()
+            if tiers:
+                self._preparing = reader.submit(self._fetch, tiers)
 
-    def _fetch(self) -> PreparedShard | None:
+    def _open(self, shard: PreparedShard) -> None:
+        """Behind those that are as urgent."""
+        opened = OpenShard.open(shard)
+        insort(self._shards, opened, key=lambda other: BY_URGENCY.index(other.work.tier))
+        self._trials.open(opened)
+
+    def _more_urgent(self) -> tuple[Tier, ...]:
+        """Tiers whose shards would be opened at once, beside all that is held: none of these is as urgent."""
+        held = [shard.work.tier for shard in self._shards]
+        held += [] if self._prepared is None else [self._prepared.work.tier]
+        return BY_URGENCY[: min((BY_URGENCY.index(tier) for tier in held), default=len(BY_URGENCY))]
+
+    def _fetch(self, tiers: Sequence[Tier]) -> PreparedShard | None:
         """On the reader: the next shard, prepared, or None when there is none now."""
-        work = self._source.take(0.0)
+        work = self._source.take(0.0, tiers)
         if work is None:
             self._source_finished = self._source.finished()
             return None
@@ -191,9 +207,12 @@ class ShardWorker:
         if self._preparing is not None and self._preparing.done():
             shard, self._preparing = self._preparing.result(), None
             if shard is None:
-                self._next_look = self._clock.monotonic() + IDLE_SECONDS
-            else:
+                self._next_look = self._clock.monotonic() + self._settings.look_seconds
+            elif self._prepared is None:
                 self._prepared = shard
+            else:
+                self._open(shard)
+            if shard is not None:
                 self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
                 logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
         for future in [future for future in self._committing if future.done()]:
@@ -235,11 +254,18 @@ class ShardWorker:
         last_open = self._source_finished and self._preparing is None and self._prepared is None
         ahead = self._ahead.rows(last_open=last_open)
         for shard in self._shards:
-            if shard.waiting and self._engine.num_waiting < ahead and not self._has_begun(shard, helper):
+            limit = ahead + self._giving_way_to(shard)
+            if shard.waiting and self._engine.num_waiting < limit and not self._has_begun(shard, helper):
                 break
-            while shard.waiting and self._engine.num_waiting < ahead:
+            while shard.waiting and self._engine.num_waiting < limit:
                 self._add(shard, shard.waiting.popleft())
         self._engine.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
+
+    def _giving_way_to(self, shard: OpenShard) -> int:
+        """Rows in the engine that are less urgent than this shard's: these don't wait behind them."""
+        if self._shards[-1].work.tier is shard.work.tier:
+            return 0
+        return sum(other.work.tier is not shard.work.tier for other, _ in self._running.values())
 
     def _has_begun(self, shard: OpenShard, helper: Executor) -> bool:
         """Whether it is durable that the shard is begun; if not, it is being written."""
@@ -408,6 +434,7 @@ class ShardWorker:
     def _drain(self, helper: Executor) -> None:
         """Commit what is done, log and give back the rest, and leave the engine empty."""
         self._commit_done(helper)
+        self._unprepare()
         if self._preparing is not None:
             self._prepared, self._preparing = self._preparing.result(), None
         self._unprepare()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
-from pipeline.ports import Clock
+from pipeline.ports import Clock, WorkerState
 
 
 class MemoryHeartbeats:
@@ -15,16 +14,26 @@ class MemoryHeartbeats:
         self._clock = clock
         self._lifetime = lifetime
         self._lock = threading.Lock()
-        self._beats: dict[str, tuple[float, frozenset[tuple[str, int]]]] = {}
+        self._began = clock.monotonic()
+        self._beats: dict[str, tuple[float, WorkerState]] = {}
 
-    def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
-        """The worker lives, and holds exactly these shards."""
+    def beat(self, state: WorkerState) -> None:
+        """The worker lives, and this is how it stands."""
         with self._lock:
-            self._beats[worker] = (self._clock.monotonic(), frozenset(held))
+            self._beats[state.name] = (self._clock.monotonic(), state)
 
-    def held(self) -> set[tuple[str, int]]:
-        """Shards held by workers that live; the dead are forgotten."""
+    def leave(self, worker: str) -> None:
+        """The worker ends in order."""
+        with self._lock:
+            self._beats.pop(worker, None)
+
+    def workers(self) -> list[WorkerState]:
+        """Workers that live, by name; the dead are forgotten."""
         now = self._clock.monotonic()
         with self._lock:
             self._beats = {name: beat for name, beat in self._beats.items() if now - beat[0] <= self._lifetime}
-            return {shard for _, shards in self._beats.values() for shard in shards}
+            return [self._beats[name][1] for name in sorted(self._beats)]
+
+    def since(self) -> float:
+        """Seconds since this object was made."""
+        return self._clock.monotonic() - self._began

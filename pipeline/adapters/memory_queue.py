@@ -1,25 +1,29 @@
-"""The shard queue inside one process: what it loses when the process ends, the dispatcher puts again."""
+"""The shard queues inside one process: what they lose when the process ends, the dispatcher puts again."""
 
 from __future__ import annotations
 
-import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 from pipeline.ports import ShardTask
 
 
 class MemoryQueue:
-    """`ShardQueue` for threads of one process, first in, first out."""
+    """`ShardQueue` for threads of one process, each queue first in, first out."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[ShardTask] = queue.SimpleQueue()
+        self._queues: defaultdict[str, deque[ShardTask]] = defaultdict(deque)
+        self._changed = threading.Condition()
 
-    def put(self, task: ShardTask) -> None:
+    def put(self, queue: str, task: ShardTask) -> None:
         """Hand the task to whoever takes next."""
-        self._tasks.put(task)
+        with self._changed:
+            self._queues[queue].append(task)
+            self._changed.notify()
 
-    def take(self, timeout: float) -> ShardTask | None:
-        """The next task, or None after `timeout` seconds (0: at once)."""
-        try:
-            return self._tasks.get(block=timeout > 0, timeout=timeout if timeout > 0 else None)
-        except queue.Empty:
-            return None
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """The next task of the first of `queues` that has one, or None after `timeout` seconds (0: at once)."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._queues[name] for name in queues), timeout)
+            return next((self._queues[name].popleft() for name in queues if self._queues[name]), None)

@@ -13,18 +13,26 @@ import pyarrow.parquet as pq
 
 from pipeline.ledger import REJECTS, JobLedger, shard_key
 from pipeline.planning import LedgerPlanSink
-from pipeline.ports import World
+from pipeline.ports import Heartbeats, World, queue_name
 from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardReport, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, RejectsRef, ShardRef, Usage
+from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, RejectsRef, ShardRef, Tier, Usage
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import result_schema, shard_schema
 
 MODEL = "tiny"
+PIN = ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32")
+MODELS = (PIN.key,)
+QUEUE = queue_name(PIN.key, Tier.STANDARD)
 EXPOSED = 150
 """Tokens that a worker's death may cost, as reports say."""
+
+
+def held(heartbeats: Heartbeats) -> set[tuple[str, int]]:
+    """Shards in the hands of workers that live."""
+    return {shard for worker in heartbeats.workers() for shard in worker.held}
 
 
 def order(**changes: Any) -> Order:
@@ -32,7 +40,7 @@ def order(**changes: Any) -> Order:
     files = (InputFile(uri="/data/in.jsonl", size=10, sha256="0" * 64),)
     values: dict[str, Any] = {
         "input": InputRef(uri="/data/in.jsonl", format=InputFormat.JSONL, files=files),
-        "models": (ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32"),),
+        "models": (PIN,),
     }
     return Order(**(values | changes))
 

@@ -19,7 +19,7 @@ from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.job import JobSettings, Manifest, PlanSettings
-from tests.pipeline.made_jobs import computed, order, report
+from tests.pipeline.made_jobs import MODELS, computed, order, report
 
 
 class Permits(Protocol):
@@ -39,7 +39,7 @@ def run_a_job(out: Path, source: Path, *, permits: Permits | None = None, fresh:
         queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
         dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(tick_every=0.002))
         dispatcher.add(ledger)
-        client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished)
+        client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
         thread = threading.Thread(target=dispatcher.run, args=(threading.Event(),))
         thread.start()
         while not client.finished() and thread.is_alive():

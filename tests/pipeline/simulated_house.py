@@ -10,7 +10,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import Manifest
-from tests.pipeline.made_jobs import computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore
 
 LIFETIME = 10.0
@@ -32,7 +32,13 @@ class House:
 
     def client(self, name: str) -> ShardClient:
         return ShardClient(
-            name, self.world, lambda _: self.ledger, self.queue, self.heartbeats, self.dispatcher.finished
+            name,
+            self.world,
+            lambda _: self.ledger,
+            self.queue,
+            self.heartbeats,
+            self.dispatcher.finished,
+            models=MODELS,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
@@ -103,17 +103,17 @@ class SeededRandomness:
 
 
 class ChaoticQueue:
-    """Loses, repeats and reorders as the test says; never waits."""
+    """Loses, repeats and reorders as the test says; never waits. One queue, whatever it is called."""
 
     def __init__(self) -> None:
         self.tasks: list[ShardTask] = []
         self.put_count = 0
 
-    def put(self, task: ShardTask) -> None:
+    def put(self, queue: str, task: ShardTask) -> None:
         self.tasks.append(task)
         self.put_count += 1
 
-    def take(self, timeout: float) -> ShardTask | None:
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
         return self.tasks.pop(0) if self.tasks else None
 
     def lose(self, at: int) -> None:

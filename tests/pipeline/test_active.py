@@ -23,7 +23,7 @@ from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at, lets_in
-from tests.pipeline.made_jobs import computed, order, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, computed, order, plan_by_hand, report
 from tests.pipeline.simulation import START, MemoryStore, SeededRandomness, SimulatedClock
 
 MakeWorld = Callable[[], World]
@@ -102,7 +102,7 @@ def compute(world: World) -> None:
     log(0, 10)
     queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 10.0)
     dispatcher = Dispatcher(world, queue, beats)
-    client = ShardClient("w", world, lambda _: ledger, queue, beats, lambda: False)
+    client = ShardClient("w", world, lambda _: ledger, queue, beats, lambda: False, models=MODELS)
     dispatcher.add(ledger)
     while sum(1 for _ in ledger.parts()) < 4:
         dispatcher.tick()

@@ -19,7 +19,7 @@ from pipeline.ledger import JobLedger, JobNotFound
 from pipeline.ports import StoreError, World
 from pipeline.shard_client import ShardClient
 from schemas.job import JobStatus
-from tests.pipeline.made_jobs import computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
@@ -28,7 +28,7 @@ def compute(world: World, ledger: JobLedger, most: int = 10**9) -> None:
     queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 10.0)
     dispatcher = Dispatcher(world, queue, beats)
     dispatcher.add(ledger)
-    client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished)
+    client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
     while not dispatcher.finished() and most:
         dispatcher.tick()
         while most and (work := client.take(0)) is not None:

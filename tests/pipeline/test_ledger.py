@@ -16,7 +16,7 @@ from pipeline.ports import World
 from pipeline.records import AttemptRecord, EndRecord
 from pipeline.shard_client import ShardClient
 from schemas.job import Closing, JobStatus
-from tests.pipeline.made_jobs import all_rows, computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
@@ -31,7 +31,7 @@ def run_to_the_end(world: World, ledger: JobLedger) -> None:
     queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 10.0)
     dispatcher = Dispatcher(world, queue, beats)
     dispatcher.add(ledger)
-    client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished)
+    client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
     dispatcher.tick()
     given_up = client.take(0)
     assert given_up is not None

@@ -13,7 +13,7 @@ from pipeline.ports import ShardTask
 from pipeline.submit import submit
 from pipeline.worker_api import CheckpointWork, ShardReport
 from schemas.checkpoints import FinishedRows
-from tests.pipeline.made_jobs import EXPOSED, computed, order, plan_by_hand, report
+from tests.pipeline.made_jobs import EXPOSED, QUEUE, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
@@ -107,7 +107,7 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     nothing = FinishedRows([], [])
     slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
-    house.queue.put(ShardTask(work.job.id, work.shard))
+    house.queue.put(QUEUE, ShardTask(work.job.id, work.shard))
     client = house.client("w")
     again = client.take(0)
     assert again is not None
@@ -124,14 +124,14 @@ def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never
     first, winner, loser = house.client("dies"), house.client("wins"), house.client("loses")
     works = []
     for client in (first, winner):
-        house.queue.put(ShardTask(house.ledger.job().id, 1))
+        house.queue.put(QUEUE, ShardTask(house.ledger.job().id, 1))
         works.append(client.take(0))
     dead, won = works
     assert dead is not None
     assert won is not None
     first.begin(dead)
     first.checkpoint(dead, CheckpointWork(FinishedRows([], []), [], generated=10, exposed=10))
-    house.queue.put(ShardTask(house.ledger.job().id, 1))
+    house.queue.put(QUEUE, ShardTask(house.ledger.job().id, 1))
     lost = loser.take(0)
     assert lost is not None
     assert lost.history.logged == {dead.attempt_id: 10}

@@ -22,7 +22,7 @@ from pipeline.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
-from tests.pipeline.made_jobs import computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 
 Reader = Callable[[Path], Sequence[int]]
 
@@ -48,7 +48,7 @@ def test_readers_see_only_whole_parts_while_they_are_committed(name: str, tmp_pa
         queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
         dispatcher = Dispatcher(world, queue, beats)
         dispatcher.add(ledger)
-        client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished)
+        client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
 
         def keep_reading() -> None:
             while not done.is_set():

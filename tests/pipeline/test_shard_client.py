@@ -18,7 +18,7 @@ from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardReport, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
-from tests.pipeline.made_jobs import all_rows, computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, plan_by_hand, report
 from tests.pipeline.simulation import simulated_world
 
 
@@ -33,10 +33,12 @@ class Bench:
     job: str
 
     def client(self, name: str) -> ShardClient:
-        return ShardClient(name, self.world, lambda _: self.ledger, self.queue, self.beats, lambda: False)
+        return ShardClient(
+            name, self.world, lambda _: self.ledger, self.queue, self.beats, lambda: False, models=MODELS
+        )
 
     def take(self, client: ShardClient, shard: int = 1) -> ShardWork | None:
-        self.queue.put(ShardTask(self.job, shard))
+        self.queue.put(QUEUE, ShardTask(self.job, shard))
         return client.take(0)
 
 
@@ -53,7 +55,7 @@ def test_a_shard_comes_with_all_that_is_needed_and_is_held(bench: Bench) -> None
     assert work is not None
     assert (work.job, work.shard, work.attempt) == (bench.ledger.job(), 1, 1)
     assert work.table["row"].to_pylist() == [4, 1, 2], "the planner's order"
-    assert bench.beats.held() == {(bench.job, 1)}
+    assert held(bench.beats) == {(bench.job, 1)}
     assert bench.ledger.attempts(1) == [], "nothing of it has been in an engine yet"
 
 
@@ -96,7 +98,7 @@ def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -
     assert read_part(bench.ledger, 1).summary.worker == "two"
     (lost,) = bench.ledger.ended(1)
     assert (lost.attempt_id, lost.generated) == (mine.attempt_id, 3 * 7)
-    assert bench.beats.held() == set()
+    assert held(bench.beats) == set()
     assert list(bench.world.scratch.iterdir()) == []
 
 
@@ -116,7 +118,7 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
     assert work is not None
     assert bench.take(client) is None, "held"
     client.release(work, 0)
-    assert bench.beats.held() == set()
+    assert held(bench.beats) == set()
     assert bench.ledger.ended(1) == [], "it had not begun"
     again = bench.take(client)
     assert again is not None
@@ -132,7 +134,7 @@ def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_
     client = bench.client("w")
     assert bench.take(client) is not None
     assert client.holding([]) == frozenset()
-    assert bench.beats.held() == {(bench.job, 1)}
+    assert held(bench.beats) == {(bench.job, 1)}
     assert bench.take(client) is None
     bench.ledger.create_closing(Closing(kind="cancel", at=bench.world.clock.now()))
     assert client.holding([]) == {bench.job}
@@ -154,7 +156,7 @@ def test_a_shard_that_cant_be_read_is_not_held(bench: Bench) -> None:
     bench.world.store.delete(segment.shards[0].key)
     with pytest.raises(Exception, match="no such object"):
         bench.take(bench.client("w"))
-    assert bench.beats.held() == set()
+    assert held(bench.beats) == set()
 
 
 def test_a_report_without_engine_time_is_fine(bench: Bench) -> None:
@@ -176,9 +178,9 @@ def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tm
         job = plan_by_hand(ledger, good, [[0]])
         queue = MemoryQueue()
         client = ShardClient(
-            "w", good, lambda _: ledger, queue, MemoryHeartbeats(good.clock, 10.0), lambda: False
+            "w", good, lambda _: ledger, queue, MemoryHeartbeats(good.clock, 10.0), lambda: False, models=MODELS
         )  # fmt: skip
-        queue.put(ShardTask(job.id, 1))
+        queue.put(QUEUE, ShardTask(job.id, 1))
         work = client.take(0)
         assert work is not None
         (store.scratch / f"part-00001-{work.attempt_id}.parquet").symlink_to(full)

@@ -139,6 +139,7 @@ class House:
                 office.queue,
                 office.heartbeats,
                 lambda: self.over,
+                models=(model.PIN.key,),
             )
             settings = WorkerSettings(
                 max_open_shards=self.scenario.max_open_shards, checkpoint_seconds=self.scenario.checkpoint_seconds

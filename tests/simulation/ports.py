@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.ports import Clock, ObjectInfo, ShardTask
+from pipeline.ports import Clock, ObjectInfo, ShardTask, WorkerState
 from tests.simulation.machine import Machine, Process
 from tests.simulation.watch import Watch
 
@@ -110,7 +110,7 @@ class ProcessQueue:
         self._process = process
         self._watch = watch
 
-    def put(self, task: ShardTask) -> None:
+    def put(self, queue: str, task: ShardTask) -> None:
         self._process.point("queue.put", f"{task.shard}")
         broker = self._broker
         if broker.lose:
@@ -121,7 +121,7 @@ class ProcessQueue:
             broker.tasks.append((ready, task))
         broker.double = max(0, broker.double - 1)
 
-    def take(self, timeout: float) -> ShardTask | None:
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
         self._process.point("queue.take")
         broker = self._broker
         ready = [at for at, (when, _) in enumerate(broker.tasks) if when <= broker.machine.now]
@@ -142,11 +142,17 @@ class ProcessHeartbeats:
         self._broker = broker
         self._process = process
 
-    def beat(self, worker: str, held: Iterable[tuple[str, int]]) -> None:
-        shards = sorted(held)
-        self._process.point("heartbeats.beat", f"{shards}", locked=True)
-        self._broker.beats.beat(worker, shards)
+    def beat(self, state: WorkerState) -> None:
+        self._process.point("heartbeats.beat", f"{sorted(state.held)}", locked=True)
+        self._broker.beats.beat(state)
 
-    def held(self) -> set[tuple[str, int]]:
-        self._process.point("heartbeats.held")
-        return self._broker.beats.held()
+    def leave(self, worker: str) -> None:
+        self._process.point("heartbeats.leave", worker)
+        self._broker.beats.leave(worker)
+
+    def workers(self) -> list[WorkerState]:
+        self._process.point("heartbeats.workers")
+        return self._broker.beats.workers()
+
+    def since(self) -> float:
+        return self._broker.beats.since()

@@ -12,7 +12,7 @@ from typing import Any
 
 CALLS = ("disk.write_new", "disk.sync_file", "disk.link", "disk.sync_folder", "disk.unlink", "disk.rename",
          "disk.make_folder", "store.create", "store.read", "store.info", "store.list", "store.open", "store.delete",
-         "queue.put", "queue.take", "heartbeats.beat", "heartbeats.held", "engine.step", "clock.sleep", "clock.now",
+         "queue.put", "queue.take", "heartbeats.beat", "heartbeats.workers", "engine.step", "clock.sleep", "clock.now",
          "disk.remove_folder", "store.replace")  # fmt: skip
 
 WEIGHTS = {

@@ -23,7 +23,7 @@ FOUND_AS = {
     "commit-before-the-bytes-are-durable": r"I[24]: results/",
     "manifest-before-the-last-part": r"I1: manifest.json stands|I3: the manifest lists",
     "o-excl-commits": r"I4: |is not JSON|is not a whole Parquet file",
-    "plan-without-segment": r"no such part is planned|I1: ",
+    "plan-without-segment": r"no such part is planned|holds \d+ results for \d+ rows|I1: ",
     "resume-from-nothing": r"I5: row \d+ goes on from \d+ tokens",
     "retry-that-rewrites-a-part": r"I2: results/part-\d+.parquet has changed",
 }

@@ -304,7 +304,7 @@ def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--speculate", "ngram"), "No such option: --speculate"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "soon"), "'soon' is no amount of time"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "0h"), "'0h' is no amount of time"),
-        (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "9999999d"), "'9999999d' is no amount of time"),
+        (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "9999999d"), "9999999d is more than 3650 days"),
         (("estimate", "in.jsonl", "-m", "m", "--hardware", "abacus"), "'abacus' is not known"),
         (("run", "in.jsonl", "-m", "m", "-o", ""), "it is empty; name a folder"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--price-per-hour", "inf"), "'inf' is no price"),

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
-from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Usage
+from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Tier, Usage
 from schemas.requests import dump_body, parse_body
 from schemas.results import ResultRow
 from schemas.tables import SHARD_FIELDS
@@ -122,7 +122,7 @@ class ListSource:
         self.left = list(shards)
         self.taken: list[int] = []
 
-    def take(self, timeout: float) -> ShardWork | None:
+    def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
         if not self.left:
             return None
         work = self.left.pop(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardWork
-from schemas.job import JobSettings, Manifest, ModelPin, PlanSettings
+from schemas.job import JobSettings, Manifest, ModelPin, PlanSettings, Tier
 from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import MemoryStore, simulated_world
 from workers.errors import BrokenEngineError
@@ -65,7 +65,7 @@ class Ticking:
         self._house = house
         self._client = house.client(name)
 
-    def take(self, timeout: float) -> ShardWork | None:
+    def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
         self._house.dispatcher.tick()
         return self._client.take(0)
 

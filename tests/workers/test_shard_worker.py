@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.ports import PipelineError
 from pipeline.worker_api import ShardWork
 from schemas.errors import RowErrorCode
-from schemas.job import ModelPin
+from schemas.job import ModelPin, Tier
 from schemas.results import RowStatus
 from workers.errors import BrokenEngineError, ModelMismatchError
 from workers.model_host import LoadedModel
@@ -496,10 +496,10 @@ def test_a_shard_that_takes_long_to_prepare_holds_up_no_log(host: Any, kit: Any)
             logged.set()
 
     class Slow(kit.ListSource):  # type: ignore[misc]
-        def take(self, timeout: float) -> ShardWork | None:
+        def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
             if self.taken:
                 assert logged.wait(30), "the log waits for the shard"
-            work: ShardWork | None = super().take(timeout)
+            work: ShardWork | None = super().take(timeout, tiers)
             return work
 
     model, _ = host(clock=SystemClock(), on_step=lambda: time.sleep(0.001))

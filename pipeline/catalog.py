@@ -1,0 +1,55 @@
+"""Which models a root's jobs can run on: `catalog/*.json`, one object for each, written by the workers that serve them.
+
+Doors pin a job to what stands here when it comes in, so the control side never reads weights. An entry stays when its
+workers go: a job for it waits until one comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from pipeline.ledger import LedgerError, read_paper
+from pipeline.ports import ObjectNotFound, ObjectStore
+from schemas.job import CatalogEntry
+
+CATALOG: Final = "catalog/"
+
+
+class Catalog:
+    """The models of a root."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def publish(self, entry: CatalogEntry) -> None:
+        """The model is served as described from now on; jobs that were accepted before keep their pin."""
+        if self._find(entry.pin.name) != entry:
+            self._store.replace(_key(entry.pin.name), entry.to_json())
+
+    def find(self, name: str) -> CatalogEntry | None:
+        """The model of this name, if there is one."""
+        return self._find(name)
+
+    def entries(self) -> list[CatalogEntry]:
+        """All models, by name. Raises `LedgerError` where one can't be read."""
+        found = [self._read(info.key) for info in self._store.list(CATALOG)]
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.pin.name)
+
+    def _find(self, name: str) -> CatalogEntry | None:
+        entry = self._read(_key(name))
+        if entry is not None and entry.pin.name != name:
+            raise LedgerError(f"{self._store.locate(_key(name))}: is of {entry.pin.name!r}, not of {name!r}; remove it")
+        return entry
+
+    def _read(self, key: str) -> CatalogEntry | None:
+        try:
+            data = self._store.read(key)
+        except ObjectNotFound:
+            return None
+        return read_paper(self._store.locate(key), data, CatalogEntry)
+
+
+def _key(name: str) -> str:
+    """Names hold slashes and worse, so the key is a hash."""
+    return f"{CATALOG}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,189 @@
+"""All the open jobs of a root: each is found, planned, and driven to its end.
+
+Several may run, on one machine or on many. A lease has one of them work at a time; where it fails they race for plan
+segments and outcomes, each of which is written once, and shards are put twice, which may cost work done twice. A job
+that can't be planned or contradicts itself is told of and left alone; the others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from pipeline.active import open_jobs, sweep, tidy
+from pipeline.availability import ServiceUnavailable
+from pipeline.dispatcher import Dispatcher
+from pipeline.inputs import PinnedInput, open_pinned
+from pipeline.ledger import JobLedger, LedgerError
+from pipeline.planner import InputError, InvalidInput, PlanSummary
+from pipeline.planning import fail_job, plan_job
+from pipeline.ports import Lease, PipelineError, World
+from schemas.job import InputRef
+
+INPUT_UNREADABLE: Final = "input_unreadable"
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForemanSettings:
+    """How a root is looked after; times in seconds.
+
+    Attributes:
+        tick_every: between two looks at the open jobs.
+        look_every: between two listings of which jobs are open.
+        sweep_every: between two looks through all jobs that ever were, for markers that are missing or stale.
+        planners: jobs planned at once.
+        retry_after: a job that couldn't be planned or looked at now is tried again after this long.
+        renew_every: between two renewals of the lease.
+    """
+
+    tick_every: float = 0.2
+    look_every: float = 1.0
+    sweep_every: float = 3_600.0
+    planners: int = 2
+    retry_after: float = 15.0
+    renew_every: float = 2.0
+
+
+@dataclass(slots=True)
+class _Known:
+    """A job that was found. `planning`: under way; None: the plan stands, or it is to be tried again at `retry_at`."""
+
+    ledger: JobLedger
+    planned: bool = False
+    planning: Future[PlanSummary | None] | None = None
+    retry_at: float = 0.0
+
+
+class Foreman:
+    """Plans and dispatches what is open in the root that `world.store` is.
+
+    Args:
+        open_input: how a job's input is opened for planning.
+        lease: one that others contend for; None: nobody else is there.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        dispatcher: Dispatcher,
+        open_input: Callable[[InputRef], PinnedInput] = open_pinned,
+        settings: ForemanSettings | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self._world = world
+        self._dispatcher = dispatcher
+        self._open_input = open_input
+        self._settings = settings or ForemanSettings()
+        self._known: dict[str, _Known] = {}
+        self._planners = ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
+        self._lease = lease
+        self._leads = lease is None
+        self._next_look = self._next_sweep = self._next_renewal = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again."""
+        try:
+            while not stop.is_set():
+                try:
+                    self.tick()
+                except PipelineError as error:
+                    logger.warning("a look failed", reason=str(error))
+                    self._world.clock.sleep(self._settings.look_every)
+                self._world.clock.sleep(self._settings.tick_every)
+        finally:
+            self.close()
+
+    def tick(self) -> None:
+        """Find what is open, plan what isn't planned, dispatch. Raises `PipelineError` when the store or the broker
+        can't be reached."""
+        now = self._world.clock.monotonic()
+        if not self._is_leading(now):
+            return
+        if now >= self._next_sweep:
+            swept = sweep(self._world.store)
+            self._next_sweep = now + self._settings.sweep_every
+            if swept.marked or swept.removed:
+                logger.info("markers mended", marked=swept.marked, removed=swept.removed)
+        if now >= self._next_look:
+            self._look()
+            self._next_look = now + self._settings.look_every
+        for name, known in self._known.items():
+            self._plan(name, known, now)
+        self._dispatcher.tick()
+
+    def close(self) -> None:
+        """Wait for what is being planned; the rest is left to the next one."""
+        self._planners.shutdown(wait=True, cancel_futures=True)
+        if self._lease is not None and self._leads:
+            try:
+                self._lease.release()
+            except ServiceUnavailable as error:
+                logger.warning("the lease can't be given back", reason=str(error))
+
+    def _is_leading(self, now: float) -> bool:
+        """Whether the work is ours. Without an answer it is: it is safe for all to do it, and wrong for none."""
+        if self._lease is not None and now >= self._next_renewal:
+            self._next_renewal = now + self._settings.renew_every
+            try:
+                leads = self._lease.renew()
+            except ServiceUnavailable as error:
+                logger.warning("the lease can't be asked for", reason=str(error))
+                leads = True
+            if leads is not self._leads:
+                logger.info("leading" if leads else "another leads")
+            self._leads = leads
+        return self._leads
+
+    def _look(self) -> None:
+        found = {ledger.name: ledger for ledger in open_jobs(self._world.store)}
+        for name in [name for name, known in self._known.items() if name not in found and known.planning is None]:
+            del self._known[name]
+        for name, ledger in found.items():
+            if name in self._known:
+                continue
+            try:
+                self._dispatcher.add(ledger)
+            except LedgerError as error:
+                logger.error("a job can't be read", job=name, reason=str(error))
+            else:
+                self._known[name] = _Known(ledger)
+                logger.info("job taken up", job=name)
+
+    def _plan(self, name: str, known: _Known, now: float) -> None:
+        if known.planned or now < known.retry_at:
+            return
+        if known.planning is None:
+            known.planning = self._planners.submit(self._plan_whole, known.ledger)
+        elif known.planning.done():
+            planning, known.planning = known.planning, None
+            try:
+                planning.result()
+                known.planned = True
+            except InvalidInput as error:  # it has ended as failed
+                known.planned = True
+                logger.info("job refused", job=name, reason=str(error))
+            except PipelineError as error:
+                known.retry_at = now + self._settings.retry_after
+                logger.warning("planning failed, and is tried again", job=name, reason=str(error))
+
+    def _plan_whole(self, ledger: JobLedger) -> PlanSummary | None:
+        """On a planner's thread. An input that was never readable ends the job as failed; one that can't be read any
+        more, while a part of it is planned, is waited for: what is finished is kept."""
+        job = ledger.job()
+        try:
+            return plan_job(ledger, job, self._world, open_input=self._open_input)
+        except InvalidInput:
+            raise
+        except InputError as error:
+            if ledger.segment(0) is not None:
+                raise
+            fail_job(ledger, job, self._world, INPUT_UNREADABLE, str(error))
+            tidy(ledger)
+            return None

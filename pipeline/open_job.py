@@ -1,0 +1,265 @@
+"""One open job as a dispatcher sees it: what is planned, what stands, and what is to be told.
+
+All that is kept here is learnt from the ledger and can be learnt again; it saves looking, and nothing rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pipeline.active import tidy
+from pipeline.closing import close_shard, find_closing, status_while
+from pipeline.events import EventSink
+from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
+from pipeline.manifest import Tally, build_manifest
+from pipeline.ports import World
+from pipeline.rejects import commit_rejects
+from pipeline.results import PartEntry, read_part
+from schemas.events import JobChanged, ProgressMade, ShardCommitted
+from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef
+
+FAR = datetime.max.replace(tzinfo=UTC)
+Shard = tuple[str, int]
+"""A shard by its job's id and its number."""
+Found = tuple[PartEntry, ShardRef | None]
+"""A part that is new, and the shard that it is of (None: refused rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """How an open job is looked at; times in seconds.
+
+    Attributes:
+        sweep_every: between two full listings of the parts (in between only shards that were put are looked at).
+        cache_every: between two writes of progress.json.
+        closing_every: between two looks whether a job was cancelled.
+        grace: after this long the shards of a job that is being closed are closed though workers hold them; until then
+            they are given back with all that was reached.
+        price_per_hour: of this machine, for the manifest's cost; None: no cost.
+    """
+
+    sweep_every: float = 30.0
+    cache_every: float = 2.0
+    closing_every: float = 1.0
+    grace: float = 10.0
+    price_per_hour: float | None = None
+
+
+@dataclass(slots=True)
+class Put:
+    """A shard that was put on the queue: when (monotonic), how often, and whether a worker was ever seen with it."""
+
+    at: float
+    times: int = 1
+    held: bool = False
+
+
+class OpenJob:
+    """A job that has no outcome yet.
+
+    Attributes:
+        job: the order.  ledger: where it lies.
+        open_shards: planned shards without a part, in plan order.
+        puts: of these, those that were put on the queue.
+        closing: why the job ends before its time, if it does.
+        whole: all parts stand.
+    """
+
+    def __init__(self, ledger: JobLedger, job: Job, world: World, events: EventSink, settings: JobSettings) -> None:
+        self.ledger = ledger
+        self.job = job
+        self.open_shards: dict[int, ShardRef] = {}
+        self.puts: dict[int, Put] = {}
+        self.closing: Closing | None = None
+        self._world = world
+        self._events = events
+        self._settings = settings
+        self._segments: list[PlanSegment] = []
+        self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
+        self._parts: dict[int, PartEntry] = {}
+        self._tally = Tally()
+        self._planned_rows = self._planned_shards = 0
+        self._next_sweep = self._next_cache = self._next_closing = 0.0
+        self._grace_ends = 0.0  # when nobody is waited for any more
+        self._shown: JobStatus | None = None  # the status last told
+        self._untold = self._uncached = True
+
+    @property
+    def planned(self) -> bool:
+        """The whole plan stands."""
+        return bool(self._segments) and self._segments[-1].last
+
+    @property
+    def ready(self) -> bool:
+        """Shards may be handed out. Nothing is before part 0 stands, so that the results can always be read."""
+        return REJECTS in self._parts and self.closing is None
+
+    @property
+    def whole(self) -> bool:
+        return self.planned and not self.open_shards and not self._open_rejects
+
+    @property
+    def status(self) -> JobStatus:
+        """What it would be without an outcome."""
+        if self.closing is not None:
+            return status_while(self.closing)
+        return JobStatus.IN_PROGRESS if REJECTS in self._parts else JobStatus.VALIDATING
+
+    @property
+    def urgency(self) -> tuple[datetime, datetime, str]:
+        """Which job of a tenant and tier goes first: by deadline, then age."""
+        return (self.job.deadline or FAR, self.job.created_at, self.job.id)
+
+    @property
+    def tokens_left(self) -> int:
+        """Estimated tokens, prompts and answers, of the shards without a part."""
+        return sum(cost(shard) for shard in self.open_shards.values())
+
+    def look(self, now: float) -> list[Found]:
+        """Learn which segments and parts stand by now; the parts that are new."""
+        if not self.planned:
+            self._read_segments(now)
+        found = []
+        for number, segment in list(self._open_rejects.items()):
+            commit_rejects(self.ledger, segment, self._world)
+            found.append(self._found(number))
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._settings.sweep_every
+            standing: Iterable[int] = [number for number, _ in self.ledger.parts()]
+        else:
+            standing = [number for number in self.puts if self.ledger.has_part(number)]
+        for number in standing:
+            if number in self._parts:
+                continue
+            if number in self.open_shards:
+                found.append(self._found(number))
+            elif self.planned:
+                raise LedgerError(
+                    f"{self.ledger.place(part_key(number))}: no such part is planned, but readers would count it; "
+                    "move it elsewhere"
+                )
+        return found
+
+    def close(self, held: set[Shard], now: float) -> list[Found]:
+        """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them;
+        the parts that are new."""
+        if self.closing is None:
+            if now < self._next_closing:
+                return []
+            self._next_closing = now + self._settings.closing_every
+            self.closing = find_closing(self.ledger, self.job, self._world.clock.now())
+            if self.closing is None:
+                return []
+            self._grace_ends = now + self._settings.grace
+            self._untold = True
+        found = []
+        for number, shard in list(self.open_shards.items()):
+            if (self.job.id, number) in held and now < self._grace_ends:
+                continue
+            if not self.ledger.has_part(number):
+                close_shard(self.ledger, self.job, shard, self.closing, self._world)
+            found.append(self._found(number))
+        return found
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        return Progress(
+            job=self.job.id,
+            status=self.status,
+            counts=self._tally.counts(self._planned_rows if REJECTS in self._parts else None),
+            usage=self._tally.usage(),
+            shards_total=self._planned_shards,
+            shards_done=self._planned_shards - len(self.open_shards),
+            tokens_left=self.tokens_left if self.planned else None,
+            started_at=self.job.created_at,
+            as_of=self._world.clock.now(),
+        )
+
+    def tell(self, now: float) -> None:
+        """Events, and the cached progress, where something is new."""
+        if self._untold:
+            progress = self.progress()
+            self._events.emit(_progress_event(progress, f"{progress.shards_done}"))
+            if self._shown is not progress.status:
+                self._events.emit(_status_event(progress))
+            self._shown = progress.status
+            self._untold, self._uncached = False, True
+        if self._uncached and now >= self._next_cache:
+            self._uncached, self._next_cache = False, now + self._settings.cache_every
+            self.ledger.cache_progress(self.progress())
+
+    def end(self) -> Manifest:
+        """Write the outcome once all parts stand; the one that counts, if another dispatcher was first."""
+        manifest = build_manifest(
+            self.ledger, self.job, self._segments, self._parts, self._world.clock.now(), self._settings.price_per_hour
+        )
+        if not self.ledger.create_manifest(manifest):
+            manifest = self.ledger.manifest() or manifest
+        progress = self.progress().model_copy(
+            update={"status": manifest.status, "usage": manifest.usage, "as_of": manifest.finished_at}
+        )
+        self.ledger.cache_progress(progress)
+        self._events.emit(_progress_event(progress, "end"))
+        self._events.emit(_status_event(progress))
+        tidy(self.ledger)
+        return manifest
+
+    def _read_segments(self, now: float) -> None:
+        for segment in self.ledger.segments(len(self._segments)):
+            self._segments.append(segment)
+            self._planned_rows += segment.total
+            self._planned_shards += len(segment.shards)
+            self._untold = True
+            self.open_shards.update((shard.number, shard) for shard in segment.shards)
+            if segment.rejects is not None:
+                self._open_rejects[segment.rejects.number] = segment
+            if segment.last:  # from here on all parts can be told from those that nobody planned
+                self._next_sweep = now
+
+    def _found(self, number: int) -> Found:
+        entry = read_part(self.ledger, number)
+        self._parts[number] = entry
+        self._tally.add(entry)
+        shard = self.open_shards.pop(number, None)
+        self._open_rejects.pop(number, None)
+        self.puts.pop(number, None)
+        self._untold = True
+        self._events.emit(
+            ShardCommitted(
+                id=f"{self.job.id}/part/{number}",
+                job=self.job.id,
+                at=entry.summary.committed_at,
+                shard=number,
+                rows=entry.rows,
+                attempt=entry.summary.attempt,
+                usage=entry.summary.usage,
+            )
+        )
+        return entry, shard
+
+
+def cost(shard: ShardRef) -> int:
+    """Estimated tokens that it computes, prompts and answers."""
+    return shard.prompt_tokens + shard.expected_tokens
+
+
+def _progress_event(progress: Progress, name: str) -> ProgressMade:
+    return ProgressMade(
+        id=f"{progress.job}/progress/{name}",
+        job=progress.job,
+        at=progress.as_of,
+        counts=progress.counts,
+        usage=progress.usage,
+    )
+
+
+def _status_event(progress: Progress) -> JobChanged:
+    return JobChanged(
+        id=f"{progress.job}/status/{progress.status.value}",
+        job=progress.job,
+        at=progress.as_of,
+        status=progress.status,
+        counts=progress.counts,
+    )

@@ -1,0 +1,148 @@
+"""Events become jobs, once, whatever changes in between; what can't become one is refused with a reason."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.active import open_jobs
+from pipeline.catalog import Catalog
+from pipeline.intake import Intake, IntakeRefused, IntakeSettings, JobDraft
+from pipeline.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.submit import derived_job_id, new_job_id
+from schemas.job import CatalogEntry, Counts, JobStatus, Progress, Tier
+from schemas.options import JobOptions
+from tests.pipeline.made_jobs import PIN, order
+from tests.pipeline.simulation import START, SeededRandomness, simulated_world
+
+OTHER = PIN.model_copy(update={"name": "org/other", "digest": "sha256:2"})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = simulated_world(tmp_path)
+    for pin in (PIN, OTHER):
+        Catalog(world.store).publish(CatalogEntry(pin=pin, max_model_len=2_048))
+    return world
+
+
+def draft(job_id: str = "job-a", tenant: str = "default", **options: Any) -> JobDraft:
+    return JobDraft(order().input, JobOptions(**options), tenant, job_id)
+
+
+def test_the_same_event_is_one_job_though_settings_and_catalog_have_changed(world: World) -> None:
+    first = Intake(world).accept(draft(tier="bulk", deadline="6h", metadata={"k": "v"}))
+    Catalog(world.store).publish(CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:3"}), max_model_len=10))
+    world.clock.sleep(100)
+    again = Intake(world, IntakeSettings(default_tier=Tier.BULK, default_model="tiny")).accept(draft(tier="standard"))
+    assert (first.created, again.created) == (True, False)
+    assert again.job == first.job
+    assert (first.job.tier, first.job.deadline) == (Tier.BULK, START + timedelta(hours=6))
+    assert [ledger.name for ledger in open_jobs(world.store)] == ["job-a"]
+
+
+def test_two_doors_at_once_make_one_job(tmp_path: Path, world: World) -> None:
+    made, start = [], threading.Barrier(8)
+
+    def accept() -> None:
+        start.wait()
+        made.append(Intake(world).accept(draft()))
+
+    threads = [threading.Thread(target=accept) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(submitted.created for submitted in made) == 1
+    assert len({submitted.job.id for submitted in made}) == 1
+
+
+def test_a_job_whose_door_died_before_it_was_marked_is_marked_by_the_next_event(world: World) -> None:
+    Intake(world).accept(draft())
+    world.store.delete("active/job-a")
+    assert list(open_jobs(world.store)) == []
+    Intake(world).accept(draft())
+    assert [ledger.name for ledger in open_jobs(world.store)] == ["job-a"]
+
+
+def test_a_job_runs_on_the_model_named_or_on_any_in_the_catalog(world: World) -> None:
+    intake = Intake(world)
+    assert intake.accept(draft("job-1", model="org/other")).job.models == (OTHER,)
+    assert intake.accept(draft("job-2")).job.models == (OTHER, PIN)
+    assert Intake(world, IntakeSettings(default_model="tiny")).accept(draft("job-3")).job.models == (PIN,)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ({"model": "gone"}, "model_not_found", "'gone' is not served here .org/other, tiny."),
+        ({"max_output_tokens": 101}, "cap_exceeded", "is 101, but the standard tier's cap is 100"),
+    ],
+)
+def test_what_can_never_be_a_job_is_refused(world: World, options: dict[str, Any], code: str, message: str) -> None:
+    intake = Intake(world, IntakeSettings(caps={Tier.STANDARD: 100}))
+    with pytest.raises(IntakeRefused, match=message) as refused:
+        intake.accept(draft(**options))
+    assert refused.value.code == code
+    assert list(open_jobs(world.store)) == []
+
+
+def test_without_a_model_nothing_is_accepted(tmp_path: Path) -> None:
+    with pytest.raises(IntakeRefused, match="none yet: start a worker"):
+        Intake(simulated_world(tmp_path)).accept(draft())
+
+
+def test_a_tenant_with_too_much_open_has_no_room_until_it_is_done(world: World) -> None:
+    intake = Intake(world, IntakeSettings(tenant_tokens=1_000, look_every=5.0))
+    assert intake.room_for("a")
+    big = replace(draft(tenant="a"), input=order().input.model_copy(update={"files": _sized(4_000)}))
+    intake.accept(big)
+    assert not intake.room_for("a"), "what was just accepted counts at once"
+    assert intake.room_for("b")
+    ledger = JobLedger(world.store, "jobs/job-a/")
+    ledger.cache_progress(
+        Progress(job="job-a", status=JobStatus.IN_PROGRESS, counts=Counts(), tokens_left=999, as_of=world.clock.now())
+    )
+    assert not intake.room_for("a")
+    world.clock.sleep(5.0)
+    assert intake.room_for("a")
+    other = Intake(world, IntakeSettings(tenant_tokens=999))
+    assert not other.room_for("a"), "another process sees the same"
+
+
+def _sized(size: int) -> Any:
+    return (order().input.files[0].model_copy(update={"size": size}),)
+
+
+def test_derived_ids_sort_by_time_like_new_ones_and_tell_events_apart() -> None:
+    at = datetime(2026, 5, 1, tzinfo=UTC)
+    later = at + timedelta(milliseconds=1)
+    ids = {derived_job_id(at, *names) for names in (("a", "b"), ("ab",), ("a", "", "b"), ("b", "a"))}
+    assert len(ids) == 4
+    assert derived_job_id(at, "a", "b") == derived_job_id(at, "a", "b")
+    assert all(derived_job_id(later, "x") < name for name in ids), "the newest first"
+    assert new_job_id(later, SeededRandomness())[:13] < min(ids)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"deadline": "6 hours"}, "deadline"),
+        ({"deadline": 3600}, "an amount such as 6h"),
+        ({"deadline": "2026-05-01T00:00"}, "timezone"),
+        ({"tier": "interactive"}, "standard or bulk"),
+        ({"tier": "gold"}, "tier"),
+        ({"quick": True}, "quick"),
+        ({"deadline": "99999d"}, "3650 days"),
+        ({"metadata": {"k": "x" * 513}}, "512"),
+    ],
+)
+def test_options_that_make_no_sense_are_told_of(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JobOptions(**wrong)

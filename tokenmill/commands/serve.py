@@ -1,0 +1,166 @@
+"""The long-running commands: all parts in one process (`serve`), or one part each (`worker`, `dispatcher`)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.options import (
+    ChatTemplate,
+    Debug,
+    Device,
+    DType,
+    KvCacheMemory,
+    KvDType,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Model,
+    PricePerHour,
+    Quantize,
+    Threads,
+    folder,
+)
+from tokenmill.output import say
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from schemas.settings import Settings
+    from tokenmill.wiring import EngineOptions
+    from workers.model_host import LoadedModel
+
+RootUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="The folder or s3://BUCKET/PREFIX that holds all jobs. Default: TOKENMILL_ROOT.",
+    ),
+]
+Data = Annotated[
+    Path, typer.Option("--data", parser=folder, metavar="DIR", help="The folder that holds all jobs; made if missing.")
+]
+Settle = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds for which a dropped file must not change before it is taken."),
+]
+
+
+def serve(
+    model: Model = "demo",
+    data: Data = Path("tokenmill-data"),
+    dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
+    kv_dtype: Annotated[KvDType, typer.Option(help="Of the KV cache.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
+    threads: Threads = None,
+    chat_template: ChatTemplate = None,
+    max_num_seqs: MaxNumSeqs = 128,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    kv_cache_memory: KvCacheMemory = None,
+    price_per_hour: PricePerHour = None,
+    settle: Settle = 2.0,
+    _debug: Debug = False,
+) -> None:
+    """Answer what is dropped into DIR/incoming, until told to stop: everything in one process, no other server.
+
+    A file DIR/incoming/NAME.jsonl or .parquet becomes a job; DIR/incoming/bulk/NAME.jsonl one of the tier bulk. Options
+    such as model, tier and deadline come in NAME.job.json, which must lie there first. Results are in
+    DIR/jobs/ID/results. After a kill the same command goes on where the checkpoints stand.
+    """
+    from pipeline.adapters.locks import RunLock
+    from tokenmill import service
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.processes import run_together, until_told
+    from tokenmill.root import open_root
+
+    log_to_stderr(logging.INFO)
+    settings = read_settings()
+    options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
+    with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
+        hints = service.hints_in_process(root)
+        folders = service.folder_part(root, settings, settle)
+        loaded = _load(model, settings, options, chat_template)
+        work = service.worker_part(root, hints, loaded, settings)
+        say(f"serving {loaded.name}: drop files into {data.expanduser() / 'incoming'}; Ctrl-C ends in order")
+        dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
+        run_together(stop, work, {"dispatcher": dispatching, "folder": folders})
+
+
+def worker(
+    model: Model,
+    root_url: RootUrl = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
+    kv_dtype: Annotated[KvDType, typer.Option(help="Of the KV cache.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
+    threads: Threads = None,
+    chat_template: ChatTemplate = None,
+    max_num_seqs: MaxNumSeqs = 128,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    kv_cache_memory: KvCacheMemory = None,
+    _debug: Debug = False,
+) -> None:
+    """Own an engine, and compute the shards that a dispatcher hands out, until told to stop.
+
+    Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
+    """
+    from tokenmill import service
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.processes import run_together, until_told
+    from tokenmill.root import open_root
+
+    log_to_stderr(logging.INFO)
+    settings = read_settings()
+    options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
+    with until_told() as stop, open_root(root_url, settings) as root, service.hints_on_servers(settings) as hints:
+        loaded = _load(model, settings, options, chat_template)
+        say(f"working for {root.url} with {loaded.name}")
+        run_together(stop, service.worker_part(root, hints, loaded, settings), {})
+
+
+def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _debug: Debug = False) -> None:
+    """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
+    from tokenmill import service
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.processes import run_together, until_told
+    from tokenmill.root import open_root
+
+    log_to_stderr(logging.INFO)
+    settings = read_settings()
+    with until_told() as stop, open_root(root_url, settings) as root, service.hints_on_servers(settings) as hints:
+        say(f"dispatching for {root.url}")
+        run_together(stop, service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings)), {})
+
+
+def _options(
+    settings: Settings,
+    dtype: DType,
+    device: Device,
+    threads: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_memory: int | None,
+    quantize: Quantize,
+    kv_dtype: KvDType,
+) -> EngineOptions:
+    from tokenmill.wiring import EngineOptions
+
+    return EngineOptions(
+        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        settings.instruction_set,
+    )  # fmt: skip
+
+
+def _load(model: str, settings: Settings, options: EngineOptions, chat_template: Path | None) -> LoadedModel:
+    from tokenmill import service
+    from tokenmill.job_options import choose_model, read_template
+
+    chosen = choose_model(model, settings.model_cache)
+    return service.load(chosen, options.config(), read_template(chat_template))
+
+
+def _price(given: float | None, settings: Settings) -> float | None:
+    return settings.price_per_hour if given is None else given

@@ -1,0 +1,69 @@
+"""What all long-running commands have in common: parts on threads, one stop, and an orderly end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
+
+import structlog
+
+from pipeline.ports import Randomness
+from tokenmill.errors import Interruption
+
+Part = Callable[[threading.Event], None]
+"""Works until the event is set."""
+
+logger = structlog.get_logger(__name__)
+
+
+@contextmanager
+def until_told() -> Iterator[threading.Event]:
+    """Set by SIGTERM or Ctrl-C; the second one ends the process at once, which is safe too."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise Interruption
+        logger.info("told to stop", signal=signal.Signals(number).name)
+        stop.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) -> None:
+    """Run `main` on this thread and the others beside it, until `stop` is set. When one of them ends, whatever the
+    reason, all do. Raises what the first that failed raised."""
+    failed: list[BaseException] = []
+
+    def ended(name: str, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            logger.error("a part failed", part=name, reason=str(error))
+            failed.append(error)
+        stop.set()
+
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        for name, part in others.items():
+            pool.submit(part, stop).add_done_callback(lambda future, name=name: ended(name, future))  # type: ignore[misc]
+        try:
+            main(stop)
+        finally:
+            stop.set()
+    if failed:
+        raise failed[0]
+
+
+def unique_name(random: Randomness) -> str:
+    """Of this process among all that ever were: where it runs, and something by chance."""
+    return f"{socket.gethostname()[:40]}-{os.getpid()}-{random.token(4).hex()}"

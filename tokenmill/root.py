@@ -1,0 +1,95 @@
+"""The root that holds all jobs of an installation: a folder, or a bucket with a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.inputs import PinnedInput, open_pinned, pin_uri
+from pipeline.intake import IntakeSettings
+from pipeline.ledger import JOBS, JobLedger
+from pipeline.ports import World
+from schemas.job import InputRef, Tier
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.adapters.s3_settings import S3Settings
+    from schemas.settings import Settings
+
+S3 = "s3://"
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An opened root.
+
+    Attributes:
+        url: as it was given.  world: its store, and this machine's time and randomness.
+        s3: how to reach S3; None: as AWS's tools would.
+    """
+
+    url: str
+    world: World
+    s3: S3Settings | None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, if it is one."""
+        return None if self.url.startswith(S3) else Path(self.url)
+
+    def ledger(self, job: str) -> JobLedger:
+        """The job of this id."""
+        return JobLedger(self.world.store, f"{JOBS}{job}/")
+
+    def pin(self, uri: str) -> InputRef:
+        """What lies at the URI now."""
+        return pin_uri(uri, s3=self.s3)
+
+    def open_input(self, pinned: InputRef) -> PinnedInput:
+        """The pinned input, ready to be read."""
+        return open_pinned(pinned, self.s3)
+
+
+@contextmanager
+def open_root(url: str | None, settings: Settings) -> Iterator[Root]:
+    """The root at a path or an s3:// URL; by default the one that the settings name.
+
+    Raises:
+        UserError: none is named.  StoreError: it can't be used.
+    """
+    url = url or settings.root
+    if not url:
+        raise UserError("no root is named; give --root FOLDER or --root s3://BUCKET/PREFIX, or set TOKENMILL_ROOT")
+    s3 = _connection(settings) if url.startswith(S3) or settings.s3.endpoint else None
+    if url.startswith(S3):
+        from pipeline.adapters.s3 import S3Store
+
+        with S3Store.from_url(url, s3) as bucket:
+            yield Root(url, World(bucket, SystemClock(), SystemRandomness(), bucket.scratch), s3)
+        return
+    with FolderStore(Path(url).expanduser()) as store:
+        yield Root(str(store.root), World(store, SystemClock(), SystemRandomness(), store.scratch), s3)
+
+
+def _connection(settings: Settings) -> S3Settings:
+    from pipeline.adapters.s3_settings import S3Settings
+
+    return S3Settings(**settings.s3.model_dump())
+
+
+def intake_settings(settings: Settings) -> IntakeSettings:
+    """What stands in where a job says nothing."""
+    return IntakeSettings(
+        default_model=settings.default_model,
+        default_tier=settings.default_tier,
+        caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
+        default_max_tokens=settings.default_max_tokens,
+        limits=settings.limits,
+        plan=settings.plan,
+        tenant_tokens=settings.tenant_tokens,
+    )
