@@ -13,6 +13,9 @@ import structlog
 from pipeline.doors.drops import DropDoor
 from pipeline.ports import PipelineError, World
 
+_REST = 10
+"""So many times as long as a sweep took there is none."""
+
 logger = structlog.get_logger(__name__)
 
 
@@ -69,13 +72,16 @@ class DropWatch:
 
     def step(self) -> None:
         """Sweep if it is time, then wait for events, or for the next sweep, for a while."""
-        if self._clock.monotonic() >= self._next_sweep:
+        began = self._clock.monotonic()
+        if began >= self._next_sweep:
             for door in self._doors:
                 try:
                     door.sweep()
                 except PipelineError as error:
                     logger.warning("sweep_failed", door=door.inbox.door, reason=str(error))
-            self._next_sweep = self._clock.monotonic() + self._settings.sweep_every
+            ended = self._clock.monotonic()
+            # Where very many files lie, looking at them must not become the work.
+            self._next_sweep = ended + max(self._settings.sweep_every, _REST * (ended - began))
         if not self._heard():
             self._clock.sleep(min(self._settings.pause, max(0.0, self._next_sweep - self._clock.monotonic())))
 

@@ -187,32 +187,6 @@ class DropDoorContract:
         assert (b.deadline - b.created_at).total_seconds() == 6 * 3600
         assert drops.letters() == []
 
-    @pytest.mark.parametrize(
-        ("name", "sidecar", "code"),
-        [
-            ("a.jsonl", b'{"model": "unknown"}', "model_not_found"),
-            ("a.jsonl", b'{"tenant": "other"}', "unknown_option"),
-            ("a.jsonl", b'{"seed": "no number"}', "invalid_option"),
-            ("a.jsonl", b"[1]", "invalid_option"),
-            ("a.jsonl", b"{", "invalid_option"),
-            ("bulk/a.jsonl", b'{"tier": "standard"}', "conflicting_options"),
-            ("a.csv", b"{}", "unsupported_format"),
-            ("a.jsonl.gz", b"{}", "unsupported_format"),
-            ("2026/a.jsonl", b"{}", "unknown_folder"),
-        ],
-    )
-    def test_given_what_can_never_be_a_job_when_it_is_noticed_then_it_is_one_dead_letter_and_others_go_on(
-        self, drops: Drops, name: str, sidecar: bytes, code: str
-    ) -> None:
-        drops.put(f"{name}.job.json", sidecar)
-        drops.put(name, LINE)
-        drops.put("good.jsonl", LINE)
-        for _ in range(3):
-            assert len(drops.take_all()) == 1
-            ((reason, place),) = drops.letters()
-            assert reason == code
-            assert place.endswith(f"incoming/{name}")
-
     def test_given_a_dead_letter_when_what_was_wrong_is_mended_and_it_is_replayed_then_it_is_a_job(
         self, drops: Drops
     ) -> None:
@@ -271,6 +245,37 @@ class DropDoorContract:
             drops.notice(door)
         drops.notice(door)
         assert len(drops.take_all()) == 1
+
+
+class RefusalContract:
+    """What can never be a job, at any door of dropped files."""
+
+    @pytest.mark.parametrize(
+        ("name", "sidecar", "code"),
+        [
+            ("a.jsonl", b'{"model": "unknown"}', "model_not_found"),
+            ("a.jsonl", b'{"tenant": "other"}', "unknown_option"),
+            ("a.jsonl", b'{"seed": "no number"}', "invalid_option"),
+            ("a.jsonl", b"[1]", "invalid_option"),
+            ("a.jsonl", b"{", "invalid_option"),
+            ("bulk/a.jsonl", b'{"tier": "standard"}', "conflicting_options"),
+            ("a.csv", b"{}", "unsupported_format"),
+            ("a.jsonl.gz", b"{}", "unsupported_format"),
+            ("2026/a.jsonl", b"{}", "unknown_folder"),
+        ],
+    )
+    def test_given_what_can_never_be_a_job_when_it_is_noticed_then_it_is_one_dead_letter_and_others_go_on(
+        self, drops: Drops, name: str, sidecar: bytes, code: str
+    ) -> None:
+        drops.serve()
+        drops.put(f"{name}.job.json", sidecar)
+        drops.put(name, LINE)
+        drops.put("good.jsonl", LINE)
+        for _ in range(3):
+            assert len(drops.take_all()) == 1
+            ((reason, place),) = drops.letters()
+            assert reason == code
+            assert place.endswith(f"incoming/{name}")
 
 
 class _Failing(PipelineError):

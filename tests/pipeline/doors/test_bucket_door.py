@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_client import S3Connection
 from pipeline.adapters.s3_settings import S3Settings
@@ -23,7 +25,7 @@ from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor, DropSettings, Taken
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.ports import PipelineError, World
-from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops
+from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops, RefusalContract
 from tests.servers.moto import MotoServer
 
 SOON = EventSettings(no_room=0, waiting=0, failed=0, foreign=0)
@@ -53,18 +55,17 @@ def clients(s3_server: MotoServer) -> Clients:
 
 
 class BucketDrops(Drops):
-    """A bucket with a root below `root/`, and a tenant's drop place elsewhere in it."""
+    """A bucket with a tenant's drop place, and a root that by default lies in it too."""
 
-    tenant = "team-a"
-
-    def __init__(self, clients: Clients, bucket: str) -> None:
+    def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
         self.clients = clients
         self.bucket = bucket
         self.s3 = clients.s3
         self.sqs = clients.sqs
         self.connection = clients.connection
         self.s3.create_bucket(Bucket=bucket)
-        self.store = S3Store(bucket, "root", self.connection)
+        self.tenant = "team-a"
+        self.store = S3Store(bucket, "root", self.connection) if root is None else FolderStore(root)
         self.world = World(self.store, SystemClock(), SystemRandomness(), self.store.scratch)
 
     def put(self, name: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
@@ -89,8 +90,8 @@ class BucketDrops(Drops):
 class NotifiedDrops(BucketDrops):
     """The same, and the bucket tells a queue of uploads."""
 
-    def __init__(self, clients: Clients, bucket: str) -> None:
-        super().__init__(clients, bucket)
+    def __init__(self, clients: Clients, bucket: str, root: Path | None = None) -> None:
+        super().__init__(clients, bucket, root)
         self._queues: dict[int, SqsQueue] = {}
         self.queue_url = self.sqs.create_queue(QueueName=bucket)["QueueUrl"]
         arn = self.sqs.get_queue_attributes(QueueUrl=self.queue_url, AttributeNames=["QueueArn"])["Attributes"][
@@ -159,20 +160,20 @@ def bucket(unique_name: Callable[[], str]) -> str:
     return f"drops-{unique_name()[-8:]}"
 
 
-class TestBucketSweepContract(DropDoorContract):
+class TestBucketSweepContract(DropDoorContract, RefusalContract):
     every = 3
 
     @pytest.fixture
-    def drops(self, clients: Clients, bucket: str) -> BucketDrops:
-        return BucketDrops(clients, bucket)
+    def drops(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketDrops:
+        return BucketDrops(clients, bucket, tmp_path / "root")
 
 
 class TestBucketEventsContract(DropDoorContract):
     every = 5
 
     @pytest.fixture
-    def drops(self, clients: Clients, bucket: str) -> BucketDrops:
-        return EventDrops(clients, bucket)
+    def drops(self, clients: Clients, bucket: str, tmp_path: Path) -> BucketDrops:
+        return EventDrops(clients, bucket, tmp_path / "root")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pipeline.doors.drops import DropDoor, Taken
 from pipeline.doors.folder_watch import FolderInbox
 from pipeline.intake import Intake
 from pipeline.ports import World
-from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops
+from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops, RefusalContract
 from tests.pipeline.simulation import SeededRandomness, SimulatedClock
 
 SETTLE = 2.0
@@ -57,7 +58,7 @@ def drops(tmp_path: Path) -> Iterator[FolderDrops]:
     place.store.close()
 
 
-class TestFolderDoorContract(DropDoorContract):
+class TestFolderDoorContract(DropDoorContract, RefusalContract):
     pass
 
 
@@ -155,3 +156,21 @@ def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_
             watch.step()
     assert len(served.jobs()) == 3
     assert served.clock.seconds == pytest.approx(24.0)
+
+
+def test_given_so_many_files_that_a_sweep_takes_long_when_watched_then_it_rests_ten_times_as_long(
+    served: FolderDrops,
+) -> None:
+    class SlowDoor(DropDoor):
+        sweeps = 0
+
+        def sweep(self) -> Counter[Taken]:
+            self.sweeps += 1
+            served.clock.sleep(5.0)
+            return super().sweep()
+
+    door = SlowDoor(FolderInbox(served.store, served.clock), Intake(served.world), served.world)
+    watch = DropWatch([door], served.world, WatchSettings(sweep_every=1.0))
+    while served.clock.seconds < 10 * 55.0:
+        watch.step()
+    assert door.sweeps == 10
