@@ -1,0 +1,145 @@
+"""`jobs`: a record names a whole input, which becomes one job, named by the record's topic, partition and offset.
+
+The value is `{"uri": …, "options": {…}}`. What a tenant may name is a matter of the settings: prefixes of URIs, and
+none of local files unless one says so.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.doors.kafka_batches import Origin, Place, moment, origin_key
+from pipeline.doors.kafka_letters import KafkaLetters
+from pipeline.doors.kafka_records import (
+    JOB_LABEL,
+    OPTION_HEADERS,
+    Record,
+    RecordRules,
+    Refused,
+    Unfit,
+    check_value,
+    read_headers,
+)
+from pipeline.doors.kafka_requests import Accepts
+from pipeline.doors.kafka_settings import KafkaDoorSettings
+from pipeline.intake import NO_MODEL, IntakeRefused, JobDraft
+from pipeline.ledger import JOBS, JobLedger
+from pipeline.planner.api import InputError
+from pipeline.ports import PipelineError, World
+from pipeline.submit import derived_job_id
+from schemas.job import InputRef
+from schemas.limits import Limits
+from schemas.options import JobOptions
+
+_MOST_BYTES: Final = 1 << 20
+_SCHEMES: Final = ("s3", "file")
+
+Pin = Callable[[str], InputRef]
+"""From a URI to what lies there now. Raises `InputError` when nothing that is an input does."""
+
+logger = structlog.get_logger(__name__)
+
+
+class JobRequest(BaseModel):
+    """The value of a record of `jobs`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str = Field(min_length=1, max_length=4_096)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class JobRecords:
+    """What the door does with a partition of jobs by reference.
+
+    Args:
+        pin: fixes what a URI names, so that the job reads that and nothing later.
+    """
+
+    def __init__(
+        self, world: World, intake: Accepts, letters: KafkaLetters, settings: KafkaDoorSettings, pin: Pin
+    ) -> None:
+        self._world = world
+        self._intake = intake
+        self._letters = letters
+        self._settings = settings
+        self._pin = pin
+
+    def begin(self, place: Place, offset: int) -> int:
+        """Nothing: each record is known by its own offset."""
+        return offset
+
+    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+        """A job for each record, or a dead letter; the offset behind them."""
+        for record in records:
+            try:
+                self._accept(place, record)
+            except IntakeRefused as refused:
+                if refused.code == NO_MODEL:
+                    raise PipelineError(f"{place}: {refused}; the record waits") from refused
+                self._letters.write(place, [Refused(record, refused.code, str(refused))])
+            except InputError as error:
+                self._letters.write(place, [Refused(record, "input_error", str(error))])
+            except Unfit as unfit:
+                self._letters.write(place, [Refused(record, unfit.code, str(unfit))])
+        return records[-1].offset + 1
+
+    def _accept(self, place: Place, record: Record) -> None:
+        asked, options, reply_to = self._read(place, record)
+        identity = (place.cluster, place.topic, str(place.partition), str(record.offset))
+        job_id = derived_job_id(moment(record.timestamp), "kafka job", *identity)
+        self._world.store.create(origin_key(job_id), Origin(reply_to=reply_to).to_json())
+        try:
+            if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
+                return  # its input is pinned; what lies there now is of no interest
+            self._intake.accept(JobDraft(self._pin(asked.uri.removeprefix("file://")), options, place.tenant, job_id))
+        except (IntakeRefused, InputError):
+            self._world.store.delete(origin_key(job_id))
+            raise
+        logger.info("kafka_job_taken", job=job_id, place=str(place), offset=record.offset, tenant=place.tenant)
+
+    def _read(self, place: Place, record: Record) -> tuple[JobRequest, JobOptions, str | None]:
+        """What the record asks for. An option stands before the header of its name."""
+        group, reply_to = read_headers(record.headers, self._settings.reply_topics)
+        value = check_value(record.value, RecordRules(place.tenant, _MOST_BYTES, limits=Limits()))
+        given = {name: found for name in OPTION_HEADERS if (found := getattr(group, name)) is not None}
+        try:
+            asked = JobRequest.model_validate(value)
+            metadata = dict(asked.options.get("metadata") or {})
+            if group.job is not None:
+                metadata.setdefault(JOB_LABEL, group.job)
+            options = JobOptions.model_validate(given | asked.options | {"metadata": metadata})
+        except (ValidationError, TypeError, ValueError) as error:
+            raise Unfit("invalid_request", _first(error)) from None
+        check_uri(asked.uri, self._settings.uri_prefixes.get(place.tenant, ()))
+        return asked, options, reply_to
+
+
+def check_uri(uri: str, prefixes: Collection[str]) -> None:
+    """Raises `Unfit` for a URI that isn't below one of `prefixes`, or that doesn't say plainly where it is."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} is none: {error}") from None
+    if parts.scheme not in _SCHEMES:
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} must begin with s3:// or file://")
+    if parts.scheme == "file" and (
+        parts.netloc or unquote(parts.path) != parts.path or posixpath.normpath(parts.path) != parts.path
+    ):
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} must be file:/// and an absolute path without . , .. or %")
+    if not any(uri.startswith(prefix) and uri != prefix for prefix in prefixes):
+        allowed = ", ".join(prefixes) or "none is configured"
+        raise Unfit("forbidden_uri", f"uri {uri[:200]!r} is not below what this tenant may name ({allowed})")
+
+
+def _first(error: ValidationError | TypeError | ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return f"options.metadata: {error}"
+    detail = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
