@@ -1,0 +1,134 @@
+"""Members that come, go and are killed while records flow: nothing lost or doubled, no offset ahead of storage."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.doors.kafka_house import KafkaHouse, Said, child, request, until
+from tests.servers.kafka import KafkaBroker
+
+PARTITIONS = 4
+
+
+@pytest.fixture
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, partitions=PARTITIONS)
+    house.make_topics(house.deadletter)
+    yield house
+    house.close()
+
+
+class Stream:
+    """Records that are produced on all partitions until the test has seen enough."""
+
+    def __init__(self, house: KafkaHouse, every: float) -> None:
+        self._house = house
+        self._every = every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.sent = [0] * PARTITIONS
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def names(self) -> list[str]:
+        return sorted(f"p{number}-{count}" for number, sent in enumerate(self.sent) for count in range(sent))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            said = []
+            for number in range(PARTITIONS):
+                said += [Said(request(f"p{number}-{self.sent[number] + n}"), b"k", (), number) for n in range(5)]
+                self.sent[number] += 5
+            self._house.produce(said)
+
+
+def check_offsets(house: KafkaHouse) -> None:
+    """Offsets first, then storage: what is committed must be durable by then, jobs and all."""
+    committed = [house.committed(number) or 0 for number in range(PARTITIONS)]
+    jobs = len(house.jobs())
+    batches = house.batches()
+    for number, offset in enumerate(committed):
+        mine = [batch for batch in batches if batch.partition == number]
+        durable = max((batch.last + 1 for batch in mine), default=0)
+        assert offset <= durable, f"partition {number}: committed {offset}, durable {durable}"
+        assert offset in {0, *(batch.last + 1 for batch in mine)}, "committed in the middle of a batch"
+    behind = sum(batch.last + 1 <= committed[batch.partition] for batch in batches)
+    assert jobs >= behind, "an offset was committed before its batch's job stood"
+
+
+def rebalance(house: KafkaHouse, times: int, every: float, seed: int) -> Stream:
+    """One steady member; others join, leave in order or are killed, in turn."""
+    chance = random.Random(seed)
+    steady = house.door()
+    with Stream(house, every) as stream, house.running(steady):
+        until(lambda: steady.counts.rebalances >= 1 and steady.counts.records > 0, "the first member reads")
+        for turn in range(times):
+            seen = steady.counts.rebalances
+            if turn % 3 == 2:
+                other = child(house, "never", batch_records=chance.randint(3, 20))
+                until(lambda seen=seen: steady.counts.rebalances > seen, "another joined")
+                time.sleep(chance.random() * 0.5)
+                other.kill()
+                other.wait()
+            else:
+                with house.running(house.door(house.settings(batch_records=chance.randint(3, 20)))):
+                    until(lambda seen=seen: steady.counts.rebalances > seen, "another joined")
+                    time.sleep(chance.random() * 0.5)
+            seen = steady.counts.rebalances
+            if turn % 5 == 0:
+                check_offsets(house)
+    with house.running(house.door()):
+        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == stream.sent, "all is committed")
+    return stream
+
+
+def check_taken(house: KafkaHouse, stream: Stream) -> None:
+    assert house.lines() == stream.names()
+    check_offsets(house)
+    for number in range(PARTITIONS):
+        ends = [(batch.first, batch.last) for batch in house.batches() if batch.partition == number]
+        assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
+
+
+def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+    check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_200)
+def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+    check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
+
+
+def test_given_the_broker_dies_and_comes_back_when_records_flow_then_none_is_lost(
+    durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
+) -> None:
+    house = KafkaHouse(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, partitions=PARTITIONS)
+    house.make_topics(house.deadletter)
+    with house.running(house.door()):
+        for life in range(2):
+            house.produce([Said(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
+            durable_kafka_broker.kill()
+            time.sleep(0.5)
+            durable_kafka_broker.start()
+        house.produce([Said(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
+        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == [30] * PARTITIONS, "all is committed")
+
+    assert house.lines() == sorted(
+        [f"a{life}-{n}" for life in range(2) for n in range(40)] + [f"b{n}" for n in range(40)]
+    )
+    house.close()
