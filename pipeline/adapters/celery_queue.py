@@ -12,6 +12,7 @@ is put again by the dispatcher.
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -193,6 +194,7 @@ class CeleryQueue:
         connection = Connection(
             self._settings.url,
             connect_timeout=self._settings.timeout,
+            ssl=_security(self._settings.url),
             transport_options=_options(self._settings.url, self._settings.timeout)
             | dict(self._settings.transport_options),
         )
@@ -253,6 +255,11 @@ class _Line:
         if connection is not None:
             with suppress(*broken):  # it is given up; what it says to that helps nobody
                 connection.release()
+
+
+def _security(url: str) -> dict[str, Any] | None:
+    """TLS for Redis: kombu alone would take any certificate. What the URL says of it (`?ssl_ca_certs=…`) goes first."""
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED} if url.startswith("rediss:") else None
 
 
 def _options(url: str, timeout: float) -> dict[str, Any]:

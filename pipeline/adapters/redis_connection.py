@@ -29,14 +29,14 @@ class RedisSettings:
         prefix: what all keys begin with, so that several installations can share a server.
         connect_timeout: to reach the server.
         timeout: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem dead.
-        most_connections: at once.
+        most_connections: at once; made when they are wanted. Who waits for events of the lane needs one meanwhile.
     """
 
     url: str = field(repr=False)
     prefix: str = "tokenmill"
     connect_timeout: float = 2.0
     timeout: float = 2.0
-    most_connections: int = 32
+    most_connections: int = 256
 
 
 class RedisClient:

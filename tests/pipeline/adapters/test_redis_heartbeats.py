@@ -148,7 +148,12 @@ def test_nothing_is_left_of_workers_that_are_gone_for_long(
     beats = open_heartbeats(0.05)
     for number in range(20):
         beats.beat(WorkerState(f"w{number}"))
-    time.sleep(0.7)
+    raw = redis.Redis.from_url(redis_server.url)
+    for _ in range(35):
+        beats.beat(WorkerState("lives"))
+        time.sleep(0.02)
     beats.workers()
-    left = set(redis.Redis.from_url(redis_server.url).scan_iter(f"{prefix}:*"))
+    assert raw.zcard(f"{prefix}:beats:workers") == 1
+    time.sleep(0.7)
+    left = set(raw.scan_iter(f"{prefix}:*"))
     assert left == {f"{prefix}:beats:since".encode(), f"{prefix}:beats:last".encode()}
