@@ -145,6 +145,7 @@ class Foreman:
         found = {ledger.name: ledger for ledger in open_jobs(self._world.store)}
         for name in [name for name, known in self._known.items() if name not in found and known.planning is None]:
             del self._known[name]
+            logger.info("job ended", job=name)
         for name, ledger in found.items():
             if name in self._known:
                 continue
