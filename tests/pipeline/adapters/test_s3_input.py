@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.adapters.s3_client import S3Connection
 from pipeline.adapters.s3_input import PinnedS3Input, pin_s3_input
-from pipeline.adapters.s3_settings import S3Settings
 from pipeline.inputs import open_pinned, pin_uri
 from pipeline.ledger import JobLedger
 from pipeline.planner import InputError
@@ -50,8 +50,8 @@ def bucket(server: S3Server, unique_name: Callable[[], str], versioned: bool) ->
 
 
 @pytest.fixture
-def settings(server: S3Server, tmp_path: Path) -> S3Settings:
-    return settings_for(server, tmp_path, read_bytes=1_000)
+def s3(server: S3Server, tmp_path: Path) -> S3Connection:
+    return S3Connection(settings_for(server, tmp_path, read_bytes=1_000))
 
 
 def lines(word: str) -> bytes:
@@ -95,57 +95,57 @@ class ReplacingStore(MemoryStore):
         return super().create(key, data)
 
 
-def plan_it(world: World, pinned: InputRef, settings: S3Settings, on_invalid: OnInvalid = OnInvalid.ROW) -> JobLedger:
+def plan_it(world: World, pinned: InputRef, s3: S3Connection, on_invalid: OnInvalid = OnInvalid.ROW) -> JobLedger:
     ledger = JobLedger(world.store)
     plan = JobSettings(plan=PlanSettings(segment_rows=4, first_segment_rows=4), on_invalid=on_invalid)
     job = submit(order(input=pinned, settings=plan), ledger, world).job
-    plan_job(ledger, job, world, open_input=partial(open_pinned, s3=settings))
+    plan_job(ledger, job, world, open_input=partial(open_pinned, s3=s3))
     return ledger
 
 
 @pytest.mark.parametrize(("name", "make"), [("in.jsonl", lines), ("in.parquet", parquet)])
 def test_given_an_object_in_s3_when_its_job_is_planned_then_the_plan_holds_its_rows(
-    server: S3Server, bucket: str, settings: S3Settings, tmp_path: Path, versioned: bool, name: str,
+    server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path, versioned: bool, name: str,
     make: Callable[[str], bytes],
 ) -> None:  # fmt: skip
     server.client().put_object(Bucket=bucket, Key=f"incoming/{name}", Body=make("old"))
 
-    pinned = pin_uri(f"s3://{bucket}/incoming/{name}", s3=settings)
+    pinned = pin_uri(f"s3://{bucket}/incoming/{name}", s3=s3)
 
     (file,) = pinned.files
     assert (file.uri, file.size) == (f"s3://{bucket}/incoming/{name}", len(make("old")))
     assert (file.version is not None, file.etag is not None) == (versioned, True)
     assert InputRef.model_validate_json(pinned.to_json()) == pinned
-    assert prompts(plan_it(simulated_world(tmp_path), pinned, settings)) == [f"old {row}" for row in range(ROWS)]
+    assert prompts(plan_it(simulated_world(tmp_path), pinned, s3)) == [f"old {row}" for row in range(ROWS)]
 
 
 @pytest.mark.parametrize(("name", "make"), [("in.jsonl", lines), ("in.parquet", parquet)])
 def test_given_an_object_that_is_replaced_while_its_job_is_planned_then_the_two_are_never_mixed(
-    server: S3Server, bucket: str, settings: S3Settings, tmp_path: Path, versioned: bool, name: str,
+    server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path, versioned: bool, name: str,
     make: Callable[[str], bytes],
 ) -> None:  # fmt: skip
     put = partial(server.client().put_object, Bucket=bucket, Key=name)
     put(Body=make("old"))
-    pinned = pin_s3_input(f"s3://{bucket}/{name}", settings)
+    pinned = pin_s3_input(f"s3://{bucket}/{name}", s3)
     world = simulated_world(tmp_path)
     store = ReplacingStore(lambda: put(Body=make("new")))
     world = World(store, world.clock, world.random, tmp_path)
 
     if versioned:
-        assert prompts(plan_it(world, pinned, settings)) == [f"old {row}" for row in range(ROWS)]
+        assert prompts(plan_it(world, pinned, s3)) == [f"old {row}" for row in range(ROWS)]
     else:
         with pytest.raises(InputError, match=rf"{name}: was replaced after the job was accepted.*; put the old object"):
-            plan_it(world, pinned, settings)
+            plan_it(world, pinned, s3)
         assert prompts(JobLedger(store)) == [f"old {row}" for row in range(4)]
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_then_one_line_says_so(
-    server: S3Server, bucket: str, settings: S3Settings, versioned: bool, change: str
+    server: S3Server, bucket: str, s3: S3Connection, versioned: bool, change: str
 ) -> None:
     client, place = server.client(), {"Bucket": bucket, "Key": "in.jsonl"}
     client.put_object(**place, Body=b"one\n")
-    watched = PinnedS3Input(pin_s3_input(f"s3://{bucket}/in.jsonl", settings), settings)
+    watched = PinnedS3Input(pin_s3_input(f"s3://{bucket}/in.jsonl", s3), s3)
     (file,) = watched.files()
     watched.check()
     if change == "replaced":
@@ -165,7 +165,7 @@ def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_t
         assert "\n" not in str(caught.value)
 
 
-def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, settings: S3Settings) -> None:
+def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, s3: S3Connection) -> None:
     for key in (
         "d/b.jsonl",
         "d/a.jsonl",
@@ -177,43 +177,43 @@ def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, s
         "e/x.parquet",
     ):
         server.client().put_object(Bucket=bucket, Key=key, Body=key.encode())
-    pinned = pin_s3_input(f"s3://{bucket}/d/", settings)
+    pinned = pin_s3_input(f"s3://{bucket}/d/", s3)
     assert (pinned.uri, pinned.format) == (f"s3://{bucket}/d/", InputFormat.JSONL)
     assert [file.uri for file in pinned.files] == [f"s3://{bucket}/d/a.jsonl", f"s3://{bucket}/d/b.jsonl"]
-    opened = PinnedS3Input(pinned, settings)
+    opened = PinnedS3Input(pinned, s3)
     opened.check()
     assert [file.open().read() for file in opened.files()] == [b"d/a.jsonl", b"d/b.jsonl"]
     with pytest.raises(InputError, match=r"holds no \.jsonl or .parquet file"):
-        pin_s3_input(f"s3://{bucket}/d/deeper/none/", settings)
+        pin_s3_input(f"s3://{bucket}/d/deeper/none/", s3)
 
 
 def test_a_version_that_an_event_names_is_taken_and_not_the_newest(
-    server: S3Server, unique_name: Callable[[], str], settings: S3Settings
+    server: S3Server, unique_name: Callable[[], str], s3: S3Connection
 ) -> None:
     bucket = server.make_bucket(unique_name(), versioned=True)
     first = server.client().put_object(Bucket=bucket, Key="in.jsonl", Body=b"1\n")["VersionId"]
     server.client().put_object(Bucket=bucket, Key="in.jsonl", Body=b"22\n")
-    pinned = pin_s3_input(f"s3://{bucket}/in.jsonl", settings, version=first)
+    pinned = pin_s3_input(f"s3://{bucket}/in.jsonl", s3, version=first)
     assert (pinned.files[0].version, pinned.files[0].size) == (first, 2)
-    assert PinnedS3Input(pinned, settings).files()[0].open().read() == b"1\n"
+    assert PinnedS3Input(pinned, s3).files()[0].open().read() == b"1\n"
 
 
 def test_the_same_order_again_finds_its_job_and_another_object_is_another_order(
-    server: S3Server, bucket: str, settings: S3Settings, tmp_path: Path
+    server: S3Server, bucket: str, s3: S3Connection, tmp_path: Path
 ) -> None:
     put = partial(server.client().put_object, Bucket=bucket, Key="in.jsonl")
     put(Body=lines("old"))
     world = simulated_world(tmp_path)
     ledger = JobLedger(world.store)
-    first = submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", settings)), ledger, world)
-    again = submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", settings)), ledger, world)
+    first = submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", s3)), ledger, world)
+    again = submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", s3)), ledger, world)
     assert (first.created, again.created, again.job) == (True, False, first.job)
     put(Body=lines("new"))
     with pytest.raises(DifferentJob, match=r"input\.etag was"):
-        submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", settings)), ledger, world)
+        submit(order(input=pin_s3_input(f"s3://{bucket}/in.jsonl", s3)), ledger, world)
 
 
-def test_what_cannot_be_pinned_is_refused(server: S3Server, bucket: str, settings: S3Settings) -> None:
+def test_what_cannot_be_pinned_is_refused(server: S3Server, bucket: str, s3: S3Connection) -> None:
     server.client().put_object(Bucket=bucket, Key="in.txt", Body=b"")
     server.client().put_object(Bucket=bucket, Key="in.jsonl.gz", Body=b"")
     for key, said in (
@@ -222,26 +222,26 @@ def test_what_cannot_be_pinned_is_refused(server: S3Server, bucket: str, setting
         ("in.jsonl.gz", "compressed input is not supported"),
     ):
         with pytest.raises(InputError, match=said):
-            pin_s3_input(f"s3://{bucket}/{key}", settings)
+            pin_s3_input(f"s3://{bucket}/{key}", s3)
     with pytest.raises(StoreError, match="carries credentials or a signature"):
-        pin_uri(f"s3://{bucket}/in.jsonl?X-Amz-Signature=hush", s3=settings)
+        pin_uri(f"s3://{bucket}/in.jsonl?X-Amz-Signature=hush", s3=s3)
     bare = InputRef(
         uri="s3://b/in.jsonl", format=InputFormat.JSONL, files=(InputFile(uri="s3://bbb/in.jsonl", size=1),)
     )
     with pytest.raises(InputError, match="was pinned neither to a version nor to an ETag"):
-        open_pinned(bare, settings)
+        open_pinned(bare, s3)
 
 
 def test_given_a_bucket_whose_versions_are_suspended_then_the_etag_is_pinned(
-    server: S3Server, unique_name: Callable[[], str], settings: S3Settings
+    server: S3Server, unique_name: Callable[[], str], s3: S3Connection
 ) -> None:
     """Its newest version is called "null" and changes with the next upload."""
     client: Any = server.client()
     bucket = server.make_bucket(unique_name(), versioned=True)
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
     client.put_object(Bucket=bucket, Key="in.jsonl", Body=b"1\n")
-    pinned = pin_s3_input(f"s3://{bucket}/in.jsonl", settings)
+    pinned = pin_s3_input(f"s3://{bucket}/in.jsonl", s3)
     assert pinned.files[0].version is None
     client.put_object(Bucket=bucket, Key="in.jsonl", Body=b"2\n")
     with pytest.raises(InputError, match="was replaced"):
-        PinnedS3Input(pinned, settings).check()
+        PinnedS3Input(pinned, s3).check()

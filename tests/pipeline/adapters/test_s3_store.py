@@ -1,4 +1,4 @@
-"""A bucket as an object store: the contract on two real servers, and what only S3 can do wrong."""
+"""A bucket as an object store: what only S3 can do wrong."""
 
 from __future__ import annotations
 
@@ -15,26 +15,11 @@ import pytest
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_client import S3Connection
 from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError
-from tests.pipeline.contracts.s3_store_contract import IN_PARTS, MEGABYTE, S3StoreContract, unfinished
+from tests.pipeline.contracts.s3_store_contract import IN_PARTS, MEGABYTE, unfinished
 from tests.pipeline.s3_stores import open_s3, settings_for
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
-
-
-class TestS3StoreOnMoto(S3StoreContract):
-    @pytest.fixture
-    def server(self, s3_server: MotoServer) -> MotoServer:
-        return s3_server
-
-
-@pytest.mark.slow
-class TestS3StoreOnSeaweed(S3StoreContract):
-    """Slow, because writers that race wait whole seconds there."""
-
-    @pytest.fixture
-    def server(self, durable_s3_server: SeaweedServer) -> SeaweedServer:
-        return durable_s3_server
 
 
 @pytest.fixture
