@@ -97,12 +97,12 @@ def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read
     one = house.settings(group=f"{house.name}-one", batch_records=10)
     two = house.settings(group=f"{house.name}-two", batch_records=13)
     with house.running(house.door(one)), house.running(house.door(two)):
-        for start in range(0, 120, 10):
-            house.produce([Said(request(f"a{n}")) for n in range(start, start + 10)])
+        for start in range(0, 60, 20):
+            house.produce([Said(request(f"a{n}")) for n in range(start, start + 20)])
         for settings in (one, two):
-            until(lambda group=settings.group: house.committed(0, group=group) == 120, "both are through")
+            until(lambda group=settings.group: house.committed(0, group=group) == 60, "both are through")
 
-    assert house.lines() == sorted(f"a{n}" for n in range(120))
+    assert house.lines() == sorted(f"a{n}" for n in range(60))
     ends = [(batch.first, batch.last) for batch in house.batches()]
     assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])], "batches overlap or leave gaps"
 
@@ -179,7 +179,7 @@ def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits
     with house.running(door):
         until(lambda: door.counts.rebalances == 1 and door.counts.pauses >= 2, "paused")
         house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(10)])
-        time.sleep(2.0)  # longer than the session's timeout
+        time.sleep(1.3)  # longer than the session's timeout
         assert house.jobs() == []
         gate.open.set()
         until(lambda: house.committed(0) == 5 and house.committed(1) == 5, "resumed")
@@ -191,10 +191,10 @@ def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits
 def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_member_stays_and_all_are_taken(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
-    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 2.5))  # type: ignore[return-value,arg-type]
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
     house.make_topics(house.requests, house.deadletter)
     house.produce([Said(request(f"a{n}")) for n in range(20)])
-    door = house.door(house.settings(batch_records=10, max_poll_interval=1.5))
+    door = house.door(house.settings(batch_records=10, max_poll_interval=1.1))
 
     with house.running(door):
         until(lambda: house.committed(0) == 20, "all stored")
