@@ -66,6 +66,69 @@ class S3Options(BaseModel):
     checksums: Literal["when_supported", "when_required"] = "when_supported"
 
 
+class BucketOptions(BaseModel):
+    """Where files are dropped, when the root is a bucket.
+
+    Attributes:
+        places: prefix below the root -> the tenant whose place it is.
+        queue_url: the SQS queue that the bucket tells of new objects; None: only sweeps find them.
+        queue_endpoint: URL of another server than AWS's; None: as for S3.
+        sweep_seconds: between two listings of the places.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    places: dict[str, str] = Field(default_factory=lambda: {"incoming/": "default"})
+    queue_url: str | None = None
+    queue_endpoint: str | None = None
+    sweep_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+
+
+class KafkaOptions(BaseModel):
+    """How Kafka is reached, and what of it is used.
+
+    Attributes:
+        bootstrap: "host:port" of some brokers; none: Kafka is not used.
+        security, mechanism, username, password, ca_file, cert_file, key_file, key_password: as Kafka's clients know
+            them.
+        topic_prefix: of requests, jobs, results, events and deadletter.
+        requests, jobs: topic -> tenant; empty: the prefix's topic, for the tenant "default".
+        group: of the consumers.  epoch: names the cluster, where its topics have no ids.
+        start: where a group begins that has no offset, or one out of range.
+        batch_records, batch_seconds: a batch is stored when it has so many records, or its first has waited so long.
+        reply_topics: topics that a record's `reply_to` may name.
+        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name.
+        announce_all: jobs of other doors, too.
+        idempotence: of the producer.
+        session_timeout: seconds without a sign of life after which a consumer's partitions go to others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bootstrap: tuple[str, ...] = ()
+    security: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "AWS_MSK_IAM"] | None = None
+    username: str | None = None
+    password: SecretStr | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    key_password: SecretStr | None = None
+    topic_prefix: str = "tokenmill"
+    requests: dict[str, str] = Field(default_factory=dict)
+    jobs: dict[str, str] = Field(default_factory=dict)
+    group: str = "tokenmill-intake"
+    epoch: str | None = None
+    start: Literal["earliest", "latest", "stop"] = "earliest"
+    batch_records: Positive = 5_000
+    batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    reply_topics: tuple[str, ...] = ()
+    uri_prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    announce_all: bool = False
+    idempotence: bool = True
+    session_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 45.0
+
+
 class Settings(BaseSettings):
     """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
 
@@ -75,7 +138,7 @@ class Settings(BaseSettings):
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
         root: the folder or s3:// URL that holds all jobs of this installation.
-        s3: how to reach S3.
+        s3: how to reach S3.  bucket, kafka: the doors there.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any model that is served.
         default_tier: of jobs that name none.
@@ -101,6 +164,8 @@ class Settings(BaseSettings):
     instruction_set: InstructionSet = "auto"
     root: str | None = None
     s3: S3Options = S3Options()
+    bucket: BucketOptions = BucketOptions()
+    kafka: KafkaOptions = KafkaOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None
     default_model: str | None = None

@@ -52,6 +52,7 @@ app.command("worker", short_help="Compute shards that a dispatcher hands out.")(
 app.command("dispatcher", short_help="Plan jobs and hand out their shards.")(serve.dispatcher)
 app.add_typer(deadletters.app, name="deadletters", short_help="What could not become a request.")
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
+app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
 app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")

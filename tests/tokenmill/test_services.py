@@ -25,6 +25,7 @@ from schemas.options import JobOptions
 from tests.servers.redis import RedisServer
 
 SECONDS = 120
+ROOT = str(Path(__file__).parents[2])
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -37,7 +38,7 @@ def start(place: Path) -> Iterator[Start]:
         log = (place / f"process-{len(processes)}.log").open("w")
         process = subprocess.Popen(
             [sys.executable, "-m", "tokenmill", *map(str, arguments)],
-            stdout=log, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables},
+            stdout=log, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ROOT, **variables},
         )  # fmt: skip
         processes.append(process)
         return process

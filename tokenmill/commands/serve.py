@@ -1,8 +1,10 @@
-"""The long-running commands: all parts in one process (`serve`), or one part each (`worker`, `dispatcher`)."""
+"""The long-running commands: all parts in one process (`serve`), or one part each (`worker`, `dispatcher`,
+`intake`)."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -135,6 +137,26 @@ def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _d
         run_together(stop, service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings)), {})
 
 
+def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
+    """Make jobs of what comes in by the doors that are set up, until told to stop. Several may run.
+
+    With an s3:// root: what is dropped below incoming/, told of by TOKENMILL_BUCKET__QUEUE_URL or found by listing.
+    With
+    TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
+    """
+    from tokenmill.doors import door_parts
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.processes import run_together, until_told
+    from tokenmill.root import open_root
+
+    log_to_stderr(logging.INFO)
+    settings = read_settings()
+    with until_told() as stop, open_root(root_url, settings) as root:
+        parts = door_parts(root, settings)
+        say(f"taking in for {root.url}: {', '.join(parts)}")
+        run_together(stop, _wait, parts)
+
+
 def _options(
     settings: Settings,
     dtype: DType,
@@ -164,3 +186,9 @@ def _load(model: str, settings: Settings, options: EngineOptions, chat_template:
 
 def _price(given: float | None, settings: Settings) -> float | None:
     return settings.price_per_hour if given is None else given
+
+
+def _wait(stop: threading.Event) -> None:
+    """The main thread's part where all others are on threads of their own; signals get through to it."""
+    while not stop.wait(1.0):
+        pass

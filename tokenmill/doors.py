@@ -1,0 +1,121 @@
+"""The doors of the deployed form, from settings: a bucket's events, Kafka's topics, and what is announced there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.doors.drop_watch import DropWatch, WatchSettings
+from pipeline.doors.drops import DropDoor
+from pipeline.intake import Intake
+from tokenmill.errors import UserError
+from tokenmill.root import S3, Root, intake_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.adapters.kafka_connection import KafkaConnection
+    from schemas.settings import KafkaOptions, Settings
+    from tokenmill.processes import Part
+
+
+def door_parts(root: Root, settings: Settings) -> dict[str, Part]:
+    """What the settings ask for, by name. Raises `UserError` when that is nothing, or contradicts itself."""
+    parts: dict[str, Part] = {}
+    if root.url.startswith(S3):
+        parts["bucket"] = _bucket(root, settings)
+    elif settings.bucket.queue_url:
+        raise UserError(f"TOKENMILL_BUCKET__QUEUE_URL is set, but {root.url} is no bucket; name an s3:// root")
+    if settings.kafka.bootstrap:
+        parts |= _kafka(root, settings)
+    if not parts:
+        raise UserError(
+            "no door is set up; name an s3:// root, or Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP. "
+            "For a folder of dropped files use 'tokenmill serve'"
+        )
+    return parts
+
+
+def _bucket(root: Root, settings: Settings) -> Part:
+    from pipeline.adapters.s3_client import S3Connection
+    from pipeline.adapters.s3_url import split_url
+    from pipeline.adapters.sqs import SqsQueue, SqsSettings
+    from pipeline.doors.bucket_events import BucketEvents
+    from pipeline.doors.bucket_inbox import BucketInbox
+
+    bucket, prefix = split_url(root.url)
+    above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
+    intake, connection = Intake(root.world, intake_settings(settings)), S3Connection(root.s3)
+    inboxes = [
+        BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
+    ]
+    doors = [DropDoor(inbox, intake, root.world) for inbox in inboxes]
+    events = None
+    if settings.bucket.queue_url:
+        queue = SqsQueue(
+            SqsSettings(
+                settings.bucket.queue_url,
+                region=settings.s3.region,
+                endpoint=settings.bucket.queue_endpoint or settings.s3.endpoint,
+            )
+        )
+        events = BucketEvents(queue, list(zip(inboxes, doors, strict=True)), root.world)
+    watch = WatchSettings(sweep_every=settings.bucket.sweep_seconds)
+    return DropWatch(doors, root.world, watch, events).run
+
+
+def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
+    from pipeline.adapters.kafka_producer import KafkaSender, ProducerSettings
+    from pipeline.announcer import Announcer, AnnouncerSettings
+    from pipeline.doors.kafka_consumer import KafkaDoor
+    from pipeline.doors.kafka_jobs import JobRecords
+    from pipeline.doors.kafka_letters import KafkaLetters
+    from pipeline.doors.kafka_partition import Handler
+    from pipeline.doors.kafka_requests import RequestBatches
+    from pipeline.doors.kafka_settings import KafkaDoorSettings
+
+    options = settings.kafka
+    prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
+    door = KafkaDoorSettings(
+        _connection(options),
+        requests=options.requests or {f"{prefix}.requests": "default"},
+        jobs=options.jobs or {f"{prefix}.jobs": "default"},
+        deadletter_topic=f"{prefix}.deadletter",
+        group=options.group,
+        epoch=options.epoch,
+        start=options.start,
+        batch_records=options.batch_records,
+        batch_seconds=options.batch_seconds,
+        most_value_bytes=settings.limits.max_line_bytes,
+        reply_topics=reply_topics,
+        uri_prefixes=options.uri_prefixes,
+        session_timeout=options.session_timeout,
+    )
+    sender = KafkaSender(ProducerSettings(door.connection, idempotence=options.idempotence))
+    letters = KafkaLetters(root.world, sender, door.deadletter_topic, door.deadletter_patience)
+    intake = Intake(root.world, intake_settings(settings))
+    batches = RequestBatches(root.world, intake, letters, door, settings.limits)
+    jobs = JobRecords(root.world, intake, letters, door, root.pin)
+    handlers: dict[str, Handler] = {**dict.fromkeys(door.requests, batches), **dict.fromkeys(door.jobs, jobs)}
+    announcing = AnnouncerSettings(
+        f"{prefix}.results", f"{prefix}.events", reply_topics=reply_topics, all_jobs=options.announce_all
+    )
+    return {
+        "kafka": KafkaDoor(door, handlers, intake.room_for, root.world.clock).run,
+        "announcer": Announcer(root.world, sender, announcing).run,
+    }
+
+
+def _connection(options: KafkaOptions) -> KafkaConnection:
+    from pipeline.adapters.kafka_connection import KafkaConnection
+
+    return KafkaConnection(
+        bootstrap=options.bootstrap,
+        security=options.security,
+        mechanism=options.mechanism,
+        username=options.username,
+        password=None if options.password is None else options.password.get_secret_value(),
+        ca_file=options.ca_file,
+        cert_file=options.cert_file,
+        key_file=options.key_file,
+        key_password=None if options.key_password is None else options.key_password.get_secret_value(),
+    )
