@@ -20,11 +20,12 @@ from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
+from pipeline.submit import submit
 from schemas.checkpoints import FinishedRows
 from schemas.events import read_event
-from schemas.job import JobStatus
+from schemas.job import Closing, JobStatus
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, request, until
-from tests.pipeline.made_jobs import MODELS, computed, report
+from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.servers.kafka import KafkaBroker
 
 
@@ -195,3 +196,22 @@ def test_given_brokers_that_do_not_answer_when_results_are_told_then_it_fails_lo
     with pytest.raises(NotConfirmed, match="not confirmed"):
         announcer.announce(ledger)
     assert Announcer(house.world, house.sender, settings(house)).look() == 1
+
+
+def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told_too_and_its_cancellation(
+    house: KafkaHouse,
+) -> None:
+    ledger = JobLedger(house.store, "jobs/job-one/")
+    job = submit(order(), ledger, house.world, job_id="job-one").job
+    ledger.create_closing(Closing(kind="cancel", at=job.created_at))
+    own, every = (
+        Announcer(house.world, house.sender, settings(house, all_jobs=all_jobs)) for all_jobs in (False, True)
+    )
+
+    own.look()
+    assert not list(house.store.list("announced/"))
+    every.look()
+
+    events = [read_event(raw) for _, raw, _ in told(house, "events", 2)]
+    assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
+    assert events[1].at == job.created_at, "it says when it happened, not when it was told"

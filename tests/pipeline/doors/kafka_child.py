@@ -91,7 +91,7 @@ def main() -> None:
         lambda store: DyingStore(store, moment),  # type: ignore[return-value,arg-type]
     )
     settings = house.settings(batch_records=given.get("batch_records", 5_000))
-    around = DyingHandler if moment == "stored" else lambda handler: handler
+    around = DyingHandler if moment == "stored" else None
     door = house.door(settings, DyingIntake(Intake(house.world), moment), around)
     door.run(threading.Event())
 

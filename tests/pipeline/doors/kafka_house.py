@@ -24,17 +24,16 @@ from pipeline.catalog import Catalog
 from pipeline.dead_letters import DeadLetter, DeadLetters
 from pipeline.doors.kafka_batches import KafkaBatch, load_batch
 from pipeline.doors.kafka_consumer import KafkaDoor
-from pipeline.doors.kafka_jobs import JobRecords
-from pipeline.doors.kafka_letters import KafkaLetters
+from pipeline.doors.kafka_door import kafka_door, kafka_handlers
 from pipeline.doors.kafka_partition import Handler
-from pipeline.doors.kafka_requests import Accepts, RequestBatches
+from pipeline.doors.kafka_requests import Accepts
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.intake import Intake
 from pipeline.jobs import find_ledgers
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import ObjectStore, World
-from schemas.job import CatalogEntry, Job, ModelPin
+from schemas.job import CatalogEntry, InputRef, Job, ModelPin
 
 MODEL = "tiny"
 PATIENCE = 40.0
@@ -122,22 +121,17 @@ class KafkaHouse:
 
     def handlers(self, settings: KafkaDoorSettings, intake: Accepts) -> dict[str, Handler]:
         """What becomes of each topic's records."""
-        letters = KafkaLetters(self.world, self.sender, settings.deadletter_topic, settings.deadletter_patience)
-        batches = RequestBatches(self.world, intake, letters, settings)
-        jobs = JobRecords(self.world, intake, letters, settings, lambda uri: pin_input(Path(uri)))
-        return {**dict.fromkeys(settings.requests, batches), **dict.fromkeys(settings.jobs, jobs)}
+        return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
     def door(
         self,
         settings: KafkaDoorSettings | None = None,
         intake: Accepts | None = None,
-        around: Callable[[Handler], Handler] = lambda handler: handler,
+        around: Callable[[Handler], Handler] | None = None,
     ) -> KafkaDoor:
         """A door on the house's topics; `around` puts something between it and what stores."""
-        settings = settings or self.settings()
         intake = intake or Intake(self.world)
-        handlers = {topic: around(handler) for topic, handler in self.handlers(settings, intake).items()}
-        return KafkaDoor(settings, handlers, intake.room_for, self.world.clock)
+        return kafka_door(settings or self.settings(), self.world, intake, self.sender, pin_local, around=around)
 
     @contextmanager
     def running(self, door: KafkaDoor) -> Iterator[KafkaDoor]:
@@ -246,6 +240,11 @@ class KafkaHouse:
     def close(self) -> None:
         self.sender.close()
         self.store.close()
+
+
+def pin_local(uri: str) -> InputRef:
+    """What a job by reference reads, in tests: a local file."""
+    return pin_input(Path(uri))
 
 
 def until(met: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:

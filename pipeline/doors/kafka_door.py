@@ -1,0 +1,56 @@
+"""The Kafka door, put together: what a process that takes in records needs to build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.doors.kafka_consumer import KafkaDoor
+from pipeline.doors.kafka_jobs import JobRecords, Pin
+from pipeline.doors.kafka_letters import KafkaLetters
+from pipeline.doors.kafka_partition import Handler
+from pipeline.doors.kafka_requests import Accepts, RequestBatches
+from pipeline.doors.kafka_settings import KafkaDoorSettings
+from pipeline.messages import Messages
+from pipeline.ports import World
+from schemas.limits import Limits
+
+
+def kafka_handlers(
+    settings: KafkaDoorSettings,
+    world: World,
+    intake: Accepts,
+    messages: Messages,
+    pin: Pin,
+    limits: Limits | None = None,
+) -> dict[str, Handler]:
+    """Topic -> what becomes of its records.
+
+    Args:
+        messages: where dead letters are told of.  pin: fixes what a job by reference reads.
+        limits: of the lines; those that jobs are planned with.
+    """
+    letters = KafkaLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+    requests = RequestBatches(world, intake, letters, settings, limits)
+    jobs = JobRecords(world, intake, letters, settings, pin)
+    return {**dict.fromkeys(settings.requests, requests), **dict.fromkeys(settings.jobs, jobs)}
+
+
+def kafka_door(
+    settings: KafkaDoorSettings,
+    world: World,
+    intake: Accepts,
+    messages: Messages,
+    pin: Pin,
+    *,
+    limits: Limits | None = None,
+    around: Callable[[Handler], Handler] | None = None,
+) -> KafkaDoor:
+    """A member of the group, ready to `run`; see `kafka_handlers`.
+
+    Args:
+        around: puts something between the door and what stores.
+    """
+    handlers = kafka_handlers(settings, world, intake, messages, pin, limits)
+    if around is not None:
+        handlers = {topic: around(handler) for topic, handler in handlers.items()}
+    return KafkaDoor(settings, handlers, intake.room_for, world.clock)
