@@ -94,6 +94,7 @@ def test_given_an_open_job_when_collected_a_thousand_days_later_then_nothing_of_
     assert run(world) == {}
     assert {info.key for info in world.store.list("")} == before
     world.store.delete("active/job-1")
+    assert run(world, dry_run=True) == {}
     assert run(world) == {}
     assert {info.key for info in world.store.list("")} == before, "also when its marker was lost"
     assert ledger.manifest() is None

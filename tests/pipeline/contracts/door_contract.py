@@ -200,7 +200,9 @@ class DropDoorContract:
         assert [one.replays for one in letters.letters()].count(0) == 1
         assert len(drops.letters()) == 2
         drops.serve("late")
-        assert drops.take_all() == []
+        for info in list(drops.world.store.list(TAKEN)):
+            drops.world.store.delete(info.key)
+        assert drops.take_all() == [], "nobody asked for another try; a lost marker is no reason"
         (latest,) = (one.letter for one in letters.letters() if not one.replays)
         letters.replay(latest.id)
         (job,) = drops.take_all()

@@ -13,8 +13,10 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor, Taken
 from pipeline.doors.folder_watch import FolderInbox
-from pipeline.intake import Intake
-from pipeline.ports import World
+from pipeline.intake import Intake, JobDraft
+from pipeline.ports import StoreError, World
+from pipeline.submit import Submitted
+from schemas.job import InputFormat
 from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops, RefusalContract
 from tests.pipeline.simulation import SeededRandomness, SimulatedClock
 
@@ -111,6 +113,42 @@ def test_given_the_same_bytes_dropped_again_then_it_is_a_new_job_but_a_copy_with
     path.unlink()
     served.put("a.jsonl", LINE)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert len(served.take_all()) == 2
+
+    path.unlink()
+    served.put("a.jsonl", LINE.replace(b"hello", b"world"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert len(served.take_all()) == 3, "other bytes with the same size and time, as archives make them"
+
+
+def test_given_a_file_that_has_to_wait_when_it_is_looked_at_again_then_it_is_not_hashed_again(
+    drops: FolderDrops,
+) -> None:
+    drops.put("a.jsonl", LINE)
+    door = drops.intake()
+    drops.notice(door)
+    assert door.take("a.jsonl") is Taken.WAITING, "no model is served yet"
+    drop = door.inbox.look("a.jsonl")
+    assert drop is not None
+    first, second = (door.inbox.pin(drop, InputFormat.JSONL).input.files[0] for _ in range(2))
+    assert first is second
+
+
+def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not_wait_for_it(
+    served: FolderDrops,
+) -> None:
+    class Failing(Intake):
+        def accept(self, draft: JobDraft) -> Submitted:
+            if draft.input.uri.endswith("a.jsonl"):
+                raise StoreError("the disk is full")
+            return super().accept(draft)
+
+    for name in ("a.jsonl", "b.jsonl"):
+        served.put(name, LINE)
+    door = served.door(Failing(served.world), served.world)
+    served.notice(door)
+    assert [job.input.uri[-7:] for job in served.jobs()] == ["b.jsonl"]
+    assert served.letters() == []
     assert len(served.take_all()) == 2
 
 
