@@ -20,6 +20,10 @@ COMMANDS = (
     "jobs cancel",
     "jobs retry",
     "jobs export",
+    "deadletters list",
+    "deadletters show",
+    "deadletters replay",
+    "gc",
     "models list",
     "models pull",
 )

@@ -76,7 +76,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     options = settings.kafka
     prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
     door = KafkaDoorSettings(
-        _connection(options),
+        kafka_connection(options),
         requests=options.requests or {f"{prefix}.requests": "default"},
         jobs=options.jobs or {f"{prefix}.jobs": "default"},
         deadletter_topic=f"{prefix}.deadletter",
@@ -105,7 +105,8 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     }
 
 
-def _connection(options: KafkaOptions) -> KafkaConnection:
+def kafka_connection(options: KafkaOptions) -> KafkaConnection:
+    """How the settings say that Kafka is reached."""
     from pipeline.adapters.kafka_connection import KafkaConnection
 
     return KafkaConnection(

@@ -6,20 +6,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tokenmill.errors import UserError
+
 if TYPE_CHECKING:
     from pipeline.dead_letters import DeadLetter, Send
     from schemas.settings import Settings
 
+KAFKA = "kafka"
+
 
 @contextmanager
 def sender(letter: DeadLetter, settings: Settings) -> Iterator[Send | None]:
-    """What sends the letter's original again; None where removing a marker is enough, or where no way leads."""
+    """What sends the letter's original to where it came from; None where removing a marker is enough, or no way leads.
+
+    Raises:
+        UserError: Kafka's brokers are not named.
+    """
     from pipeline.dead_letters import BUCKET_EVENTS
 
     if letter.door == BUCKET_EVENTS:
-        from pipeline.adapters.sqs import SqsQueue, SqsSettings
+        yield _to_queue(letter, settings)
+    elif letter.door == KAFKA:
+        with _to_topic(letter, settings) as send:
+            yield send
+    else:
+        yield None
 
-        queue = SqsQueue(SqsSettings(letter.place, region=settings.s3.region, endpoint=settings.s3.endpoint))
-        yield lambda _, original: f"sent to {letter.place} as {queue.send(original.decode())}"
-        return
-    yield None
+
+def _to_queue(letter: DeadLetter, settings: Settings) -> Send:
+    from pipeline.adapters.sqs import SqsQueue, SqsSettings
+
+    endpoint = settings.bucket.queue_endpoint or settings.s3.endpoint
+    queue = SqsQueue(SqsSettings(letter.place, region=settings.s3.region, endpoint=endpoint))
+    return lambda _, original: f"sent to {letter.place} as {queue.send(original.decode())}"
+
+
+@contextmanager
+def _to_topic(letter: DeadLetter, settings: Settings) -> Iterator[Send]:
+    if not settings.kafka.bootstrap:
+        raise UserError(f"{letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP")
+    from pipeline.adapters.kafka_producer import KafkaSender, ProducerSettings
+    from pipeline.doors.kafka_letters import replay
+    from tokenmill.doors import kafka_connection
+
+    connection = kafka_connection(settings.kafka)
+    topic = KafkaSender(ProducerSettings(connection, idempotence=settings.kafka.idempotence))
+    try:
+        yield replay(topic)
+    finally:
+        topic.close()

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kafka import KafkaAdminClient, KafkaConsumer
+from kafka.admin import NewTopic
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemRandomness
@@ -21,6 +23,7 @@ from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from schemas.job import CatalogEntry, Counts, JobStatus, Manifest, ModelPin
 from tests.pipeline.simulation import SimulatedClock
+from tests.servers.kafka import KafkaBroker
 
 Cli = Callable[..., Any]
 
@@ -86,8 +89,37 @@ def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it
     assert document["original"] == "{broken \\xff"
     assert document["headers"] == [["tier", "bulk"], ["raw", "\\xff"], ["none", None]]
     assert "{broken" in tokenmill("deadletters", "show", letter, *root).out
+    unreachable = tokenmill("deadletters", "replay", letter, *root)
+    assert (unreachable.code, "name its brokers in TOKENMILL_KAFKA__BOOTSTRAP" in unreachable.error) == (1, True)
     missing = tokenmill("deadletters", "show", "dl-nothing", *root)
     assert (missing.code, "no dead letter dl-nothing" in missing.error) == (1, True)
+
+
+def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and_headers(
+    tokenmill: Cli,
+    place: Path,
+    kafka_broker: KafkaBroker,
+    unique_name: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic = unique_name()
+    admin = KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap)
+    admin.create_topics([NewTopic(topic, num_partitions=1, replication_factor=1)])
+    admin.close()
+    with FolderStore(place / "root") as store:
+        world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
+        source = LetterSource("kafka", f"cluster/{topic}", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
+        headers = [("tier", b"bulk"), ("raw", b"\xff")]
+        letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers, key=b"k")
+    monkeypatch.setenv("TOKENMILL_KAFKA__BOOTSTRAP", f'["{kafka_broker.bootstrap}"]')
+    done = tokenmill("deadletters", "replay", letter, "--root", place / "root")
+    assert done.code == 0, done.err
+    consumer = KafkaConsumer(
+        topic, bootstrap_servers=kafka_broker.bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=10_000
+    )
+    record = next(iter(consumer))
+    consumer.close()
+    assert (record.key, record.value, list(record.headers)) == (b"k", b"{broken \xff", headers)
 
 
 def test_given_no_dead_letters_then_it_says_so(tokenmill: Cli, place: Path) -> None:
