@@ -28,6 +28,7 @@ class Fault:
 
     Attributes:
         kind: "status": answered so, and not passed on.  "slow": passed on after `seconds`.
+            "late": passed on and done at once, but answered after `seconds`.
             "lost": passed on and done, but the connection closes without an answer.
             "dropped": the connection closes, and it is not passed on.
             "cut": passed on; of the answer's body only the first half comes.
@@ -164,9 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._note(kind)
             self._hang_up()
         else:
-            if fault is not None:
-                time.sleep(fault.seconds)
-            self._pass_on(body, kind)
+            late = fault.seconds if fault is not None else 0.0
+            if kind == "slow":
+                time.sleep(late)
+            self._pass_on(body, kind, late)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = relay  # noqa: N815 - the base's names
 
@@ -188,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Before the client hears of it, so that a test that has its answer finds the request written down."""
         self.server.proxy.note(Seen(self.command, self.path, dict(self.headers.items()), outcome))
 
-    def _pass_on(self, body: bytes, kind: str) -> None:
+    def _pass_on(self, body: bytes, kind: str, late: float) -> None:
         """Ask the server, and tell what it says, unless that is to be lost; a server out of reach is a hang-up."""
         upstream = http.client.HTTPConnection(self.server.proxy.host, self.server.proxy.upstream_port, UPSTREAM_SECONDS)
         try:
@@ -209,6 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             upstream.close()
         self._note(kind if kind in ("lost", "cut") else answer.status)
+        if kind == "late":
+            time.sleep(late)
         if kind == "lost":
             self._hang_up()
         else:

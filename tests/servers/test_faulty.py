@@ -75,6 +75,11 @@ def test_each_fault_hits_what_it_fits_as_often_as_it_should(
         request(proxy.port, "GET", f"/{bucket}/lost")
     assert caught.value.partial == b"do"
 
+    began = time.monotonic()
+    proxy.add("late", method="PUT", path="/late", seconds=0.3, times=1)
+    assert request(proxy.port, "PUT", f"/{bucket}/late", b"1")[0] == 200
+    assert time.monotonic() - began >= 0.3
+
     proxy.add("slow", seconds=0.3, times=1)
     began = time.monotonic()
     assert request(proxy.port, "GET", f"/{bucket}/lost") == (200, b"done")

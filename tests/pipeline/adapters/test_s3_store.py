@@ -80,6 +80,16 @@ def test_any_way_of_seeking_and_reading_gives_the_same_as_a_file(
             stream.seek(-1)
 
 
+def test_given_a_server_that_answers_with_other_bytes_than_were_asked_for_then_they_are_not_taken(
+    proxy: FaultyHttp, s3_server: MotoServer, bucket: str, tmp_path: Path
+) -> None:
+    store = open_s3(s3_server, bucket, "", tmp_path, endpoint=proxy.endpoint, read_bytes=100, patience_seconds=0.1)
+    store.create("key", bytes(range(256)))
+    proxy.strip.add(("GET", "range"))
+    with store.open("key") as stream, pytest.raises(StoreError, match=r"key: can't read it: .*IncompleteRead"):
+        stream.read(10)
+
+
 def test_an_object_that_is_replaced_or_deleted_while_it_is_read_is_never_a_mixture(
     s3_server: MotoServer, bucket: str, tmp_path: Path
 ) -> None:
@@ -142,6 +152,8 @@ def test_given_a_conflict_of_writers_then_the_write_is_repeated_until_an_object_
     )
     assert store.create("large", path) is (found is None)
     assert conflict.hits == 1
+    # What S3 asks for after a conflict is all of the upload again.
+    assert proxy.count("POST", "large?uploads") == (2 if found is None else 1)
     assert unfinished(s3_server, store) == []
 
 
