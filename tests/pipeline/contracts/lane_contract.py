@@ -168,6 +168,20 @@ class LaneContract:
         assert lives.emit([TokensEvent("r1", 1, 0, text="mine")]) == frozenset()
         assert told(lane, "r1") == [TokensEvent("r1", 1, 0, text="mine")]
 
+    def test_a_stopped_worker_adds_nothing_to_anothers_answer(self, lane: OpenLane) -> None:
+        stopped, lives = lane.worker("stopped"), lane.worker("lives")
+        for name in ("r1", "r2"):
+            lane.send(request(name))
+        stopped.take([MODEL], 2, 2.0)
+        assert taken_within(lives, 4 * LIFETIME) == [request("r1")]
+        assert taken_within(lives, 4 * LIFETIME) == [request("r2")]
+        assert stopped.emit([tokens("r1", 0)]) == {"r1"}, "the other has not begun yet"
+        lives.emit([tokens("r1", 0), tokens("r2", 0)])
+        assert stopped.emit([tokens("r2", 0), tokens("r2", 1)]) == {"r2"}, "the other has begun"
+        assert lives.emit([end("r1", 1), end("r2", 1)]) == frozenset()
+        for name in ("r1", "r2"):
+            assert told(lane, name) == [tokens(name, 0), end(name, 1)]
+
     def test_what_a_worker_holds_stays_its_own(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request())
         worker.take([MODEL], 1, 2.0)
