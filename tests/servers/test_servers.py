@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kafka import KafkaConsumer, KafkaProducer
 
 from tests.servers.kafka import KafkaBroker
 from tests.servers.moto import MotoServer
@@ -141,3 +142,26 @@ def test_each_server_starts_answers_and_ends(
         assert not lives(pid)
         pid = server.pid
     assert not lives(pid)
+
+
+def test_given_a_broker_on_s3_that_was_killed_when_it_starts_again_then_it_has_its_records(
+    durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str]
+) -> None:
+    topic = unique_name()
+    # Idempotent producers may lose on this broker what it acknowledged before it was killed.
+    producer = KafkaProducer(bootstrap_servers=durable_kafka_broker.bootstrap, enable_idempotence=False)
+    for number in range(5):
+        producer.send(topic, b"%d" % number).get(timeout=10)
+    producer.close()
+
+    durable_kafka_broker.restart()
+
+    consumer = KafkaConsumer(
+        topic,
+        bootstrap_servers=durable_kafka_broker.bootstrap,
+        auto_offset_reset="earliest",
+        consumer_timeout_ms=5_000,
+    )
+    found = sorted(next(consumer).value for _ in range(5))  # of several partitions
+    consumer.close()
+    assert found == [b"0", b"1", b"2", b"3", b"4"]
