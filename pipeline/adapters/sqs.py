@@ -35,7 +35,7 @@ class SqsSettings:
         url: of the queue.
         region, endpoint: None: as AWS's tools would choose.
         access_key, secret_key, session_token: None: from AWS's usual places. Never shown.
-        wait_seconds: for which a look waits for messages, 20 at most.
+        wait_seconds: for which a look waits for messages, 20 at most; an intake takes as long to stop.
         visibility_seconds: after which a dead reader's messages are seen again.
         batch: most messages that one look takes, 10 at most.
     """
@@ -46,7 +46,7 @@ class SqsSettings:
     access_key: str | None = field(default=None, repr=False)
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
-    wait_seconds: int = 10
+    wait_seconds: int = 5
     visibility_seconds: int = 60
     batch: int = 10
 
