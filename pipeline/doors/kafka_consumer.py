@@ -308,8 +308,12 @@ class KafkaDoor:
 
     def _commit_revoked(self, revoked: set[Any]) -> Any:
         """Called on the client's thread, while this one waits for it; the commit's future, if there is anything."""
-        found = {tp: part for tp in revoked if (part := self._partitions.get(tp)) is not None}
-        ready = {tp: part.durable for tp, part in found.items() if part.durable is not None}
+        ready: dict[Any, int] = {}
+        for tp in revoked:
+            partition = self._partitions.get(tp)
+            durable = None if partition is None else partition.safe()
+            if durable is not None:
+                ready[tp] = durable
         return self._consumer.commit_async(_offsets(ready)) if ready else None
 
     # -- backpressure

@@ -72,6 +72,14 @@ class Partition:
         self.records, self.size = [], 0
         self.first = self.next = offset
 
+    def safe(self) -> int | None:
+        """The offset that may be committed, with what a thread has stored since it was looked at last."""
+        future = None if self.work is None else self.work.future
+        if self.work is None or future is None or not future.done() or future.exception() is not None:
+            return self.durable
+        end = future.result()
+        return end if end > self.work.first else self.durable
+
     def is_full(self, settings: KafkaDoorSettings) -> bool:
         return len(self.records) >= settings.batch_records or self.size >= settings.batch_bytes
 

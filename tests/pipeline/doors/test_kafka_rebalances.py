@@ -6,10 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kafka import KafkaConsumer
 
+from pipeline.doors.kafka_partition import Work
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, child, request, until
 from tests.servers.kafka import KafkaBroker
 
@@ -105,6 +108,36 @@ def check_taken(house: KafkaHouse, stream: Stream) -> None:
 
 def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
     check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
+
+
+def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
+    house: KafkaHouse,
+) -> None:
+    settings = house.settings()
+    door, stop = house.door(settings), threading.Event()
+
+    def follow() -> None:
+        """Another member, which only wants its share."""
+        options = settings.consumer_options() | {"client_id": "other"}
+        with closing(KafkaConsumer(house.requests, **options)) as other:
+            while not stop.is_set():
+                other.poll(timeout_ms=100)
+
+    def working() -> list[Work]:
+        return [part.work for part in door._partitions.values() if part.work and part.work.kind == "store"]
+
+    thread = threading.Thread(target=follow)
+    house.produce([Said(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)])
+    with house.stepping(door) as step_until:
+        step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
+        thread.start()
+        until(lambda: all(work.future.done() for work in working()), "all are stored, and the door hasn't looked")
+        assert not any(house.committed(number) for number in range(PARTITIONS))
+        time.sleep(2 * settings.session_timeout)  # by now the client has heard that it is to join again
+        door.step()
+        until(lambda: [house.committed(number) for number in range(PARTITIONS)] == [5] * PARTITIONS, "committed", 2.0)
+        stop.set()
+    thread.join()
 
 
 @pytest.mark.slow
