@@ -1,0 +1,255 @@
+"""Celery's side of the door: an app with the tasks `tokenmill.submit`, `status` and `cancel`, and its worker.
+
+Celery's own worker runs here, in a thread and without its signal handlers. Three of its habits are dealt with. It keeps
+in the thread which app it works for: so its pool's threads are told. Reconnecting is its weak spot, and can't be
+stopped: so it may not try, but ends, and a new one is made. And on Redis all consumers keep in one place what they have
+not acknowledged, where the shortest visibility timeout of all would hold: so ours is a place of its own.
+
+There is an app and a worker for each queue, since the queue says which tenant asks; what stands in a message about its
+queue was written by its sender.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+from celery import Celery
+from celery.bootsteps import RUN
+from celery.concurrency.thread import TaskPool
+from celery.exceptions import WorkerShutdown
+from celery.worker import WorkController
+from kombu import Connection
+
+from pipeline.availability import BadAddress, redacted
+from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
+from pipeline.ports import Randomness
+
+_LOOK_SECONDS: Final = 0.1
+_LOOKS_PER_RESTORE: Final = 50
+_REDIS: Final = ("redis", "rediss")
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryDoorSettings:
+    """Where tasks come from, and how long things may take; seconds.
+
+    Attributes:
+        broker_url: as Celery takes it.
+        result_url: of the backend that callers read results from; None: the broker, if it is a Redis.
+        queues: queue -> whose it is.
+        threads: tasks of a queue that are done at once.
+        timeout: for an answer of the broker or the backend.
+        visibility_timeout: a task that a worker took with it when it died is delivered again after this long. Longer
+            than any task takes, and than any wait between two tries.
+        result_expires: how long a result waits to be read.
+        first_wait, longest_wait: before the second try of a task that can't be done now, and between two at most.
+        tries: after so many the caller is told.
+        pause: after the broker was lost, before it is looked for again.
+        held: tasks that wait for their next try, or for room, in one worker at most.
+    """
+
+    broker_url: str = field(repr=False)
+    result_url: str | None = field(default=None, repr=False)
+    queues: Mapping[str, str] = field(default_factory=lambda: {"tokenmill": "default"})
+    threads: int = 4
+    timeout: float = 5.0
+    visibility_timeout: float = 120.0
+    result_expires: float = 86_400.0
+    first_wait: float = 1.0
+    longest_wait: float = 30.0
+    tries: int = 30
+    pause: float = 1.0
+    held: int = 1_000
+
+
+def make_app(tasks: CeleryTasks, queue: str, tenant: str, settings: CeleryDoorSettings, random: Randomness) -> Celery:
+    """An app whose tasks act for `tenant`. No other Celery code in the process sees or configures it.
+
+    Raises:
+        BadAddress: Celery can't use the broker, or no place for results is named.
+    """
+    app = Celery("tokenmill", set_as_current=False, autofinalize=False)
+    app.conf.update(_configuration(queue, settings))
+
+    def wait(tries: int) -> float:
+        """Twice as long each time, and never quite as long as others wait."""
+        longest = min(settings.longest_wait, settings.first_wait * 2.0 ** min(tries, 30))
+        return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
+
+    def doing(act: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(task: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return act(task)
+            except TryLater as error:
+                # To our queue: where the message says that it came from is its sender's word.
+                raise task.retry(exc=TryLater(str(error)), countdown=wait(task.request.retries), queue=queue) from None
+            except TaskRefused as error:
+                logger.info("task_refused", task=task.name, tenant=tenant, reason=str(error))
+                raise TaskRefused(str(error)) from None
+
+        return run
+
+    def submit(task: Any) -> str:
+        return tasks.submit(tenant, task.request.id, task.request.args, task.request.kwargs)
+
+    def status(task: Any) -> dict[str, Any]:
+        return tasks.status(tenant, task.request.args, task.request.kwargs)
+
+    def cancel(task: Any) -> dict[str, Any]:
+        return tasks.cancel(tenant, task.request.args, task.request.kwargs)
+
+    for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel)):
+        app.task(
+            doing(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
+            throws=(TaskRefused, TryLater), acks_late=True,
+        )  # fmt: skip
+    app.finalize()
+    return app
+
+
+class CeleryDoor:
+    """Takes tasks from the queues until it is told to stop. Several may run, here and elsewhere.
+
+    Raises:
+        BadAddress: see `make_app`.
+    """
+
+    def __init__(self, tasks: CeleryTasks, settings: CeleryDoorSettings, random: Randomness) -> None:
+        self._settings = settings
+        self._apps = {
+            queue: make_app(tasks, queue, tenant, settings, random) for queue, tenant in settings.queues.items()
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until `stop` is set; what is being done then is finished."""
+        with ThreadPoolExecutor(max(1, len(self._apps)), thread_name_prefix="celery-door") as pool:
+            for future in [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]:
+                future.result()
+
+    def _serve(self, queue: str, app: Celery, stop: threading.Event) -> None:
+        """A worker after the other: each ends when its connection does."""
+        place = redacted(self._settings.broker_url)
+        while not stop.is_set():
+            worker = self._worker(queue, app)
+            thread = threading.Thread(target=worker.start, name=f"celery-{queue}", daemon=True)
+            thread.start()
+            looks = 0
+            while thread.is_alive():
+                if stop.wait(_LOOK_SECONDS):
+                    worker.consumer.call_soon(_end, worker)
+                    thread.join()
+                elif looks % _LOOKS_PER_RESTORE == 0:
+                    worker.consumer.call_soon(_restore, worker)
+                looks += 1
+            if not stop.is_set():
+                logger.warning("celery_worker_ended", queue=queue, broker=place, again_in=self._settings.pause)
+                stop.wait(self._settings.pause)
+        app.close()
+
+    def _worker(self, queue: str, app: Celery) -> WorkController:
+        def ready(_consumer: Any) -> None:
+            logger.info("celery_queue_open", queue=queue, broker=redacted(self._settings.broker_url))
+
+        return WorkController(
+            app=app,
+            queues=[queue],
+            pool=_Threads,
+            concurrency=self._settings.threads,
+            hostname=f"tokenmill-{queue}@%h",
+            ready_callback=ready,
+            use_eventloop=False,  # its event loop is one for the whole process
+            without_heartbeat=True,
+            without_mingle=True,
+            without_gossip=True,
+        )
+
+
+class _Threads(TaskPool):  # type: ignore[misc]  # Celery has no types
+    """Celery's pool of threads, each of which knows the app: without, a task runs in whatever app is the default."""
+
+    task_join_will_block = False  # else no thread of the process could wait for a result
+    executor: ThreadPoolExecutor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.executor = ThreadPoolExecutor(self.limit, "celery-task", self.app.set_current)  # none was used yet
+
+
+def _restore(worker: WorkController) -> None:
+    """In the worker's own loop: put back on Redis's queue what a dead worker holds. Without Celery's event loop, kombu
+    comes to that only when Redis fails to answer."""
+    if worker.blueprint.state == RUN and worker.consumer.connection is not None:
+        restore = getattr(worker.consumer.connection.transport.cycle, "maybe_restore_messages", None)
+        if restore is not None:
+            restore()
+
+
+def _end(worker: WorkController) -> None:
+    """Called in the worker's own loop, where it ends in order; or by its end, if that was on its way."""
+    if worker.blueprint.state == RUN:
+        raise WorkerShutdown(0)
+
+
+def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+    scheme = _scheme(settings.broker_url)
+    place = redacted(settings.broker_url)
+    try:
+        Connection(settings.broker_url).get_transport_cls()
+    except (KeyError, TypeError, ValueError, ImportError) as error:
+        raise BadAddress(
+            f"{place}: Celery can't use this broker (no such transport, or its package isn't installed); "
+            "give a URL such as redis://host:6379/0"
+        ) from error
+    if settings.result_url is None and scheme not in _REDIS:
+        raise BadAddress(f"{place}: keeps no results; name a place for them, such as redis://host:6379/1")
+    if settings.longest_wait >= settings.visibility_timeout:
+        raise BadAddress("longest_wait must be below visibility_timeout, or tasks that wait are delivered twice")
+    timeout, results = settings.timeout, settings.result_url or settings.broker_url
+    return {
+        "broker_url": settings.broker_url,
+        "broker_read_url": settings.broker_url,
+        "broker_write_url": settings.broker_url,
+        "broker_transport_options": _transport_options(scheme, queue, settings),
+        "broker_connection_timeout": timeout,
+        "broker_connection_retry": False,
+        "broker_connection_retry_on_startup": False,
+        "result_backend": results,
+        "result_expires": settings.result_expires,
+        "redis_socket_timeout": timeout,
+        "redis_socket_connect_timeout": timeout,
+        "accept_content": ["json"],
+        "result_accept_content": ["json"],
+        "task_serializer": "json",
+        "result_serializer": "json",
+        "task_acks_late": True,
+        "task_default_queue": queue,
+        "worker_prefetch_multiplier": 1,
+        "worker_eta_task_limit": settings.held,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+    }
+
+
+def _transport_options(scheme: str, queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+    if scheme in _REDIS:
+        return {
+            "visibility_timeout": settings.visibility_timeout,
+            "unacked_restore_throttle": 1,
+            "unacked_key": f"{queue}.unacked",
+            "unacked_index_key": f"{queue}.unacked_index",
+            "unacked_mutex_key": f"{queue}.unacked_mutex",
+            "socket_timeout": settings.timeout,
+            "socket_connect_timeout": settings.timeout,
+            "socket_keepalive": True,
+        }
+    return {"visibility_timeout": settings.visibility_timeout} if scheme == "sqs" else {}
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].partition("+")[0]
