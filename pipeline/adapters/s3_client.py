@@ -118,8 +118,12 @@ class S3Connection:
                     _raise_answer(error)
                 if not _passes(error) or self.clock.monotonic() >= deadline:
                     raise self._explain(error, what, where, allowed) from error
-            self.clock.sleep(bound * int.from_bytes(self.random.token(4), "big") / 2**32)
+            self.pause(bound)
             bound = min(LONGEST_WAIT, 2 * bound)
+
+    def pause(self, bound: float) -> None:
+        """Wait for a random time below `bound` seconds, so that those who met don't meet again."""
+        self.clock.sleep(bound * int.from_bytes(self.random.token(4), "big") / 2**32)
 
     def _explain(self, error: Exception, what: str, where: str, patience: float) -> StoreError:
         reason, advice = self._reason(error)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.adapters.s3_client import ConditionFailed, MissingObject, S3Connection
+from pipeline.adapters.s3_client import FIRST_WAIT, ConditionFailed, MissingObject, S3Connection
 from pipeline.adapters.s3_multipart import UploadConflict, upload_parts
 from pipeline.adapters.s3_stream import look
 from pipeline.adapters.s3_url import join_url
@@ -41,7 +41,8 @@ def write_once(connection: S3Connection, bucket: str, key: str, write: Callable[
             try:
                 _, metadata = look(connection, bucket, key)
             except MissingObject:
-                continue  # deleted since, or the other writer gave up
+                connection.pause(FIRST_WAIT)  # deleted since, or the other writer gave up
+                continue
             return metadata.get(ATTEMPT) == attempt
         return True
     raise StoreError(
