@@ -17,7 +17,7 @@ import structlog
 from pipeline.availability import ServiceUnavailable
 from pipeline.bulk_floor import BulkFloor
 from pipeline.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
-from pipeline.ledger import JobLedger, LedgerError
+from pipeline.ledger import JobLedger, JobNotFound, LedgerError
 from pipeline.part_builder import PartMaker, commit_part
 from pipeline.ports import Heartbeats, ShardQueue, ShardTask, WorkerState, World, queue_name
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord
@@ -85,7 +85,11 @@ class ShardClient:
         while (task := self._next_task(queues, max(0.0, until - clock.monotonic()))) is not None:
             if (task.job, task.shard) in self._held:
                 continue
-            known = self._known(task)
+            try:
+                known = self._known(task)
+            except JobNotFound as error:  # it was removed meanwhile, or somebody else wrote on the queue
+                logger.warning("no such job", job=task.job, reason=str(error))
+                continue
             if known.ledger.has_part(task.shard) or known.ledger.closing() is not None:
                 continue
             self._hold(task.job, task.shard)

@@ -145,6 +145,22 @@ def test_nothing_is_taken_from_a_job_that_closes(bench: Bench) -> None:
     assert bench.take(bench.client("w")) is None
 
 
+def test_a_job_that_is_gone_is_passed_over(bench: Bench) -> None:
+    """Names on a queue outlive jobs that are removed, and others may write there."""
+    client = ShardClient(
+        "w",
+        bench.world,
+        lambda job: bench.ledger if job == bench.job else JobLedger(bench.world.store, "nowhere/"),
+        bench.queue,
+        bench.beats,
+        lambda: False,
+        models=MODELS,
+    )
+    bench.queue.put(QUEUE, ShardTask("job-gone", 1))
+    assert bench.take(client) is not None, "the one behind it"
+    assert held(bench.beats) == {(bench.job, 1)}
+
+
 def test_a_shard_that_no_plan_has_is_an_error(bench: Bench) -> None:
     with pytest.raises(LedgerError, match="shard 9 was queued, but no plan segment has it"):
         bench.take(bench.client("w"), shard=9)
