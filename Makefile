@@ -14,7 +14,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all chaos simulate lint format bench clean
+.PHONY: help install run test test-models test-all chaos cluster simulate lint format bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaus
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
+
+cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes here, and send a file in by every door
+	$(PY) -m tests.cluster examples/requests.jsonl --model demo
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of crashes, races and power cuts over all cores
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)

@@ -130,10 +130,10 @@ class Intake:
                 return (entry.pin,)
         entries = self._catalog.entries()
         known = ", ".join(entry.pin.name for entry in entries) or "none yet: start a worker"
+        if not entries:  # not for ever: doors wait for the first worker
+            raise IntakeRefused(NO_MODEL, f"no model is served here ({known}); submit again then")
         if name is not None:
             raise IntakeRefused(MODEL_NOT_FOUND, f"model {name[:80]!r} is not served here ({known})")
-        if not entries:
-            raise IntakeRefused(NO_MODEL, f"no model is served here ({known}); name one, or submit again then")
         return tuple(entry.pin for entry in entries)
 
     def _cap(self, tier: Tier, wanted: int | None) -> int:

@@ -1,4 +1,6 @@
-"""Inputs in S3: pinned by version, else by ETag, so that no byte has to be read to know what a job reads.
+"""Inputs in S3: pinned by version, else by ETag, so that no byte has to be read to know what a job reads. What a door
+has stored itself may be pinned by its hash alone; it is read once more then, and from there on it is its ETag that
+counts.
 
 Every request while a job is planned asks for exactly that state. So what was read of an object is what was pinned,
 whatever others put in its place; where the bucket keeps no versions, a replaced object stops the job with one line.
@@ -6,6 +8,7 @@ whatever others put in its place; where the bucket keeps no versions, a replaced
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
@@ -17,6 +20,8 @@ from pipeline.adapters.s3_url import join_url, split_url
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
 from schemas.job import InputFile, InputRef
+
+_CHUNK = 1 << 20
 
 
 def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, version: str | None = None) -> InputRef:
@@ -44,7 +49,7 @@ class PinnedS3Input:
 
     def __init__(self, pinned: InputRef, s3: S3Connection | S3Settings | None = None) -> None:
         self._connection = connect(s3)
-        self._states = [_state(file) for file in pinned.files]
+        self._states = [_state(self._connection, file) for file in pinned.files]
 
     def files(self) -> list[SourceFile]:
         """To be opened for planning. Reading raises `InputError` when one is gone or was replaced."""
@@ -86,11 +91,23 @@ def _pin(connection: S3Connection, bucket: str, key: str, version: str | None) -
     return InputFile(uri=state.url, size=state.size, version=state.version, etag=state.etag)
 
 
-def _state(file: InputFile) -> Snapshot:
-    if file.version is None and file.etag is None:
-        raise InputError(f"{file.uri}: was pinned neither to a version nor to an ETag; submit it again")
+def _state(connection: S3Connection, file: InputFile) -> Snapshot:
     bucket, key = split_url(file.uri)
-    return Snapshot(bucket, key, file.size, file.etag, file.version)
+    if file.version is not None or file.etag is not None:
+        return Snapshot(bucket, key, file.size, file.etag, file.version)
+    if file.sha256 is None:
+        raise InputError(f"{file.uri}: was pinned neither to a version, an ETag nor a hash; submit it again")
+    try:
+        state, _ = look(connection, bucket, key)
+    except MissingObject as error:
+        raise InputError(f"{file.uri}: is gone since the job was accepted; put it back and run again") from error
+    digest = hashlib.sha256()
+    with open_snapshot(connection, state, partial(_lost, state)) as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    if (state.size, digest.hexdigest()) != (file.size, file.sha256):
+        raise InputError(f"{file.uri}: holds other bytes than when the job was accepted; put the old object back")
+    return state
 
 
 def _lost(state: Snapshot, error: MissingObject | ConditionFailed) -> InputError:

@@ -93,9 +93,11 @@ def test_what_can_never_be_a_job_is_refused(world: World, options: dict[str, Any
     assert list(open_jobs(world.store)) == []
 
 
-def test_without_a_model_nothing_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(IntakeRefused, match="none yet: start a worker"):
-        Intake(simulated_world(tmp_path)).accept(draft())
+@pytest.mark.parametrize("options", [{}, {"model": "tiny"}])
+def test_before_the_first_worker_a_job_has_to_wait(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(IntakeRefused, match="none yet: start a worker") as refused:
+        Intake(simulated_world(tmp_path)).accept(draft(**options))
+    assert refused.value.code == "no_model"
 
 
 def test_a_tenant_with_too_much_open_has_no_room_until_it_is_done(world: World) -> None:

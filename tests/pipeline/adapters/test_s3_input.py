@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Callable
@@ -165,6 +166,22 @@ def test_given_an_object_that_changed_after_it_was_pinned_when_it_is_looked_at_t
         assert "\n" not in str(caught.value)
 
 
+def test_what_a_door_stored_itself_may_be_pinned_by_its_hash(server: S3Server, bucket: str, s3: S3Connection) -> None:
+    data = b'{"a": 1}\n' * 200_000
+    server.client().put_object(Bucket=bucket, Key="own.jsonl", Body=data)
+    file = InputFile(uri=f"s3://{bucket}/own.jsonl", size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    pinned = InputRef(uri=file.uri, format=InputFormat.JSONL, files=(file,))
+    opened = PinnedS3Input(pinned, s3)
+    with opened.files()[0].open() as stream:
+        assert stream.read() == data
+    opened.check()
+    server.client().put_object(Bucket=bucket, Key="own.jsonl", Body=data[::-1])
+    with pytest.raises(InputError, match="was replaced after the job was accepted"):
+        opened.check()
+    with pytest.raises(InputError, match="holds other bytes than when the job was accepted"):
+        PinnedS3Input(pinned, s3)
+
+
 def test_the_files_below_a_prefix_are_one_input(server: S3Server, bucket: str, s3: S3Connection) -> None:
     for key in (
         "d/b.jsonl",
@@ -228,7 +245,7 @@ def test_what_cannot_be_pinned_is_refused(server: S3Server, bucket: str, s3: S3C
     bare = InputRef(
         uri="s3://b/in.jsonl", format=InputFormat.JSONL, files=(InputFile(uri="s3://bbb/in.jsonl", size=1),)
     )
-    with pytest.raises(InputError, match="was pinned neither to a version nor to an ETag"):
+    with pytest.raises(InputError, match="was pinned neither to a version, an ETag nor a hash"):
         open_pinned(bare, s3)
 
 

@@ -1,0 +1,180 @@
+"""A whole installation on one machine: real servers (S3 with SQS, Kafka, Redis), and our commands as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.s3_settings import S3Settings
+from pipeline.ledger import JOBS, JobLedger
+from schemas.job import Manifest
+from tests.servers.kafka import KafkaBroker
+from tests.servers.moto import MotoServer
+from tests.servers.process import ServerProcess
+from tests.servers.redis import RedisServer
+
+ROOT = Path(__file__).parents[2]
+BUCKET = "tokenmill"
+TOPICS = ("requests", "jobs", "results", "events", "deadletter")
+Value = TypeVar("Value")
+
+
+@dataclass
+class Cluster:
+    """The servers, and the processes that were started.
+
+    Attributes:
+        variables: settings of all processes.  engine: options of workers.
+    """
+
+    folder: Path
+    s3: MotoServer
+    kafka: KafkaBroker
+    redis: RedisServer
+    queue_url: str
+    variables: dict[str, str]
+    engine: tuple[str, ...]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def root(self) -> str:
+        return f"s3://{BUCKET}"
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Start (again) the process of this name; what stands before its "-" is the command."""
+        command = name.partition("-")[0]
+        options = self.engine if command == "worker" else ()
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tokenmill", command, *options],
+                stdout=log, stderr=log, cwd=self.folder, env={**os.environ, **self.variables},
+            )  # fmt: skip
+        self.processes[name] = process
+        return process
+
+    def log(self, name: str) -> str:
+        """What the process has said."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def store(self) -> S3Store:
+        """The root, to be looked at."""
+        return S3Store.from_url(self.root, settings_of(self.s3), read_only=True)
+
+    def ledger(self, job: str) -> JobLedger:
+        return JobLedger(self.store(), f"{JOBS}{job}/")
+
+    def jobs(self) -> list[str]:
+        """Ids of all jobs."""
+        return [prefix.removeprefix(JOBS).rstrip("/") for prefix in self.store().folders(JOBS)]
+
+    def outcomes(self) -> dict[str, Manifest]:
+        """Manifests of the jobs that have ended."""
+        found = {job: self.ledger(job).manifest() for job in self.jobs()}
+        return {job: manifest for job, manifest in found.items() if manifest is not None}
+
+    def stop(self) -> dict[str, int]:
+        """Tell all to end; their exit codes."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        codes = {}
+        for name, process in self.processes.items():
+            try:
+                codes[name] = process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes[name] = process.wait()
+        return codes
+
+
+@contextmanager
+def running_cluster(
+    folder: Path, engine: Sequence[str], processes: Sequence[str], **variables: str
+) -> Iterator[Cluster]:
+    """Servers and processes until the block ends. `processes`: such as "worker-1", "intake-1"."""
+    with ExitStack() as stack:
+
+        def server(kind: Callable[[Path], ServerProcess], name: str) -> Any:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            made = kind(folder / name)
+            made.start()
+            stack.callback(made.close)
+            return made
+
+        s3, kafka, redis = server(MotoServer, "s3"), server(KafkaBroker, "kafka"), server(RedisServer, "redis")
+        cluster = Cluster(
+            folder, s3, kafka, redis, _bucket_with_queue(s3),
+            variables={
+                "PYTHONPATH": str(ROOT),
+                "AWS_ACCESS_KEY_ID": "test",
+                "AWS_SECRET_ACCESS_KEY": "testtest",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "TOKENMILL_ROOT": f"s3://{BUCKET}",
+                "TOKENMILL_S3__ENDPOINT": s3.endpoint,
+                "TOKENMILL_REDIS_URL": redis.url,
+                "TOKENMILL_KAFKA__BOOTSTRAP": f'["{kafka.bootstrap}"]',
+                "TOKENMILL_KAFKA__URI_PREFIXES": f'{{"default": ["s3://{BUCKET}/"]}}',
+                "TOKENMILL_KAFKA__SESSION_TIMEOUT": "6",
+                "TOKENMILL_KAFKA__IDEMPOTENCE": "false",
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            },
+            engine=tuple(engine),
+        )  # fmt: skip
+        cluster.variables["TOKENMILL_BUCKET__QUEUE_URL"] = cluster.queue_url
+        _make_topics(kafka)
+        try:
+            for name in processes:
+                cluster.start(name)
+            yield cluster
+        finally:
+            for process in cluster.processes.values():
+                process.kill()
+                process.wait()
+
+
+def settings_of(s3: MotoServer) -> S3Settings:
+    """How tests reach the server."""
+    return S3Settings(endpoint=s3.endpoint, region="us-east-1", access_key="test", secret_key="testtest")
+
+
+def wait_for(what: Callable[[], Value], seconds: float, why: str) -> Value:
+    """Its first true value."""
+    until = time.monotonic() + seconds
+    while not (value := what()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"{why}: not within {seconds:.0f} s")
+        time.sleep(0.2)
+    return value
+
+
+def _bucket_with_queue(s3: MotoServer) -> str:
+    """A bucket that tells a queue of what is dropped."""
+    bucket, queues = s3.client(), s3.client("sqs")
+    s3.ensure_bucket(BUCKET)
+    url: str = queues.create_queue(QueueName="drops")["QueueUrl"]
+    arn = queues.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
+    rule = {"Key": {"FilterRules": [{"Name": "prefix", "Value": "incoming/"}]}}
+    bucket.put_bucket_notification_configuration(
+        Bucket=BUCKET,
+        NotificationConfiguration={
+            "QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"], "Filter": rule}]
+        },
+    )
+    return url
+
+
+def _make_topics(kafka: KafkaBroker) -> None:
+    from kafka.admin import KafkaAdminClient, NewTopic
+
+    admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    admin.create_topics([NewTopic(f"tokenmill.{name}", 2, 1) for name in TOPICS])
+    admin.close()
