@@ -16,6 +16,7 @@ from kafka import KafkaConsumer, KafkaProducer
 
 from tests.servers.kafka import KafkaBroker
 from tests.servers.moto import MotoServer
+from tests.servers.plugin import started
 from tests.servers.process import MissingServer, ServerFailed, ServerProcess, script
 from tests.servers.redis import RedisServer
 from tests.servers.seaweedfs import SeaweedServer
@@ -165,3 +166,21 @@ def test_given_a_broker_on_s3_that_was_killed_when_it_starts_again_then_it_has_i
     found = sorted(next(consumer).value for _ in range(5))  # of several partitions
     consumer.close()
     assert found == [b"0", b"1", b"2", b"3", b"4"]
+
+
+class MissingOne(RedisServer):
+    """A server whose package isn't installed."""
+
+    def command(self) -> list[str]:
+        return [script("nothing-of-this-name", "some-package")]
+
+
+def test_a_missing_server_is_an_error_in_ci_and_a_skip_elsewhere(
+    tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="some-package; in CI every server must be there"):
+        next(started(MissingOne(tmp_path), pytestconfig))
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="NOT TESTED HERE: nothing-of-this-name is missing"):
+        next(started(MissingOne(tmp_path), pytestconfig))
