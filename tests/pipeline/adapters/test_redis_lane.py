@@ -1,4 +1,4 @@
-"""The lane on a real Redis: the contract, calls that survive faults, strangers, and what is left behind."""
+"""The lane on a real Redis: calls that survive faults, strangers, and what is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.availability import ServiceUnavailable
 from pipeline.lane import START, LaneSettings
 from pipeline.lane_caller import CallSettings, answer
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
-from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, LaneContract, MakeLane, end, request, tokens, told
+from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, end, request, tokens, told
 from tests.servers.redis import RedisServer
 
 OpenRedisLane = Callable[[LaneSettings], RedisLane]
@@ -46,12 +46,6 @@ def lane(open_lane: OpenRedisLane) -> RedisLane:
 @pytest.fixture
 def raw(redis_server: RedisServer) -> Any:
     return redis.Redis.from_url(redis_server.url)
-
-
-class TestRedisLaneContract(LaneContract):
-    @pytest.fixture
-    def make_lane(self, open_lane: OpenRedisLane) -> MakeLane:
-        return open_lane
 
 
 class Worker(threading.Thread):
