@@ -21,7 +21,7 @@ import structlog
 from celery import Celery
 from celery.bootsteps import RUN
 from celery.concurrency.thread import TaskPool
-from celery.exceptions import WorkerShutdown
+from celery.exceptions import Reject, WorkerShutdown
 from celery.worker import WorkController
 from kombu import Connection
 
@@ -89,7 +89,11 @@ def make_app(tasks: CeleryTasks, queue: str, tenant: str, settings: CeleryDoorSe
                 return act(task)
             except TryLater as error:
                 # To our queue: where the message says that it came from is its sender's word.
-                raise task.retry(exc=TryLater(str(error)), countdown=wait(task.request.retries), queue=queue) from None
+                again = TryLater(str(error))
+                try:
+                    raise task.retry(exc=again, countdown=wait(task.request.retries), queue=queue) from None
+                except Reject as unsent:  # Celery would forget the task
+                    raise Reject(unsent.reason, requeue=True) from None
             except TaskRefused as error:
                 logger.info("task_refused", task=task.name, tenant=tenant, reason=str(error))
                 raise TaskRefused(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -87,6 +88,7 @@ class House:
         for thread in self.threads:
             thread.join(WAIT)
         assert not any(thread.is_alive() for thread in self.threads)
+        gc.collect()  # results that nobody read unsubscribe when they go, while there is a server
         self.caller.close()
 
 
@@ -265,6 +267,22 @@ def test_a_waiting_task_can_be_revoked(house: House) -> None:
     house.world.store.delete(f"active/{first}")
     time.sleep(1.0)
     assert house.jobs() == [first]
+
+
+def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: House) -> None:
+    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    house.door(intake=full, tries=1_000, visibility_timeout=1.0)
+    first = house.ask("submit", requests(5))
+    waiting = house.call("submit", requests(6))
+    eventually(lambda: waiting.state == "RETRY")
+    client = redis.Redis.from_url(house.url)
+    client.config_set("maxmemory", "1")
+    try:
+        time.sleep(1.5)
+    finally:
+        client.config_set("maxmemory", "0")
+    house.world.store.delete(f"active/{first}")
+    assert waiting.get(timeout=WAIT) != first
 
 
 def test_a_job_is_cancelled_by_its_id(house: House) -> None:
