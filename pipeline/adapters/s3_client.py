@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-import boto3
-from botocore import exceptions as failures
-from botocore.config import Config
-
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ports import Clock, Randomness, StoreError
+
+try:
+    import boto3
+    from botocore import exceptions as failures
+    from botocore.config import Config
+except ModuleNotFoundError as error:
+    raise StoreError("S3: boto3 is not installed; install it with: pip install 'tokenmill[aws]'") from error
 
 Answer = TypeVar("Answer")
 

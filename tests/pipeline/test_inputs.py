@@ -56,3 +56,18 @@ def test_files_of_two_places_are_no_input() -> None:
 def test_local_inputs_are_read_without_loading_boto3() -> None:
     script = "import sys, pipeline.planning, pipeline.inputs; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["pipeline.adapters.s3", "pipeline.adapters.s3_input"])
+def test_without_boto3_one_line_says_what_to_install(module: str) -> None:
+    script = f"""
+import importlib, sys
+from pipeline.ports import StoreError
+sys.modules["boto3"] = None
+try:
+    importlib.import_module({module!r})
+except StoreError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "S3: boto3 is not installed; install it with: pip install 'tokenmill[aws]'\n"
