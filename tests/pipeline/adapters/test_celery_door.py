@@ -40,8 +40,12 @@ WAIT = 20.0
 
 def requests(count: int) -> list[dict[str, Any]]:
     return [
-        {"custom_id": f"id-{row}", "method": "POST", "url": "/v1/completions", "body": {"prompt": f"row {row}"}}
-        | {"body": {"model": "tiny", "max_tokens": 5, "prompt": f"row {row}"}}
+        {
+            "custom_id": f"id-{row}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "tiny", "max_tokens": 5, "prompt": f"row {row}"},
+        }
         for row in range(count)
     ]
 
@@ -124,7 +128,9 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House)
     source.write_text("".join(json.dumps(line) + "\n" for line in requests(200)))
     world, queue = house.world, MemoryQueue()
     beats = MemoryHeartbeats(world.clock, 10.0)
-    foreman = Foreman(world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=ForemanSettings())
+    foreman = Foreman(
+        world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=ForemanSettings(0.01, 0.05)
+    )
     house.start(foreman.run)
 
     def work(stop: threading.Event) -> None:
@@ -269,6 +275,7 @@ def test_a_waiting_task_can_be_revoked(house: House) -> None:
     assert house.jobs() == [first]
 
 
+@pytest.mark.slow
 def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: House) -> None:
     full = IntakeSettings(tenant_tokens=1, look_every=0.05)
     house.door(intake=full, tries=1_000, visibility_timeout=1.0)
@@ -311,7 +318,7 @@ def test_a_broker_that_hangs_is_given_up_and_found_again(house: House, redis_ser
     house.door(timeout=0.5)
     house.ask("submit", requests(1))
     redis_server.pause()
-    time.sleep(2.5)
+    time.sleep(1.5)
     redis_server.resume()
     assert len({*house.jobs(), house.ask("submit", requests(2))}) == 2
 
