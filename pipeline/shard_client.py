@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from pipeline.bulk_floor import BulkFloor
 from pipeline.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
 from pipeline.ledger import JobLedger, JobNotFound, LedgerError
 from pipeline.part_builder import PartMaker, commit_part
-from pipeline.ports import Heartbeats, ShardQueue, ShardTask, WorkerState, World, queue_name
+from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, WorkerState, World, queue_name
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord
 from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
@@ -27,8 +28,15 @@ from schemas.job import Job, ShardRef, Tier
 
 logger = structlog.get_logger(__name__)
 
+MOST_JOBS: Final = 64
+"""Jobs whose plans are remembered, beside those that something is held of."""
+
 OpenLedger = Callable[[str], JobLedger]
 """The ledger of a job, by its id."""
+
+
+class UnplannedShard(LedgerError):
+    """Raised when a shard was asked for that the job's plan doesn't have."""
 
 
 @dataclass(slots=True)
@@ -87,14 +95,20 @@ class ShardClient:
                 continue
             try:
                 known = self._known(task)
-            except JobNotFound as error:  # it was removed meanwhile, or somebody else wrote on the queue
-                logger.warning("no such job", job=task.job, reason=str(error))
+            except (JobNotFound, UnplannedShard) as error:  # it was removed, or somebody else wrote on the queue
+                logger.warning("no such shard", job=task.job, shard=task.shard, reason=str(error))
                 continue
             if known.ledger.has_part(task.shard) or known.ledger.closing() is not None:
                 continue
             self._hold(task.job, task.shard)
             try:
                 return self._open(known, task.shard, floor=floor)
+            except ObjectNotFound as error:
+                self._let_go(task.job, task.shard)
+                if known.ledger.find_job() is not None:
+                    raise
+                del self._jobs[task.job]  # it was removed while it was known here
+                logger.warning("a job is gone", job=task.job, reason=str(error))
             except BaseException:
                 self._let_go(task.job, task.shard)
                 raise
@@ -181,14 +195,22 @@ class ShardClient:
         known = self._jobs.get(task.job)
         if known is None:
             ledger = self._open_ledger(task.job)
+            self._forget_jobs()
             known = self._jobs[task.job] = _KnownJob(ledger, ledger.job(), {})
         if task.shard not in known.shards:
             for segment in known.ledger.segments(known.segments):
                 known.shards.update((shard.number, shard) for shard in segment.shards)
                 known.segments = segment.index + 1
         if task.shard not in known.shards:
-            raise LedgerError(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
+            raise UnplannedShard(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
         return known
+
+    def _forget_jobs(self) -> None:
+        """Those known for longest, where nothing is held of them: a worker may live for months."""
+        held = {job for job, _ in self._held}
+        idle = [job for job in self._jobs if job not in held]
+        for job in idle[: max(0, len(self._jobs) - MOST_JOBS)]:
+            del self._jobs[job]
 
     def _open(self, known: _KnownJob, shard: int, *, floor: bool) -> ShardWork:
         planned, tier = known.shards[shard], known.job.tier

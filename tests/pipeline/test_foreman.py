@@ -141,6 +141,9 @@ def test_jobs_that_come_at_any_time_are_planned_and_ended(root: Root) -> None:
         assert (manifest.status, manifest.counts.total) == (JobStatus.COMPLETED, total)
         assert manifest.counts.failed == failed
         assert manifest.usage.repeated == 0
+    until = time.monotonic() + 30
+    while list(root.world.store.list("active/")) and time.monotonic() < until:
+        time.sleep(0.01)
     assert list(root.world.store.list("active/")) == []
 
 

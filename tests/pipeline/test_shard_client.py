@@ -11,7 +11,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ledger import CLOSING, JobLedger, LedgerError, part_key
+from pipeline.ledger import CLOSING, JobLedger, part_key
 from pipeline.ports import ShardTask, World
 from pipeline.results import RowsMismatch, read_part
 from pipeline.shard_client import ShardClient
@@ -161,9 +161,23 @@ def test_a_job_that_is_gone_is_passed_over(bench: Bench) -> None:
     assert held(bench.beats) == {(bench.job, 1)}
 
 
-def test_a_shard_that_no_plan_has_is_an_error(bench: Bench) -> None:
-    with pytest.raises(LedgerError, match="shard 9 was queued, but no plan segment has it"):
-        bench.take(bench.client("w"), shard=9)
+def test_a_shard_that_no_plan_has_is_passed_over(bench: Bench) -> None:
+    bench.queue.put(QUEUE, ShardTask(bench.job, 9))
+    client = bench.client("w")
+    assert client.take(0) is None
+    assert held(bench.beats) == set()
+    assert bench.take(client) is not None
+
+
+def test_a_shard_that_was_removed_with_its_job_is_passed_over(bench: Bench) -> None:
+    client = bench.client("w")
+    assert bench.take(client, shard=2) is not None
+    store = bench.world.store
+    for info in list(store.list("plans/")):
+        store.delete(info.key)
+    store.delete("job.json")
+    assert bench.take(client) is None
+    assert held(bench.beats) == {(bench.job, 2)}
 
 
 def test_a_shard_that_cant_be_read_is_not_held(bench: Bench) -> None:
