@@ -155,6 +155,29 @@ def test_deliveries_at_once_are_one_job_even_while_the_file_changes(tmp_path: Pa
         assert len(houses[0].jobs()) == 8
 
 
+@pytest.mark.parametrize("left", ["changed", "gone"])
+def test_a_delivery_that_reads_the_file_when_another_has_made_the_job_finds_it(house: House, left: str) -> None:
+    made = list[str]()
+
+    def pin_late(uri: str) -> InputRef:
+        made.append(house.submit(str(house.source)))
+        if left == "gone":
+            house.source.unlink()
+        else:
+            house.source.write_text("changed\n")
+        return pin(uri)
+
+    settings = TaskSettings({"acme": [f"file://{house.folder}/in/"]})
+    late = CeleryTasks(house.world, Intake(house.world), pin_late, settings)
+    assert late.submit("acme", "task-1", [str(house.source)], {}) == made[0]
+    assert house.jobs() == made
+
+
+def test_tasks_of_one_moment_are_jobs_of_their_own(house: House) -> None:
+    first, second = house.submit([LINE], task="task-1"), house.submit([LINE], task="task-2")
+    assert sorted(house.jobs()) == sorted({first, second})
+
+
 def test_an_id_used_for_another_task_is_refused_and_another_tenants_ids_are_its_own(house: House) -> None:
     first = house.submit([LINE])
     for args, options in (([LINE, LINE],), {}), (([LINE],), {"tier": "bulk"}), ((str(house.source),), {}):
