@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -132,10 +132,15 @@ class CeleryDoor:
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set; what is being done then is finished."""
+        """Work until `stop` is set; what is being done then is finished. Sets it when a queue's worker can't be made,
+        and raises why."""
         with ThreadPoolExecutor(max(1, len(self._apps)), thread_name_prefix="celery-door") as pool:
-            for future in [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]:
-                future.result()
+            serving = [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]
+            try:
+                for ended in as_completed(serving):
+                    ended.result()
+            finally:
+                stop.set()  # if one can't go on, the others shouldn't seem to be all
 
     def _serve(self, queue: str, app: Celery, stop: threading.Event) -> None:
         """A worker after the other: each ends when its connection does."""
