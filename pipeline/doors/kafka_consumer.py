@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 from kafka import AsyncConsumerRebalanceListener, KafkaConsumer, OffsetAndMetadata, TopicPartition
-from kafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
+from kafka.errors import KafkaConfigurationError, KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from pipeline.adapters.kafka_connection import KafkaSettingsError
 from pipeline.doors.kafka_batches import Place
@@ -153,6 +153,8 @@ class KafkaDoor:
     def _connect(self) -> bool:
         try:
             consumer = KafkaConsumer(**self._settings.consumer_options())
+        except KafkaConfigurationError as error:
+            raise KafkaSettingsError(f"kafka: {error}; correct the settings") from error
         except KafkaError as error:
             logger.error("kafka_unreachable", brokers=self._settings.connection.bootstrap, reason=repr(error))
             self._clock.sleep(self._settings.retry_first)

@@ -35,6 +35,7 @@ class KafkaDoorSettings:
             known as the producer's resend. 0 records: only within a batch.
         deadletter_patience: how long the dead letters' topic is waited for. Then their objects in the store do alone.
         retry_first, retry_most: what fails for now is tried again after so long, doubling up to the most.
+        heartbeat_every: or a third of the session's timeout, if that is less.
         max_poll_interval: the broker takes a member for dead that hasn't polled for so long; the door polls all the
         time. store_threads: how many partitions' batches are stored side by side.
     """
@@ -100,6 +101,6 @@ class KafkaDoorSettings:
             "max_partition_fetch_bytes": _FETCH_BYTES,
             "fetch_max_bytes": 16 * _FETCH_BYTES,
             "session_timeout_ms": int(self.session_timeout * 1000),
-            "heartbeat_interval_ms": int(self.heartbeat_every * 1000),
+            "heartbeat_interval_ms": int(min(self.heartbeat_every, self.session_timeout / 3) * 1000),
             "max_poll_interval_ms": int(self.max_poll_interval * 1000),
         }

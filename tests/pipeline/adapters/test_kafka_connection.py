@@ -85,11 +85,12 @@ def test_given_settings_that_contradict_each_other_when_they_are_made_then_they_
 
 
 def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_reads_what_was_committed() -> None:
-    options = KafkaDoorSettings(SECURE["plaintext"], start="stop").consumer_options()
+    options = KafkaDoorSettings(SECURE["plaintext"], start="stop", session_timeout=3.0).consumer_options()
 
     assert options["enable_auto_commit"] is False
     assert options["isolation_level"] == "read_committed"
     assert options["auto_offset_reset"] == "none"
+    assert (options["session_timeout_ms"], options["heartbeat_interval_ms"]) == (3_000, 1_000)
 
 
 @pytest.mark.parametrize(
