@@ -36,7 +36,6 @@ def door_parts(root: Root, settings: Settings) -> dict[str, Part]:
 
 
 def _bucket(root: Root, settings: Settings) -> Part:
-    from pipeline.adapters.s3_client import S3Connection
     from pipeline.adapters.s3_url import split_url
     from pipeline.adapters.sqs import SqsQueue, SqsSettings
     from pipeline.doors.bucket_events import BucketEvents
@@ -44,7 +43,8 @@ def _bucket(root: Root, settings: Settings) -> Part:
 
     bucket, prefix = split_url(root.url)
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
-    intake, connection = Intake(root.world, intake_settings(settings)), S3Connection(root.s3)
+    assert root.s3 is not None  # an s3:// root has one
+    intake, connection = Intake(root.world, intake_settings(settings)), root.s3
     inboxes = [
         BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
     ]

@@ -18,7 +18,7 @@ from schemas.job import InputRef, Tier
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.adapters.s3_settings import S3Settings
+    from pipeline.adapters.s3_client import S3Connection
     from schemas.settings import Settings
 
 S3 = "s3://"
@@ -30,12 +30,13 @@ class Root:
 
     Attributes:
         url: as it was given.  world: its store, and this machine's time and randomness.
-        s3: how to reach S3; None: as AWS's tools would.
+        s3: a client for S3, where the root or settings say how it is reached; else inputs there are reached as AWS's
+            tools do.
     """
 
     url: str
     world: World
-    s3: S3Settings | None
+    s3: S3Connection | None
 
     @property
     def folder(self) -> Path | None:
@@ -68,18 +69,20 @@ def open_root(url: str | None, settings: Settings) -> Iterator[Root]:
     s3 = _connection(settings) if url.startswith(S3) or settings.s3.endpoint else None
     if url.startswith(S3):
         from pipeline.adapters.s3 import S3Store
+        from pipeline.adapters.s3_url import split_url
 
-        with S3Store.from_url(url, s3) as bucket:
+        with S3Store(*split_url(url), s3 or _connection(settings)) as bucket:
             yield Root(url, World(bucket, SystemClock(), SystemRandomness(), bucket.scratch), s3)
         return
     with FolderStore(Path(url).expanduser()) as store:
         yield Root(str(store.root), World(store, SystemClock(), SystemRandomness(), store.scratch), s3)
 
 
-def _connection(settings: Settings) -> S3Settings:
+def _connection(settings: Settings) -> S3Connection:
+    from pipeline.adapters.s3_client import S3Connection
     from pipeline.adapters.s3_settings import S3Settings
 
-    return S3Settings(**settings.s3.model_dump())
+    return S3Connection(S3Settings(**settings.s3.model_dump()))
 
 
 def intake_settings(settings: Settings) -> IntakeSettings:
