@@ -22,7 +22,8 @@ def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=12) for n in range(ROWS - 1)], "not json")
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1")
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
-    alone = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in results(place / "alone"))
+    rows = results(place / "alone")
+    alone = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in rows)
     # Two intakes hear of everything, and each drop is told of twice more.
     processes = ("dispatcher-1", "dispatcher-2", "intake-1", "intake-2", "worker-1", "worker-2")
     with running_cluster(place / "cluster", engine, processes) as cluster:
