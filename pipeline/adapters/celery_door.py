@@ -53,6 +53,8 @@ class CeleryDoorSettings:
         tries: after so many the caller is told.
         pause: after the broker was lost, before it is looked for again.
         held: tasks that wait for their next try, or for room, in one worker at most.
+        prefetch: tasks that a thread has waiting in memory. When all have come, a worker without Celery's event loop
+            asks for more only after two seconds.
     """
 
     broker_url: str = field(repr=False)
@@ -67,6 +69,7 @@ class CeleryDoorSettings:
     tries: int = 30
     pause: float = 1.0
     held: int = 1_000
+    prefetch: int = 32
 
 
 def make_app(tasks: CeleryTasks, queue: str, tenant: str, settings: CeleryDoorSettings, random: Randomness) -> Celery:
@@ -239,7 +242,7 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
         "result_serializer": "json",
         "task_acks_late": True,
         "task_default_queue": queue,
-        "worker_prefetch_multiplier": 1,
+        "worker_prefetch_multiplier": settings.prefetch,
         "worker_eta_task_limit": settings.held,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
     }
