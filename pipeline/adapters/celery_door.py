@@ -31,6 +31,8 @@ from pipeline.ports import Randomness
 
 _LOOK_SECONDS: Final = 0.1
 _LOOKS_PER_RESTORE: Final = 50
+_END_SECONDS: Final = 2.0
+"""For how long a worker's loop may not look up."""
 _REDIS: Final = ("redis", "rediss")
 
 logger = structlog.get_logger(__name__)
@@ -135,7 +137,7 @@ class CeleryDoor:
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set; what is being done then is finished. Sets it when a queue's worker can't be made,
+        """Work until `stop` is set; what is being done then is finished, unless it takes long. Sets it when a queue's worker can't be made,
         and raises why."""
         with ThreadPoolExecutor(max(1, len(self._apps)), thread_name_prefix="celery-door") as pool:
             serving = [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]
@@ -156,7 +158,10 @@ class CeleryDoor:
             while thread.is_alive():
                 if stop.wait(_LOOK_SECONDS):
                     worker.consumer.call_soon(_end, worker)
-                    thread.join()
+                    thread.join(_END_SECONDS + 2 * self._settings.timeout)
+                    if thread.is_alive():  # it may be looking for its broker; its tasks are delivered again
+                        logger.warning("celery_worker_left", queue=queue, broker=place)
+                        break
                 elif looks % _LOOKS_PER_RESTORE == 0:
                     worker.consumer.call_soon(_restore, worker)
                 looks += 1

@@ -327,7 +327,9 @@ def test_the_door_can_be_told_to_stop_while_its_broker_is_away(house: House, red
     redis_server.kill()
     house.door()
     time.sleep(0.5)
-    house.close()
+    house.stop.set()
+    house.threads[0].join(10)
+    assert not house.threads[0].is_alive()
 
 
 def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(house: House) -> None:
