@@ -137,8 +137,8 @@ class CeleryDoor:
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set; what is being done then is finished, unless it takes long. Sets it when a queue's worker can't be made,
-        and raises why."""
+        """Work until `stop` is set; what is being done then is finished, unless it takes long. Sets it when a queue's
+        worker can't be made, and raises why."""
         with ThreadPoolExecutor(max(1, len(self._apps)), thread_name_prefix="celery-door") as pool:
             serving = [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]
             try:
