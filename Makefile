@@ -14,7 +14,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all chaos cluster simulate lint format bench clean
+.PHONY: help install run test test-models test-all test-servers chaos cluster simulate lint format bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long
 
 test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
 	$(PY) -m pytest -m "not exhaustive" $(PYTEST_ARGS)
+
+test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
+	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)

@@ -129,6 +129,22 @@ class KafkaOptions(BaseModel):
     session_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 45.0
 
 
+class CeleryOptions(BaseModel):
+    """The door for Celery's tasks.
+
+    Attributes:
+        queues: queue -> the tenant whose it is; none: there is no such door.
+        result_url: of the result backend; None: the broker, where that is Redis.
+        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    queues: dict[str, str] = Field(default_factory=dict)
+    result_url: SecretStr | None = None
+    uri_prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+
 class Settings(BaseSettings):
     """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
 
@@ -138,7 +154,7 @@ class Settings(BaseSettings):
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
         root: the folder or s3:// URL that holds all jobs of this installation.
-        s3: how to reach S3.  bucket, kafka: the doors there.
+        s3: how to reach S3.  bucket, kafka, celery: the doors there.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any model that is served.
         default_tier: of jobs that name none.
@@ -166,6 +182,7 @@ class Settings(BaseSettings):
     s3: S3Options = S3Options()
     bucket: BucketOptions = BucketOptions()
     kafka: KafkaOptions = KafkaOptions()
+    celery: CeleryOptions = CeleryOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None
     default_model: str | None = None

@@ -27,9 +27,12 @@ def door_parts(root: Root, settings: Settings) -> dict[str, Part]:
         raise UserError(f"TOKENMILL_BUCKET__QUEUE_URL is set, but {root.url} is no bucket; name an s3:// root")
     if settings.kafka.bootstrap:
         parts |= _kafka(root, settings)
+    if settings.celery.queues:
+        parts["celery"] = _celery(root, settings)
     if not parts:
         raise UserError(
-            "no door is set up; name an s3:// root, or Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP. "
+            "no door is set up; name an s3:// root, Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP, or a queue in "
+            "TOKENMILL_CELERY__QUEUES. "
             "For a folder of dropped files use 'tokenmill serve'"
         )
     return parts
@@ -120,3 +123,27 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
         key_file=options.key_file,
         key_password=None if options.key_password is None else options.key_password.get_secret_value(),
     )
+
+
+def _celery(root: Root, settings: Settings) -> Part:
+    from pipeline.adapters.celery_door import CeleryDoor, CeleryDoorSettings
+    from pipeline.doors.celery_tasks import CeleryTasks, TaskSettings
+
+    broker = settings.broker_url or settings.redis_url
+    if broker is None:
+        raise UserError(
+            "TOKENMILL_CELERY__QUEUES is set, but no broker; set TOKENMILL_BROKER_URL or TOKENMILL_REDIS_URL"
+        )
+    options = settings.celery
+    tasks = CeleryTasks(
+        root.world,
+        Intake(root.world, intake_settings(settings)),
+        root.pin,
+        TaskSettings(uri_prefixes=options.uri_prefixes),
+    )
+    door = CeleryDoorSettings(
+        broker.get_secret_value(),
+        None if options.result_url is None else options.result_url.get_secret_value(),
+        queues=options.queues,
+    )
+    return CeleryDoor(tasks, door, root.world.random).run

@@ -39,7 +39,7 @@ def main() -> int:
             wait_for(lambda: list(cluster.store().list("catalog/")), 120, "no worker is up")
             begun = time.monotonic()
             send(cluster, args.input)
-            print(f"{args.input.name} was sent by four doors")
+            print(f"{args.input.name} was sent in by five ways")
             rows = sum(bool(line.strip()) for line in args.input.read_bytes().splitlines())
             try:
                 wait_for(lambda: all_done(cluster, rows), args.seconds, "the jobs did not end")

@@ -122,6 +122,8 @@ def running_cluster(
                 "TOKENMILL_REDIS_URL": redis.url,
                 "TOKENMILL_KAFKA__BOOTSTRAP": f'["{kafka.bootstrap}"]',
                 "TOKENMILL_KAFKA__URI_PREFIXES": f'{{"default": ["s3://{BUCKET}/"]}}',
+                "TOKENMILL_CELERY__QUEUES": '{"tokenmill": "default"}',
+                "TOKENMILL_CELERY__URI_PREFIXES": f'{{"default": ["s3://{BUCKET}/"]}}',
                 "TOKENMILL_KAFKA__SESSION_TIMEOUT": "6",
                 "TOKENMILL_KAFKA__IDEMPOTENCE": "false",
                 "OMP_NUM_THREADS": "1",

@@ -18,7 +18,7 @@ class TestS3StoreOnMoto(S3StoreContract):
         return s3_server
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestS3StoreOnSeaweed(S3StoreContract):
     """Slow, because writers that race wait whole seconds there."""
 

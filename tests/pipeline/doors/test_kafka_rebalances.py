@@ -143,7 +143,7 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
     thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1_200)
 def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
     check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
