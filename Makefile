@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+PARALLEL ?= -n 2 --dist loadfile
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 20000
@@ -26,13 +27,13 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) examples/show_results.py $(OUT)
 
 test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
-	$(PY) -m pytest -m "not slow and not exhaustive" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
 test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long runs
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
-	$(PY) -m pytest -m "not exhaustive" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(PYTEST_ARGS)
 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
