@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schemas.job import ModelPin
     from tokenmill.measured import MeasuredSpeed
 
-PIPED_WIDTH = 200
+PIPED_WIDTH = 4_000
 """Columns of a table that goes to a file or another program, which has no width to keep to."""
 
 
