@@ -133,7 +133,7 @@ def test_on_invalid_job_commits_no_segment_before_the_last_line_was_read(tools: 
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (gzip.compress(b"{}"), "is compressed"),
+        (gzip.compress(b"{}", mtime=0), "is compressed"),
         ('{"custom_id": "a"}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
         (b"PAR1....PAR1", "is a Parquet file"),
     ],
