@@ -192,8 +192,8 @@ class Attack:
         if life is None:
             assert code == 0, f"exit code {code}: {err}"
             return
-        # SIGTERM ends Python as it ends any program until the run has taken it over.
-        ends = {signal.SIGKILL: {-9}, signal.SIGTERM: {130, -15} if life.early else {130}, signal.SIGINT: {130}}
+        # SIGTERM ends Python as it ends any program until the run has taken it over, and so may Ctrl-C once it is done.
+        ends = {signal.SIGKILL: {-9}, signal.SIGTERM: {130, -15} if life.early else {130}, signal.SIGINT: {130, -2}}
         assert code in ends[self._how] | {0}, f"exit code {code}: {err}"
         assert tokens >= life.tokens, "something logged has vanished"
         if self._how != signal.SIGKILL:
