@@ -23,7 +23,7 @@ from pipeline.events import EventSink, NoEvents
 from pipeline.fair_shares import FairShares
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost
-from pipeline.ports import Heartbeats, ShardQueue, ShardTask, World, queue_name
+from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World, queue_name
 from pipeline.worker_api import BY_URGENCY
 from schemas.job import Manifest, Progress, ShardRef
 
@@ -62,7 +62,7 @@ class DispatchSettings:
 
 
 class Dispatcher:
-    """Drives the jobs given to `add` to their end. `add` and `tick` are called by one thread; the rest by any."""
+    """Drives the jobs given to `add` to their end. One thread calls `add`, `forget` and `tick`; any calls the rest."""
 
     def __init__(
         self,
@@ -91,6 +91,10 @@ class Dispatcher:
             tidy(ledger)
         elif job.id not in self._jobs:
             self._jobs[job.id] = OpenJob(ledger, job, self._world, self._events, self._settings.of_jobs)
+
+    def forget(self, job: str) -> None:
+        """Look at the job no more: it has ended, or is gone, by somebody else's doing."""
+        self._jobs.pop(job, None)
 
     def finished(self) -> bool:
         """Whether all jobs have ended."""
@@ -124,8 +128,12 @@ class Dispatcher:
             except LedgerError as error:
                 if not self._settings.isolate:
                     raise
-                del self._jobs[open_job.job.id]
+                self.forget(open_job.job.id)
                 logger.error("a job contradicts itself, and is left alone", job=open_job.job.id, reason=str(error))
+            except ObjectNotFound:
+                if not self._settings.isolate or open_job.ledger.find_job() is not None:
+                    raise
+                self.forget(open_job.job.id)  # it was removed while it was looked at
         self._put_missing(held, now)
 
     def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:

@@ -145,6 +145,7 @@ class Foreman:
         found = {ledger.name: ledger for ledger in open_jobs(self._world.store)}
         for name in [name for name, known in self._known.items() if name not in found and known.planning is None]:
             del self._known[name]
+            self._dispatcher.forget(name)
             logger.info("job ended", job=name)
         for name, ledger in found.items():
             if name in self._known:
@@ -152,7 +153,8 @@ class Foreman:
             try:
                 self._dispatcher.add(ledger)
             except LedgerError as error:
-                logger.error("a job can't be read", job=name, reason=str(error))
+                self._known[name] = _Known(ledger, planned=True)
+                logger.error("a job can't be read, and is left alone", job=name, reason=str(error))
             else:
                 self._known[name] = _Known(ledger)
                 logger.info("job taken up", job=name)

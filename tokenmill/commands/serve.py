@@ -141,8 +141,8 @@ def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
     """Make jobs of what comes in by the doors that are set up, until told to stop. Several may run.
 
     With an s3:// root: what is dropped below incoming/, told of by TOKENMILL_BUCKET__QUEUE_URL or found by listing.
-    With
-    TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
+    With TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
+    With TOKENMILL_CELERY__QUEUES: tasks of Celery.
     """
     from tokenmill.doors import door_parts
     from tokenmill.logs import log_to_stderr
