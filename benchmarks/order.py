@@ -38,7 +38,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
-from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
+from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Job, JobSettings, ModelPin, Tier
 from tokenmill.embedded import open_output
@@ -150,7 +150,7 @@ class Shards:
 
     def release(self, work: ShardWork, generated: int) -> None: ...
 
-    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
+    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
         return frozenset()
 
 

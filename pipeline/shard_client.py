@@ -22,7 +22,7 @@ from pipeline.ledger import JobLedger, JobNotFound, LedgerError
 from pipeline.part_builder import PartMaker, commit_part
 from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, WorkerState, World, queue_name
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord
-from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork
+from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.job import Job, ShardRef, Tier
 
@@ -78,6 +78,7 @@ class ShardClient:
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
+        self._load = WorkerLoad()
         self._session = world.random.token(8).hex()
         self._sequences: dict[str, int] = {}  # attempts that began -> notes and checkpoints written
 
@@ -106,8 +107,7 @@ class ShardClient:
             except ObjectNotFound as error:
                 self._let_go(task.job, task.shard)
                 if known.ledger.find_job() is not None:
-                    raise
-                del self._jobs[task.job]  # it was removed while it was known here
+                    raise  # else it was removed while it was known here
                 logger.warning("a job is gone", job=task.job, reason=str(error))
             except BaseException:
                 self._let_go(task.job, task.shard)
@@ -180,14 +180,15 @@ class ShardClient:
         self._sequences.pop(work.attempt_id, None)
         self._let_go(work.job.id, work.shard)
 
-    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
+    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad | None = None) -> frozenset[str]:
         """The heartbeat: the worker lives and works on these; returns the jobs that are being closed. A shard that was
-        taken, and that the worker has not begun, is held too."""
+        taken, and that the worker has not begun, is held too. `load` None: as it was."""
         with self._lock:
+            self._load = load or self._load
             held = self._held | {(work.job.id, work.shard) for work in shards}
             self._beat(held)
-        jobs = {job for job, _ in held}
-        return frozenset(job for job in jobs if self._jobs[job].ledger.closing() is not None)
+            ledgers = {job: self._jobs[job].ledger for job, _ in held}
+        return frozenset(job for job, ledger in ledgers.items() if ledger.closing() is not None)
 
     # -- inside
 
@@ -207,7 +208,8 @@ class ShardClient:
 
     def _forget_jobs(self) -> None:
         """Those known for longest, where nothing is held of them: a worker may live for months."""
-        held = {job for job, _ in self._held}
+        with self._lock:
+            held = {job for job, _ in self._held}
         idle = [job for job in self._jobs if job not in held]
         for job in idle[: max(0, len(self._jobs) - MOST_JOBS)]:
             del self._jobs[job]
@@ -270,6 +272,10 @@ class ShardClient:
             logger.warning("the heartbeat can't be told", reason=str(error))
 
     def _state(self, held: set[tuple[str, int]]) -> WorkerState:
-        shards = [(self._jobs[job].shards.get(number) if job in self._jobs else None) for job, number in held]
-        waiting = sum(shard.prompt_tokens + shard.expected_tokens for shard in shards if shard is not None)
-        return WorkerState(self.worker, self._models, frozenset(held), waiting)
+        waiting = 0.0
+        for job, number in held:
+            shard = self._jobs[job].shards.get(number) if job in self._jobs else None
+            if shard is not None:
+                tokens = shard.prompt_tokens + shard.expected_tokens
+                waiting += tokens * self._load.unfinished.get((job, number), 1.0)
+        return WorkerState(self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second)

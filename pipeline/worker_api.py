@@ -110,6 +110,19 @@ class CheckpointWork:
     final: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How fast a worker is, and how far: what forecasts are made of.
+
+    Attributes:
+        tokens_per_second: prompts (cached ones too) and answers, while it had work; None: not measured yet.
+        unfinished: of the shards that it works on, (job id, number) -> the share of rows without an outcome.
+    """
+
+    tokens_per_second: float | None = None
+    unfinished: Mapping[tuple[str, int], float] = field(default_factory=dict)
+
+
 class ShardSink(Protocol):
     """Where a worker's results go, and how it shows that it lives."""
 
@@ -142,9 +155,10 @@ class ShardSink(Protocol):
         `generated`: tokens that this attempt sampled for it."""
         ...
 
-    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
-        """The heartbeat: the worker lives and works on these. Called every `HEARTBEAT_SECONDS` or oftener. Returns the
-        jobs of all shards held that are being closed: their shards are to be logged and given back."""
+    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
+        """The heartbeat: the worker lives and works on these, and this is its load. Called every `HEARTBEAT_SECONDS` or
+        oftener. Returns the jobs of all shards held that are being closed: their shards are to be logged and given
+        back."""
         ...
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from math import exp
+from typing import Final, Protocol
 
 from engine.engine import EngineStats
 from engine.request import Completion
+
+RATE_SECONDS: Final = 30.0
+"""What was measured so long ago counts about a third of what is measured now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,29 @@ class WorkerProgress:
         """From the first row's start to the last finished row's end."""
         counts = self.counts
         return 0.0 if counts.first_start is None or counts.last_end is None else counts.last_end - counts.first_start
+
+
+class RateMeter:
+    """Tokens per second while there is work, the latest half minute or so counting most.
+
+    Between two looks the engine must have had work all the time for the time to count: how fast it is doesn't depend on
+    how much there is to do.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._last: tuple[float, int] | None = None  # when the engine was last seen to have work, and its tokens
+
+    def look(self, now: float, engine: EngineStats) -> float | None:
+        """The rate by now; None: not known yet. `now`: seconds, monotonic."""
+        tokens = engine.computed - engine.recomputed + engine.cached
+        if self._last is not None and now > self._last[0]:
+            seconds = now - self._last[0]
+            kept = exp(-seconds / RATE_SECONDS)
+            self._tokens = kept * self._tokens + (tokens - self._last[1])
+            self._seconds = kept * self._seconds + seconds
+        self._last = (now, tokens) if engine.running or engine.waiting else None
+        return self._tokens / self._seconds if self._seconds else None
 
 
 class WorkerObserver(Protocol):

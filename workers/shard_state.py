@@ -84,7 +84,12 @@ class OpenShard:
     @property
     def expected_left(self) -> float:
         """Tokens that are expected of the rows without an outcome."""
-        return self.expected * (1 - self.num_finished / self.total) if self.total else 0.0
+        return self.expected * self.unfinished
+
+    @property
+    def unfinished(self) -> float:
+        """The share of its rows that have no outcome."""
+        return 1 - self.num_finished / self.total if self.total else 0.0
 
     @property
     def done(self) -> bool:

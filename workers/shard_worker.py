@@ -33,14 +33,15 @@ from pipeline.worker_api import (
     ShardReport,
     ShardSink,
     ShardSource,
+    WorkerLoad,
 )
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import Tier
 from workers.checkpointing import Checkpointer
+from workers.fetching import ShardFetcher
 from workers.lookahead import Lookahead, engine_has_all
 from workers.model_host import LoadedModel, library_versions
-from workers.progress import WorkerCounts, WorkerObserver, WorkerProgress
+from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
 from workers.rows import ComputedRow, PreparedRow, RefusedRow
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
@@ -96,13 +97,12 @@ class ShardWorker:
         """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic."""
         self._model = model
         self._engine = model.engine
-        self._source = source
         self._sink = sink
         self._clock = clock
         self._settings = settings or WorkerSettings()
         self._observer = observer
         self._given_helper = helper
-        self._reader = ShardReader(model)
+        self._fetcher = ShardFetcher(source, ShardReader(model), clock, (settings or WorkerSettings()).look_seconds)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
         timed = self._settings.request_timeout is not None
@@ -111,15 +111,13 @@ class ShardWorker:
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
         self._trials = Trials(model.max_num_seqs)
-        self._preparing: Future[PreparedShard | None] | None = None
-        self._prepared: PreparedShard | None = None  # waits until there is too little left to do
         self._committing: dict[Future[bool], OpenShard] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
         self._logging: Future[None] | None = None
-        self._source_finished = False
         self._counts = WorkerCounts()
-        self._next_look = self._next_beat = self._next_report = 0.0
+        self._rate = RateMeter()
+        self._next_beat = self._next_report = 0.0
         self._next_log: float | None = None  # None: nothing is being computed
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:
@@ -154,7 +152,7 @@ class ShardWorker:
 
     @property
     def _finished(self) -> bool:
-        return self._source_finished and not (self._shards or self._prepared or self._preparing or self._committing)
+        return self._fetcher.exhausted and not (self._shards or self._committing)
 
     def _turn(self, helper: Executor, reader: Executor) -> None:
         """One turn of the loop: at most one step of the engine."""
@@ -163,7 +161,7 @@ class ShardWorker:
         self._feed(helper)
         if self._engine.has_work:
             self._step()
-        elif not self._trials and (self._preparing or self._beginning or self._committing or not self._shards):
+        elif not self._trials and (self._fetcher.preparing or self._beginning or self._committing or not self._shards):
             self._clock.sleep(IDLE_SECONDS)
         self._commit_done(helper)
         self._log(helper)
@@ -173,14 +171,12 @@ class ShardWorker:
         """Open the prepared shard when there is too little left to do, and have the one after it fetched and prepared
         meanwhile: preparing takes time, in which the engine should not run dry."""
         room = len(self._shards) < self._settings.max_open_shards
-        wanted = self._source_finished or self._ahead.wants_shard(self._shards, self._engine.num_waiting)
-        if self._prepared is not None and room and wanted:
-            shard, self._prepared = self._prepared, None
-            self._open(shard)
-        if self._preparing is None and not self._source_finished and self._clock.monotonic() >= self._next_look:
-            tiers = BY_URGENCY if self._prepared is None else self._more_urgent()
-            if tiers:
-                self._preparing = reader.submit(self._fetch, tiers)
+        fetcher = self._fetcher
+        if room and (fetcher.source_finished or self._ahead.wants_shard(self._shards, self._engine.num_waiting)):
+            shard = fetcher.take()
+            if shard is not None:
+                self._open(shard)
+        fetcher.fetch(reader, [shard.work.tier for shard in self._shards])
 
     def _open(self, shard: PreparedShard) -> None:
         """Behind those that are as urgent."""
@@ -188,33 +184,14 @@ class ShardWorker:
         insort(self._shards, opened, key=lambda other: BY_URGENCY.index(other.work.tier))
         self._trials.open(opened)
 
-    def _more_urgent(self) -> tuple[Tier, ...]:
-        """Tiers whose shards would be opened at once, beside all that is held: none of these is as urgent."""
-        held = [shard.work.tier for shard in self._shards]
-        held += [] if self._prepared is None else [self._prepared.work.tier]
-        return BY_URGENCY[: min((BY_URGENCY.index(tier) for tier in held), default=len(BY_URGENCY))]
-
-    def _fetch(self, tiers: Sequence[Tier]) -> PreparedShard | None:
-        """On the reader: the next shard, prepared, or None when there is none now."""
-        work = self._source.take(0.0, tiers)
-        if work is None:
-            self._source_finished = self._source.finished()
-            return None
-        return self._reader.prepare(work)
-
     def _collect(self, helper: Executor) -> None:
         """Take over what the other threads have done; their exceptions surface here."""
-        if self._preparing is not None and self._preparing.done():
-            shard, self._preparing = self._preparing.result(), None
-            if shard is None:
-                self._next_look = self._clock.monotonic() + self._settings.look_seconds
-            elif self._prepared is None:
-                self._prepared = shard
-            else:
+        shard = self._fetcher.collect()
+        if shard is not None:
+            self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
+            logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
+            if shard is not self._fetcher.prepared:
                 self._open(shard)
-            if shard is not None:
-                self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
-                logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
         for future in [future for future in self._committing if future.done()]:
             committed = future.result()
             work = self._committing.pop(future).work
@@ -231,7 +208,8 @@ class ShardWorker:
         if self._beating is not None and self._beating.done():
             closing, self._beating = self._beating.result(), None
             if closing:
-                if self._prepared is not None and self._prepared.work.job.id in closing:
+                prepared = self._fetcher.prepared
+                if prepared is not None and prepared.work.job.id in closing:
                     self._unprepare()
                 self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
 
@@ -251,7 +229,7 @@ class ShardWorker:
                 self._submit_log(self._shards, helper, final=False).result()
             self._trials.release()
             self._try_apart((), helper)
-        last_open = self._source_finished and self._preparing is None and self._prepared is None
+        last_open = self._fetcher.exhausted
         ahead = self._ahead.rows(last_open=last_open)
         for shard in self._shards:
             limit = ahead + self._giving_way_to(shard)
@@ -413,9 +391,12 @@ class ShardWorker:
         now = self._clock.monotonic()
         if now >= self._next_beat and self._beating is None:
             self._next_beat = now + HEARTBEAT_SECONDS
-            held = [shard.work for shard in self._shards] + [shard.work for shard in self._committing.values()]
-            held += [] if self._prepared is None else [self._prepared.work]
-            self._beating = helper.submit(self._sink.holding, held)
+            shards = [*self._shards, *self._committing.values()]
+            held = [shard.work for shard in shards]
+            held += [] if self._fetcher.prepared is None else [self._fetcher.prepared.work]
+            unfinished = {(shard.work.job.id, shard.work.shard): shard.unfinished for shard in shards}
+            load = WorkerLoad(self._rate.look(now, self._engine.stats()), unfinished)
+            self._beating = helper.submit(self._sink.holding, held, load)
         if self._observer is not None and now >= self._next_report:
             self._next_report = now + self._settings.report_seconds
             self._observer.progress(self._progress(stopped=False))
@@ -427,17 +408,14 @@ class ShardWorker:
 
     def _unprepare(self) -> None:
         """Count the prepared shard to the open ones, so that it is given back with them."""
-        if self._prepared is not None:
-            self._shards.append(OpenShard.open(self._prepared))
-            self._prepared = None
+        shard = self._fetcher.take()
+        if shard is not None:
+            self._shards.append(OpenShard.open(shard))
 
     def _drain(self, helper: Executor) -> None:
         """Commit what is done, log and give back the rest, and leave the engine empty."""
         self._commit_done(helper)
-        self._unprepare()
-        if self._preparing is not None:
-            self._prepared, self._preparing = self._preparing.result(), None
-        self._unprepare()
+        self._shards += [OpenShard.open(shard) for shard in self._fetcher.take_all()]
         self._give_back(list(self._shards), helper)
         while self._engine.has_work:
             self._engine.step()

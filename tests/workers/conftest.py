@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork
+from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Tier, Usage
 from schemas.requests import dump_body, parse_body
@@ -178,7 +178,7 @@ class MemorySink:
     def release(self, work: ShardWork, generated: int) -> None:
         self.released.append(work.shard)
 
-    def holding(self, shards: Sequence[ShardWork]) -> frozenset[str]:
+    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
         self.held.append([work.shard for work in shards])
         return self.closing
 

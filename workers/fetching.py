@@ -1,0 +1,92 @@
+"""Fetching shards ahead of need: one waits, prepared, while others are worked on, and more urgent ones pass it by.
+
+Reading and tokenizing a shard takes time in which the engine should not run dry, so it happens on another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+from pipeline.ports import Clock
+from pipeline.worker_api import BY_URGENCY, ShardSource
+from schemas.job import Tier
+from workers.shard_state import PreparedShard, ShardReader
+
+
+class ShardFetcher:
+    """Takes shards from a source and prepares them, one at a time.
+
+    Args:
+        look_seconds: between two looks for a shard, when there was none.
+
+    Attributes:
+        prepared: waits until there is too little left to do.
+    """
+
+    def __init__(self, source: ShardSource, reader: ShardReader, clock: Clock, look_seconds: float) -> None:
+        self._source = source
+        self._reader = reader
+        self._clock = clock
+        self._look_seconds = look_seconds
+        self._next_look = 0.0
+        self._source_finished = False
+        self._preparing: Future[PreparedShard | None] | None = None
+        self.prepared: PreparedShard | None = None
+
+    @property
+    def preparing(self) -> bool:
+        """A shard is being looked for or prepared now."""
+        return self._preparing is not None
+
+    @property
+    def source_finished(self) -> bool:
+        """The source has no more; what it gave last may still be being prepared."""
+        return self._source_finished
+
+    @property
+    def exhausted(self) -> bool:
+        """No shard will ever come again."""
+        return self._source_finished and self._preparing is None and self.prepared is None
+
+    def collect(self) -> PreparedShard | None:
+        """The shard that has come since the last call. It is `prepared` now; or, if another waits there already, it is
+        more urgent than that one, and to be opened at once. Raises what fetching raised."""
+        if self._preparing is None or not self._preparing.done():
+            return None
+        shard, self._preparing = self._preparing.result(), None
+        if shard is None:
+            self._next_look = self._clock.monotonic() + self._look_seconds
+        elif self.prepared is None:
+            self.prepared = shard
+        return shard
+
+    def fetch(self, helper: Executor, open_tiers: Sequence[Tier]) -> None:
+        """Have the next shard fetched and prepared, if none is. While one waits, only those may come that would be
+        opened at once: more urgent than all that is open (`open_tiers`) or waits."""
+        if self._preparing is not None or self._source_finished or self._clock.monotonic() < self._next_look:
+            return
+        tiers = BY_URGENCY
+        if self.prepared is not None:
+            tiers = BY_URGENCY[: min(BY_URGENCY.index(tier) for tier in (*open_tiers, self.prepared.work.tier))]
+        if tiers:
+            self._preparing = helper.submit(self._fetch, tiers)
+
+    def take(self) -> PreparedShard | None:
+        """The prepared shard, which waits no more."""
+        shard, self.prepared = self.prepared, None
+        return shard
+
+    def take_all(self) -> list[PreparedShard]:
+        """What is prepared, and what is being prepared once it is."""
+        shards = [self.take(), None if self._preparing is None else self._preparing.result()]
+        self._preparing = None
+        return [shard for shard in shards if shard is not None]
+
+    def _fetch(self, tiers: Sequence[Tier]) -> PreparedShard | None:
+        """On the other thread: the next shard, prepared, or None when there is none now."""
+        work = self._source.take(0.0, tiers)
+        if work is None:
+            self._source_finished = self._source.finished()
+            return None
+        return self._reader.prepare(work)
