@@ -23,7 +23,7 @@ from pipeline.events import EventSink, NoEvents
 from pipeline.fair_shares import FairShares
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost
-from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World, queue_name
+from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
 from pipeline.worker_api import BY_URGENCY
 from schemas.job import Manifest, Progress, ShardRef
 
@@ -172,7 +172,7 @@ class Dispatcher:
             lost = put.held or now - put.at >= self._settings.patience * 2 ** (put.times - 1)
             if lost and trusted:
                 self._put(open_job, shard, put.times + (0 if put.held else 1), now)
-            waiting[self._queue_of(open_job, shard)] += 1
+            waiting[open_job.queue_of(shard)] += 1
 
     def _unput(self, open_job: OpenJob, held: set[Shard]) -> dict[str, list[int]]:
         """Shards to be put for the first time, by queue: as many as its backlog could take, the last one first."""
@@ -180,7 +180,7 @@ class Dispatcher:
         for number, shard in open_job.open_shards.items():
             if number in open_job.puts or (open_job.job.id, number) in held:
                 continue
-            of_queue = found.setdefault(self._queue_of(open_job, shard), [])
+            of_queue = found.setdefault(open_job.queue_of(shard), [])
             if len(of_queue) < self._settings.backlog:
                 of_queue.append(number)
             elif len(open_job.job.models) == 1:
@@ -210,12 +210,8 @@ class Dispatcher:
                 del by_tenant[tenant]
 
     def _put(self, open_job: OpenJob, shard: ShardRef, times: int, now: float) -> None:
-        self._queue.put(self._queue_of(open_job, shard), ShardTask(open_job.job.id, shard.number))
+        self._queue.put(open_job.queue_of(shard), ShardTask(open_job.job.id, shard.number))
         open_job.puts[shard.number] = Put(now, times)
-
-    def _queue_of(self, open_job: OpenJob, shard: ShardRef) -> str:
-        pin = open_job.job.model_named(shard.model)
-        return queue_name(shard.model if pin is None else pin.key, open_job.job.tier)
 
     def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
         """Charge the tenant what the new parts have cost instead of what was expected."""
@@ -224,4 +220,4 @@ class Dispatcher:
                 continue
             usage = entry.summary.usage
             computed = usage.prompt - usage.cached + usage.completion
-            self._shares[self._queue_of(open_job, shard)].charge(open_job.job.tenant, computed - cost(shard))
+            self._shares[open_job.queue_of(shard)].charge(open_job.job.tenant, computed - cost(shard))

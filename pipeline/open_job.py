@@ -14,7 +14,7 @@ from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.manifest import Tally, build_manifest
-from pipeline.ports import World
+from pipeline.ports import World, queue_name
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
@@ -63,6 +63,7 @@ class OpenJob:
         job: the order.  ledger: where it lies.
         open_shards: planned shards without a part, in plan order.
         puts: of these, those that were put on the queue.
+        tokens_left: estimated tokens, prompts and answers, of the open shards.
         closing: why the job ends before its time, if it does.
         whole: all parts stand.
     """
@@ -72,6 +73,7 @@ class OpenJob:
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
         self.puts: dict[int, Put] = {}
+        self.tokens_left = 0
         self.closing: Closing | None = None
         self._world = world
         self._events = events
@@ -80,6 +82,7 @@ class OpenJob:
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = Tally()
+        self._queues: dict[str, str] = {}  # by the model's name
         self._planned_rows = self._planned_shards = 0
         self._next_sweep = self._next_cache = self._next_closing = 0.0
         self._grace_ends = 0.0  # when nobody is waited for any more
@@ -112,10 +115,13 @@ class OpenJob:
         """Which job of a tenant and tier goes first: by deadline, then age."""
         return (self.job.deadline or FAR, self.job.created_at, self.job.id)
 
-    @property
-    def tokens_left(self) -> int:
-        """Estimated tokens, prompts and answers, of the shards without a part."""
-        return sum(cost(shard) for shard in self.open_shards.values())
+    def queue_of(self, shard: ShardRef) -> str:
+        """The queue that the shard is put on."""
+        queue = self._queues.get(shard.model)
+        if queue is None:
+            pin = self.job.model_named(shard.model)
+            queue = self._queues[shard.model] = queue_name(shard.model if pin is None else pin.key, self.job.tier)
+        return queue
 
     def look(self, now: float) -> list[Found]:
         """Learn which segments and parts stand by now; the parts that are new."""
@@ -213,6 +219,7 @@ class OpenJob:
             self._planned_shards += len(segment.shards)
             self._untold = True
             self.open_shards.update((shard.number, shard) for shard in segment.shards)
+            self.tokens_left += sum(map(cost, segment.shards))
             if segment.rejects is not None:
                 self._open_rejects[segment.rejects.number] = segment
             if segment.last:  # from here on all parts can be told from those that nobody planned
@@ -223,6 +230,7 @@ class OpenJob:
         self._parts[number] = entry
         self._tally.add(entry)
         shard = self.open_shards.pop(number, None)
+        self.tokens_left -= 0 if shard is None else cost(shard)
         self._open_rejects.pop(number, None)
         self.puts.pop(number, None)
         self._untold = True
