@@ -30,8 +30,6 @@ import orjson
 import pyarrow.parquet as pq
 from throughput import machine
 
-from engine import Engine
-from engine.models.load import describe_model
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.job_options import ChosenModel, known_input
@@ -39,8 +37,7 @@ from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import EngineOptions, RunPlan, run_job, tokens_per_sequence
-from workers.model_host import LoadedModel, ModelLimits, dtype_name, engine_facts
-from workers.tokenizer import Tokenizer
+from workers.model_host import LoadedModel
 
 OUTPUT_TOKENS = 8
 NUM_BLOCKS = 8192
@@ -99,20 +96,9 @@ class Null:
 
     def load(self, plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
         self.read_before_loading = bytes_read() - self.read_at_start
-        path = Path(pin.source)
         config = plan.engine.config(tokens_per_sequence(segments))
-        engine = Engine.without_model(describe_model(path).spec, config, num_blocks=NUM_BLOCKS)
-        spec = engine.spec
-        model = LoadedModel(
-            name=pin.name,
-            source=pin.source,
-            engine=engine,
-            tokenizer=Tokenizer.load(path),
-            limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
-            dtype=dtype_name(spec),
-            max_num_seqs=config.schedule.max_num_seqs,
-            digest=pin.digest,
-            facts=engine_facts(engine),
+        model = LoadedModel.without_weights(
+            Path(pin.source), name=pin.name, config=config, num_blocks=NUM_BLOCKS, digest=pin.digest
         )
         self.loaded_at = time.time()
         return model

@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,11 +46,9 @@ from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.wiring import EngineOptions, pin_model, rows_at_once, sequences, tokens_per_sequence
-from workers.model_host import LoadedModel, dtype_name
+from workers.model_host import LoadedModel
 from workers.shard_state import HINTS
 from workers.shard_worker import ShardWorker
-from workers.tokenizer import Tokenizer
-from workers.translate import ModelLimits
 
 RunOrder = Literal["plan", "arrival"]
 
@@ -161,20 +159,12 @@ def load(planned: PlannedJob, *, null: bool) -> LoadedModel:
         model = LoadedModel.load(path, name="model", config=planned.config, digest=planned.pin.digest)
         warm(model)
         return model
-    spec = replace(describe_model(path).spec, windows=(None,), num_layers=1)
-    length = planned.config.cache.tokens_per_sequence or spec.max_position
+    longest = describe_model(path).spec.max_position
+    length = planned.config.cache.tokens_per_sequence or longest
     schedule, size = planned.config.schedule, planned.config.cache.block_size
-    blocks = max(-(-spec.max_position // size), schedule.max_num_seqs * length * 5 // (4 * size)) + 1
-    engine = Engine.without_model(spec, planned.config, blocks)
-    return LoadedModel(
-        name="model",
-        source=planned.pin.source,
-        engine=engine,
-        tokenizer=Tokenizer.load(path),
-        limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
-        dtype=dtype_name(spec),
-        max_num_seqs=schedule.max_num_seqs,
-        digest=planned.pin.digest,
+    blocks = max(-(-longest // size), schedule.max_num_seqs * length * 5 // (4 * size)) + 1
+    return LoadedModel.without_weights(
+        path, name="model", config=planned.config, num_blocks=blocks, digest=planned.pin.digest
     )
 
 

@@ -24,7 +24,7 @@ from engine.native.library import NativeLibrary
 from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
 from engine.null_runner import NullRunner
-from engine.plan import NO_TOKEN, CacheGroup
+from engine.plan import NO_TOKEN, CacheGroup, RowState
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import ANSWERED
 from engine.runner import ModelRunner, StepRunner
@@ -165,12 +165,18 @@ class Engine:
 
     @classmethod
     def without_model(
-        cls, spec: ModelSpec, config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic
+        cls,
+        spec: ModelSpec,
+        config: EngineConfig,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
     ) -> Engine:
-        """An engine whose steps cost nothing: to measure and simulate all that is around a model."""
+        """An engine whose steps cost nothing: to measure and simulate all that is around a model. `make_runner` gets
+        the rows' state and the size of the vocabulary."""
         groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
         limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_size)
-        return cls(config, spec, groups, limit, lambda s: NullRunner(s.rows, spec.vocab_size), clock)
+        return cls(config, spec, groups, limit, lambda s: make_runner(s.rows, spec.vocab_size), clock)
 
     def add(self, request: Request) -> None:
         """Queue a request.

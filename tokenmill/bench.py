@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.base import ModelSpec
-from engine.models.load import describe_model
 from engine.request import Request, SamplingParams, as_token_ids
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
@@ -31,8 +30,6 @@ from tokenmill.job_options import ChosenModel
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import EngineOptions, RunPlan, run_job, tokens_per_sequence
 from workers.model_host import LoadedModel
-from workers.tokenizer import Tokenizer
-from workers.translate import ModelLimits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -131,20 +128,11 @@ def _request_line(model: str, row: int) -> str:
 
 def _without_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
     """A loaded model that answers at once, behind the real tokenizer."""
-    path = Path(pin.source)
-    spec = replace(describe_model(path, dtype=torch.float32).spec, windows=(None,), num_layers=1)
     config = plan.engine.config()
     length = (tokens_per_sequence(segments) or 1) * 2
-    engine = Engine.without_model(spec, config, config.schedule.max_num_seqs * length // config.cache.block_size)
-    return LoadedModel(
-        name=pin.name,
-        source=pin.source,
-        engine=engine,
-        tokenizer=Tokenizer.load(path),
-        limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
-        dtype=pin.dtype,
-        max_num_seqs=config.schedule.max_num_seqs,
-        digest=pin.digest,
+    blocks = config.schedule.max_num_seqs * length // config.cache.block_size
+    return LoadedModel.without_weights(
+        Path(pin.source), name=pin.name, config=config, num_blocks=blocks, digest=pin.digest
     )
 
 

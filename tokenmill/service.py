@@ -6,8 +6,9 @@ parts are the same: only what stands behind the ports of queue and heartbeats di
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,10 @@ from schemas.job import CatalogEntry
 from schemas.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.job_options import ChosenModel
-from tokenmill.processes import Part, unique_name
-from tokenmill.root import Root, intake_settings
+from tokenmill.logs import log_to_stderr
+from tokenmill.output import say
+from tokenmill.processes import Part, run_together, unique_name, until_told
+from tokenmill.root import Root, intake_settings, open_root
 from tokenmill.wiring import settled_heap
 from workers.model_host import LoadedModel
 from workers.shard_worker import ShardWorker, WorkerSettings
@@ -119,6 +122,18 @@ def load(chosen: ChosenModel, config: EngineConfig, chat_template: str | None) -
     return LoadedModel.load(
         path, name=chosen.name, config=config, revision=chosen.source.revision, chat_template=chat_template
     )
+
+
+def run_worker(root_url: str | None, settings: Settings, load: Callable[[], LoadedModel]) -> None:
+    """A worker process with the model that `load` gives, until told to stop.
+
+    Raises `UserError` where settings lack something, and what `load` and the work raise.
+    """
+    log_to_stderr(logging.INFO)
+    with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
+        loaded = load()
+        say(f"working for {root.url} with {loaded.name}")
+        run_together(stop, worker_part(root, hints, loaded, settings), {})
 
 
 def worker_part(root: Root, hints: Hints, model: LoadedModel, settings: Settings) -> Part:

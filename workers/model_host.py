@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
 from engine.config import EngineConfig, KVDType, Quantize
-from engine.engine import Engine, EngineStats
+from engine.engine import Engine, EngineStats, resolve_device, resolve_dtype
 from engine.models.base import ModelSpec
+from engine.models.load import describe_model
+from engine.null_runner import NullRunner
+from engine.plan import RowState
 from engine.request import Completion, PartialChoice, Request
+from engine.runner import StepRunner
 from schemas.job import ModelPin
 from workers.errors import WorkerError
 from workers.tokenizer import Tokenizer
@@ -118,10 +122,42 @@ class LoadedModel:
             tokenizer = Tokenizer.load(path, chat_template)
             engine = Engine.load(path, config)
             digest = digest if proof is None else proof.result()
+        return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
+
+    @classmethod
+    def without_weights(
+        cls,
+        path: Path,
+        *,
+        name: str,
+        config: EngineConfig,
+        num_blocks: int,
+        digest: str | None,
+        make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
+    ) -> LoadedModel:
+        """The tokenizer of the model at `path`, before an engine whose steps cost nothing: to measure and to try all
+        that is around a model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
+        path = model_path(path)
+        spec = describe_model(path, dtype=resolve_dtype(config.dtype, resolve_device(config.device))).spec
+        engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
+        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest)
+
+    @classmethod
+    def _of(
+        cls,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        source: Path,
+        digest: str | None,
+        revision: str | None = None,
+        aliases: frozenset[str] = frozenset(),
+    ) -> LoadedModel:
         spec = engine.spec
         return cls(
             name=name,
-            source=str(path),
+            source=str(source),
             engine=engine,
             tokenizer=tokenizer,
             limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),

@@ -25,6 +25,7 @@ from tests.servers.redis import RedisServer
 ROOT = Path(__file__).parents[2]
 BUCKET = "tokenmill"
 TOPICS = ("requests", "jobs", "results", "events", "deadletter")
+NULL_WORKER = ("-m", "tests.cluster.null_worker")
 Value = TypeVar("Value")
 
 
@@ -50,12 +51,14 @@ class Cluster:
         return f"s3://{BUCKET}"
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start (again) the process of this name; what stands before its "-" is the command."""
+        """Start (again) the process of this name; what stands before its "-" is the command, or "null" for a null
+        worker, which gets the options of workers too."""
         command = name.partition("-")[0]
-        options = self.engine if command == "worker" else ()
+        program = NULL_WORKER if command == "null" else ("-m", "tokenmill", command)
+        options = self.engine if command in ("worker", "null") else ()
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tokenmill", command, *options],
+                [sys.executable, *program, *options],
                 stdout=log, stderr=log, cwd=self.folder, env={**os.environ, **self.variables},
             )  # fmt: skip
         self.processes[name] = process

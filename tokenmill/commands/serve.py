@@ -110,17 +110,10 @@ def worker(
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
     """
     from tokenmill import service
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.processes import run_together, until_told
-    from tokenmill.root import open_root
 
-    log_to_stderr(logging.INFO)
     settings = read_settings()
     options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
-    with until_told() as stop, open_root(root_url, settings) as root, service.hints_on_servers(settings) as hints:
-        loaded = _load(model, settings, options, chat_template)
-        say(f"working for {root.url} with {loaded.name}")
-        run_together(stop, service.worker_part(root, hints, loaded, settings), {})
+    service.run_worker(root_url, settings, lambda: _load(model, settings, options, chat_template))
 
 
 def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _debug: Debug = False) -> None:

@@ -1,0 +1,147 @@
+"""A worker whose model costs nothing, and whose answers anybody can work out: all that is around a model, for real.
+
+    python -m tests.cluster.null_worker --model MODEL [--root ROOT] [--step-ms MS]
+
+It is `tokenmill worker` with another loader: MODEL's own tokenizer, and an engine whose runner makes each token from
+the whole prompt, the position and the token before. So a row that got another row's tokens, or went on from a wrong
+checkpoint, has another text than `Answers` works out. Its pin isn't the real model's: neither takes the other's shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import EngineConfig, ScheduleConfig
+from engine.models.load import describe_model
+from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
+from schemas.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
+from tokenmill import service
+from tokenmill.job_options import choose_model
+from tokenmill.settings import read_settings
+from workers.model_host import LoadedModel, model_digest, model_path
+from workers.tokenizer import TokenIds, Tokenizer
+from workers.translate import JobRules, ModelLimits, Translator
+
+NUM_BLOCKS: Final = 16_384
+"""Of 32 tokens each."""
+
+FIRST_TOKEN: Final = 256
+"""Below lie special tokens and single bytes."""
+
+
+def next_tokens(prompts: Any, last: Any, known: Any, vocab_size: int) -> Any:
+    """The token at position `known`, behind `last`; `prompts` from `prompt_number`. Integers or int64 arrays."""
+    return FIRST_TOKEN + (prompts * 1_000_003 + last * 31 + known * 7) % (vocab_size - FIRST_TOKEN)
+
+
+def prompt_number(prompt: TokenIds) -> int:
+    """What of a prompt (int32 [tokens]) goes into each token of its answer."""
+    return zlib.crc32(np.ascontiguousarray(prompt, dtype="<i4").tobytes())
+
+
+class PromptRunner:
+    """Answers at once, or after `step_seconds`, with `next_tokens`."""
+
+    def __init__(self, rows: RowState, vocab_size: int, step_seconds: float = 0.0) -> None:
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._step_seconds = step_seconds
+        self._prompts: NDArray[np.int64] = np.zeros(len(rows.num_known), dtype=np.int64)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """The step's tokens; no log-probabilities."""
+        for row, request, _ in plan.new_rows:
+            self._prompts[row] = prompt_number(request.prompt_token_ids)
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        known = (plan.starts + plan.counts).astype(np.int64)
+        last = self._rows.token_ids[plan.rows, known - 1].astype(np.int64)
+        tokens = next_tokens(self._prompts[plan.rows], last, known, self._vocab_size)
+        token_ids = np.where(plan.samples, tokens, NO_TOKEN).astype(np.int32)
+        return StepOutput(token_ids, np.zeros(len(plan.rows), dtype=np.bool_), {}, {}, {})
+
+
+class Answers:
+    """What null workers with this model answer, worked out from the requests alone."""
+
+    def __init__(self, model: Path) -> None:
+        path = model_path(model)
+        spec = describe_model(path).spec
+        self._tokenizer = Tokenizer.load(path)
+        self._limits = ModelLimits(spec.max_position, spec.vocab_size, spec.eos_token_ids)
+        self._translator = Translator(self._tokenizer, self._limits, JobRules())
+
+    def texts(self, bodies: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The texts for bodies of chats or completions, which name max_tokens and no stop strings."""
+        parsed = [_parsed(body) for body in bodies]
+        prompts = [self._prompt(body) for body in parsed]
+        answers = [self._ids(prompt, body.output_limit or 0) for prompt, body in zip(prompts, parsed, strict=True)]
+        return self._tokenizer.decode_answers(prompts, answers)
+
+    def _prompt(self, body: ChatBody | CompletionBody) -> TokenIds:
+        prompt = self._translator.prompt_of(body)
+        if not isinstance(prompt, str):
+            return prompt
+        if isinstance(body, ChatBody):
+            return self._tokenizer.encode_chats([prompt])[0]
+        return self._tokenizer.encode_batch([prompt], add_special_tokens=True)[0]
+
+    def _ids(self, prompt: TokenIds, tokens: int) -> list[int]:
+        number, last, ids = prompt_number(prompt), int(prompt[-1]), list[int]()
+        for known in range(len(prompt), len(prompt) + tokens):
+            last = next_tokens(number, last, known, self._limits.vocab_size)
+            ids.append(last)
+        return ids
+
+
+def _parsed(body: Mapping[str, Any]) -> ChatBody | CompletionBody:
+    parsed = load_body(CHAT_URL if "messages" in body else COMPLETIONS_URL, json.dumps(body))
+    assert isinstance(parsed, ChatBody | CompletionBody)
+    assert parsed.output_limit is not None, "the request must name max_tokens"
+    assert not parsed.stop, "stop strings are not worked out here"
+    return parsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="MODEL or NAME=MODEL")
+    parser.add_argument("--root", default=None, help="default: TOKENMILL_ROOT")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="that a step takes at least")
+    args = parser.parse_args()
+    settings = read_settings()
+
+    def load() -> LoadedModel:
+        chosen = choose_model(args.model, settings.model_cache)
+        path = model_path(Path(chosen.source.path))
+        loaded = LoadedModel.without_weights(
+            path,
+            name=chosen.name,
+            config=EngineConfig(schedule=ScheduleConfig(args.max_num_seqs, args.max_num_batched_tokens)),
+            num_blocks=NUM_BLOCKS,
+            digest="sha256:" + hashlib.sha256(b"null\0" + model_digest(path).encode()).hexdigest(),
+            make_runner=partial(PromptRunner, step_seconds=args.step_ms / 1000),
+        )
+        ends = [*loaded.limits.end_token_ids, loaded.tokenizer.eos_token_id or 0]
+        if max(ends) >= FIRST_TOKEN:
+            sys.exit(f"error: {path}: its end tokens {ends} could come up by chance; take a model that has them first")
+        return loaded
+
+    service.run_worker(args.root, settings, load)
+
+
+if __name__ == "__main__":
+    main()
