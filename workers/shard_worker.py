@@ -37,6 +37,7 @@ from pipeline.worker_api import (
 )
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
+from workers.beside import Beside, Nothing, run_out
 from workers.checkpointing import Checkpointer
 from workers.fetching import ShardFetcher
 from workers.lookahead import Lookahead, engine_has_all
@@ -93,8 +94,10 @@ class ShardWorker:
         settings: WorkerSettings | None = None,
         observer: WorkerObserver | None = None,
         helper: Executor | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic."""
+        """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic.
+        `beside`: what is computed beside the shards."""
         self._model = model
         self._engine = model.engine
         self._sink = sink
@@ -102,6 +105,7 @@ class ShardWorker:
         self._settings = settings or WorkerSettings()
         self._observer = observer
         self._given_helper = helper
+        self._beside = beside or Nothing(clock)
         self._fetcher = ShardFetcher(source, ShardReader(model), clock, (settings or WorkerSettings()).look_seconds)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
@@ -158,11 +162,12 @@ class ShardWorker:
         """One turn of the loop: at most one step of the engine."""
         self._collect(helper)
         self._fetch_ahead(reader)
+        self._beside.turn(admit=not (self._trials or self._trials.trying))
         self._feed(helper)
         if self._engine.has_work:
             self._step()
         elif not self._trials and (self._fetcher.preparing or self._beginning or self._committing or not self._shards):
-            self._clock.sleep(IDLE_SECONDS)
+            self._beside.rest(IDLE_SECONDS)
         self._commit_done(helper)
         self._log(helper)
         self._tell(helper)
@@ -299,6 +304,8 @@ class ShardWorker:
         if completion.request_id == PROBE:
             self._finish(self._trials.proved(completion.error))
             return
+        if self._beside.take(completion):
+            return
         found = self._running.pop(completion.request_id, None)
         if found is None:  # its shard was given back
             return
@@ -417,6 +424,7 @@ class ShardWorker:
         self._commit_done(helper)
         self._shards += [OpenShard.open(shard) for shard in self._fetcher.take_all()]
         self._give_back(list(self._shards), helper)
+        run_out(self._beside, self._engine, self._step, self._clock)
         while self._engine.has_work:
             self._engine.step()
         wait(self._committing)
