@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import structlog
 
@@ -22,10 +23,11 @@ from pipeline.active import tidy
 from pipeline.events import EventSink, NoEvents
 from pipeline.fair_shares import FairShares
 from pipeline.ledger import JobLedger, LedgerError
-from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost
+from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urgency
+from pipeline.outlook import Outlook, Tokens
 from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
 from pipeline.worker_api import BY_URGENCY
-from schemas.job import Manifest, Progress, ShardRef
+from schemas.job import Job, Manifest, Progress, ShardRef
 
 logger = structlog.get_logger(__name__)
 
@@ -79,6 +81,8 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
+        self._outlook = Outlook(self._settings.weights)
+        self._next_outlook = 0.0
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> None:
@@ -109,6 +113,11 @@ class Dispatcher:
         open_job = self._jobs.get(job)
         return None if open_job is None else open_job.progress()
 
+    def end_of(self, job: Job, tokens: Tokens) -> datetime | None:
+        """When a job that is still to be planned should be done; None: it can't be said yet. For the thread that calls
+        `tick`."""
+        return self._outlook.end_of(job, tokens, self._world.clock.now())
+
     def run(self, stop: threading.Event) -> None:
         """Tick until all jobs have ended or `stop` is set. Raises what `tick` raises."""
         while not stop.is_set():
@@ -121,7 +130,8 @@ class Dispatcher:
         """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when a job contradicts
         itself or the store fails."""
         now = self._world.clock.monotonic()
-        held = {shard for worker in self._heartbeats.workers() for shard in worker.held}
+        workers = self._heartbeats.workers()
+        held = {shard for worker in workers for shard in worker.held}
         for open_job in list(self._jobs.values()):
             try:
                 self._advance(open_job, held, now)
@@ -135,6 +145,9 @@ class Dispatcher:
                     raise
                 self.forget(open_job.job.id)  # it was removed while it was looked at
         self._put_missing(held, now)
+        if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
+            self._next_outlook = now + self._settings.cache_every
+            self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
 
     def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
         self._settle(open_job, open_job.look(now))
@@ -193,7 +206,7 @@ class Dispatcher:
         """Put up to `room` shards of these jobs."""
         shares = self._shares[queue]
         by_tenant: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
-        for entry in sorted(jobs, key=lambda entry: entry[0].urgency, reverse=True):
+        for entry in sorted(jobs, key=lambda entry: urgency(entry[0].job), reverse=True):
             by_tenant[entry[0].job.tenant].append(entry)
         shares.wants(by_tenant)
         for _ in range(room):

@@ -20,12 +20,13 @@ from pipeline.availability import ServiceUnavailable
 from pipeline.dispatcher import Dispatcher
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.ledger import JobLedger, LedgerError
-from pipeline.planner import InputError, InvalidInput, PlanSummary
-from pipeline.planning import fail_job, plan_job
+from pipeline.planner import InputError, InputEstimate, InvalidInput
+from pipeline.planning import fail_job, measure_job, plan_job
 from pipeline.ports import Lease, PipelineError, World
 from schemas.job import InputRef
 
 INPUT_UNREADABLE: Final = "input_unreadable"
+DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
 
 logger = structlog.get_logger(__name__)
 
@@ -53,12 +54,18 @@ class ForemanSettings:
 
 @dataclass(slots=True)
 class _Known:
-    """A job that was found. `planning`: under way; None: the plan stands, or it is to be tried again at `retry_at`."""
+    """A job that was found.
+
+    Attributes:
+        planning: under way; None: the plan stands, or it is to be tried again at `retry_at`.
+        in_time: it can be done in time, or that doesn't matter.
+    """
 
     ledger: JobLedger
     planned: bool = False
-    planning: Future[PlanSummary | None] | None = None
+    planning: Future[InputEstimate | None] | None = None
     retry_at: float = 0.0
+    in_time: bool = False
 
 
 class Foreman:
@@ -163,12 +170,16 @@ class Foreman:
         if known.planned or now < known.retry_at:
             return
         if known.planning is None:
-            known.planning = self._planners.submit(self._plan_whole, known.ledger)
+            known.planning = self._planners.submit(self._plan_whole, known.ledger, known.in_time)
         elif known.planning.done():
             planning, known.planning = known.planning, None
             try:
-                planning.result()
-                known.planned = True
+                measured = planning.result()
+                if measured is None:
+                    known.planned = True
+                else:
+                    known.in_time = True
+                    known.planned = self._refuse_late(known.ledger, measured)
             except InvalidInput as error:  # it has ended as failed
                 known.planned = True
                 logger.info("job refused", job=name, reason=str(error))
@@ -176,12 +187,29 @@ class Foreman:
                 known.retry_at = now + self._settings.retry_after
                 logger.warning("planning failed, and is tried again", job=name, reason=str(error))
 
-    def _plan_whole(self, ledger: JobLedger) -> PlanSummary | None:
-        """On a planner's thread. An input that was never readable ends the job as failed; one that can't be read any
-        more, while a part of it is planned, is waited for: what is finished is kept."""
+    def _refuse_late(self, ledger: JobLedger, measured: InputEstimate) -> bool:
+        """End a job as failed that would be late, by what is known now; whether it has ended so."""
+        job = ledger.job()
+        keys = {pin.name: pin.key for pin in job.models}
+        end = self._dispatcher.end_of(job, {keys[name]: left for name, left in measured.tokens_of_models.items()})
+        if end is None or job.deadline is None or end <= job.deadline:
+            return False
+        due, then = (moment.isoformat(timespec="seconds") for moment in (job.deadline, end))
+        message = f"it should be done at {then}, but its deadline is {due}; submit it with a later one, or without"
+        fail_job(ledger, job, self._world, DEADLINE_UNREACHABLE, message)
+        logger.info("job refused", job=job.id, reason=message)
+        return True
+
+    def _plan_whole(self, ledger: JobLedger, in_time: bool) -> InputEstimate | None:
+        """On a planner's thread. A job that wants to be refused if it would be late is only measured, unless it is
+        known to be in time. An input that was never readable ends the job as failed; one that can't be read any more,
+        while a part of it is planned, is waited for: what is finished is kept."""
         job = ledger.job()
         try:
-            return plan_job(ledger, job, self._world, open_input=self._open_input)
+            if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
+                return measure_job(job, self._world, self._open_input)
+            plan_job(ledger, job, self._world, open_input=self._open_input)
+            return None
         except InvalidInput:
             raise
         except InputError as error:

@@ -120,6 +120,7 @@ class Intake:
             tenant=draft.tenant,
             tier=tier,
             deadline=options.deadline,
+            refuse_late=options.refuse_late,
             metadata=options.metadata,
         )
 

@@ -5,9 +5,11 @@ All that is kept here is learnt from the ledger and can be learnt again; it save
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from pipeline.active import tidy
 from pipeline.closing import close_shard, find_closing, status_while
@@ -19,6 +21,9 @@ from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef
+
+ETA_PRECISION: Final = 0.02
+"""A forecast that moved by less of the time that is left is not told anew."""
 
 FAR = datetime.max.replace(tzinfo=UTC)
 Shard = tuple[str, int]
@@ -63,7 +68,8 @@ class OpenJob:
         job: the order.  ledger: where it lies.
         open_shards: planned shards without a part, in plan order.
         puts: of these, those that were put on the queue.
-        tokens_left: estimated tokens, prompts and answers, of the open shards.
+        left: estimated tokens, prompts and answers, of the open shards, by what computes them (`ModelPin.key`).
+        eta: when it should be done, as far as that is known.
         closing: why the job ends before its time, if it does.
         whole: all parts stand.
     """
@@ -73,7 +79,8 @@ class OpenJob:
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
         self.puts: dict[int, Put] = {}
-        self.tokens_left = 0
+        self.left: Counter[str] = Counter()
+        self.eta: datetime | None = None
         self.closing: Closing | None = None
         self._world = world
         self._events = events
@@ -82,12 +89,13 @@ class OpenJob:
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = Tally()
-        self._queues: dict[str, str] = {}  # by the model's name
+        self._keys = {pin.name: pin.key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
         self._next_sweep = self._next_cache = self._next_closing = 0.0
         self._grace_ends = 0.0  # when nobody is waited for any more
         self._shown: JobStatus | None = None  # the status last told
         self._untold = self._uncached = True
+        self._told_eta: datetime | None = None
 
     @property
     def planned(self) -> bool:
@@ -110,18 +118,13 @@ class OpenJob:
             return status_while(self.closing)
         return JobStatus.IN_PROGRESS if REJECTS in self._parts else JobStatus.VALIDATING
 
-    @property
-    def urgency(self) -> tuple[datetime, datetime, str]:
-        """Which job of a tenant and tier goes first: by deadline, then age."""
-        return (self.job.deadline or FAR, self.job.created_at, self.job.id)
-
     def queue_of(self, shard: ShardRef) -> str:
         """The queue that the shard is put on."""
-        queue = self._queues.get(shard.model)
-        if queue is None:
-            pin = self.job.model_named(shard.model)
-            queue = self._queues[shard.model] = queue_name(shard.model if pin is None else pin.key, self.job.tier)
-        return queue
+        return queue_name(self.key_of(shard), self.job.tier)
+
+    def key_of(self, shard: ShardRef) -> str:
+        """What computes it; a model that the job doesn't pin is asked for by its name, in vain."""
+        return self._keys.get(shard.model, shard.model)
 
     def look(self, now: float) -> list[Found]:
         """Learn which segments and parts stand by now; the parts that are new."""
@@ -178,10 +181,20 @@ class OpenJob:
             usage=self._tally.usage(),
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
-            tokens_left=self.tokens_left if self.planned else None,
+            tokens_left=self.left.total() if self.planned else None,
+            eta=self.eta,
             started_at=self.job.created_at,
             as_of=self._world.clock.now(),
         )
+
+    def expect(self, eta: datetime | None) -> None:
+        """It should be done by then; what readers know is renewed where that makes a difference to them."""
+        self.eta, told = eta, self._told_eta
+        if eta is None or told is None:
+            self._uncached |= eta is not told
+        else:
+            ahead = (eta - self._world.clock.now()).total_seconds()
+            self._uncached |= abs((eta - told).total_seconds()) > max(1.0, ETA_PRECISION * ahead)
 
     def tell(self, now: float) -> None:
         """Events, and the cached progress, where something is new."""
@@ -193,7 +206,7 @@ class OpenJob:
             self._shown = progress.status
             self._untold, self._uncached = False, True
         if self._uncached and now >= self._next_cache:
-            self._uncached, self._next_cache = False, now + self._settings.cache_every
+            self._uncached, self._next_cache, self._told_eta = False, now + self._settings.cache_every, self.eta
             self.ledger.cache_progress(self.progress())
 
     def end(self) -> Manifest:
@@ -204,7 +217,7 @@ class OpenJob:
         if not self.ledger.create_manifest(manifest):
             manifest = self.ledger.manifest() or manifest
         progress = self.progress().model_copy(
-            update={"status": manifest.status, "usage": manifest.usage, "as_of": manifest.finished_at}
+            update={"eta": None, "status": manifest.status, "usage": manifest.usage, "as_of": manifest.finished_at}
         )
         self.ledger.cache_progress(progress)
         self._events.emit(_progress_event(progress, "end"))
@@ -219,7 +232,8 @@ class OpenJob:
             self._planned_shards += len(segment.shards)
             self._untold = True
             self.open_shards.update((shard.number, shard) for shard in segment.shards)
-            self.tokens_left += sum(map(cost, segment.shards))
+            for shard in segment.shards:
+                self.left[self.key_of(shard)] += cost(shard)
             if segment.rejects is not None:
                 self._open_rejects[segment.rejects.number] = segment
             if segment.last:  # from here on all parts can be told from those that nobody planned
@@ -230,7 +244,8 @@ class OpenJob:
         self._parts[number] = entry
         self._tally.add(entry)
         shard = self.open_shards.pop(number, None)
-        self.tokens_left -= 0 if shard is None else cost(shard)
+        if shard is not None:
+            self.left[self.key_of(shard)] -= cost(shard)
         self._open_rejects.pop(number, None)
         self.puts.pop(number, None)
         self._untold = True
@@ -246,6 +261,11 @@ class OpenJob:
             )
         )
         return entry, shard
+
+
+def urgency(job: Job) -> tuple[datetime, datetime, str]:
+    """Which job of a tenant and tier goes first: by deadline, then age."""
+    return (job.deadline or FAR, job.created_at, job.id)
 
 
 def cost(shard: ShardRef) -> int:

@@ -15,7 +15,16 @@ import pyarrow.parquet as pq
 from pipeline.active import tidy
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
-from pipeline.planner import InvalidInput, PlanSummary, StoredShard, TokenCounter, open_source, plan
+from pipeline.planner import (
+    InputEstimate,
+    InvalidInput,
+    PlanSummary,
+    StoredShard,
+    TokenCounter,
+    measure,
+    open_source,
+    plan,
+)
 from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
@@ -166,6 +175,16 @@ def plan_job(
         raise
     finally:
         sink.close()
+
+
+def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedInput] = open_pinned) -> InputEstimate:
+    """What planning the job would find; nothing is written. Raises as `plan_job`."""
+    watched = open_input(job.input)
+    found = measure(
+        open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job)), job, world
+    )
+    watched.check()
+    return found
 
 
 def _default_model(job: Job) -> str | None:

@@ -49,6 +49,7 @@ class Order:
     tenant: str = "default"
     tier: Tier = Tier.STANDARD
     deadline: datetime | timedelta | None = None
+    refuse_late: bool = False
     retry_of: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -85,7 +86,7 @@ def submit(
         job = Job(
             id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
             models=order.models, settings=order.settings, created_at=now, deadline=deadline,
-            retry_of=order.retry_of, metadata=order.metadata,
+            refuse_late=order.refuse_late, retry_of=order.retry_of, metadata=order.metadata,
         )  # fmt: skip
         mark(ledger)
         if ledger.create_job(job):

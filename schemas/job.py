@@ -152,7 +152,12 @@ class JobSettings(Paper):
 
 
 class Job(Paper):
-    """`jobs/ID/job.json`: the order, as accepted."""
+    """`jobs/ID/job.json`: the order, as accepted.
+
+    Attributes:
+        deadline: rows that have no answer by then expire.
+        refuse_late: if it can't be done by then, as it looks before it is planned, nothing of it is done.
+    """
 
     version: Literal[1] = 1
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
@@ -163,6 +168,7 @@ class Job(Paper):
     settings: JobSettings = JobSettings()
     created_at: AwareDatetime
     deadline: AwareDatetime | None = None
+    refuse_late: bool = False
     retry_of: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 

@@ -7,7 +7,7 @@ import re
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Final
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from schemas.job import MetadataKey, MetadataValue, OnInvalid, Tier
 
@@ -34,6 +34,8 @@ class JobOptions(BaseModel):
         model: what rows run on that name no model of their own, by its name in the catalog. With it the job's rows may
             name no other; without it, any in the catalog.
         deadline: an amount of time ("6h"), which counts from the job's acceptance, or a moment with its zone.
+        refuse_late: when the deadline can't be met, by what is open and how fast the workers are, the job fails at once
+            with `deadline_unreachable` and nothing is computed.
         seed: of sampled requests that bring none.
         on_invalid: what an invalid line does.
         limit: read only so many rows.
@@ -46,6 +48,7 @@ class JobOptions(BaseModel):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tier: Tier | None = None
     deadline: timedelta | AwareDatetime | None = None
+    refuse_late: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     on_invalid: OnInvalid | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
@@ -60,6 +63,12 @@ class JobOptions(BaseModel):
         if isinstance(given, (int, float)):  # pydantic would take seconds
             raise ValueError("a deadline is text: an amount such as 6h, or a moment such as 2026-01-31T18:00Z")  # noqa: TRY004
         return given
+
+    @model_validator(mode="after")
+    def _late_for_what(self) -> JobOptions:
+        if self.refuse_late and self.deadline is None:
+            raise ValueError("refuse_late needs a deadline")
+        return self
 
     @field_validator("tier")
     @classmethod

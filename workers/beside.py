@@ -1,7 +1,7 @@
 """What an engine computes beside the rows of shards: requests whose callers wait.
 
-The worker's loop owns the engine, so all that enters it goes through the loop; what comes in, and what is told of it, is
-the business of threads of its own (`workers.lane_server`). The loop asks once a turn.
+The worker's loop owns the engine, so all that enters it goes through the loop; what comes in, and what is told of it,
+is the business of threads of its own (`workers.lane_server`). The loop asks once a turn.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Nothing:
 
 
 def run_out(beside: Beside, engine: TokenEngine, step: Callable[[], None], clock: Clock) -> None:
-    """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more shards,
-    and has none."""
+    """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more
+    shards, and has none."""
     until = clock.monotonic() + beside.grace
     while beside.busy and clock.monotonic() < until:
         beside.turn(admit=True)

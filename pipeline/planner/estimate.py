@@ -28,6 +28,7 @@ class InputEstimate:
         unique: requests to compute.  shards: that would be cut.
         prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, computed once already.
         expected_tokens: of all answers.  max_tokens: the most that they can have.
+        tokens_of_models: prompts and expected answers, by the name of their model.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class InputEstimate:
     expected_tokens: int
     max_tokens: int
     exact: bool
+    tokens_of_models: dict[str, int]
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -65,6 +67,7 @@ def measure(
     models = [model.name for model in job.models]
     reasons: Counter[RowErrorCode] = Counter()
     totals: Counter[str] = Counter()
+    of_models: Counter[str] = Counter()
     builder = SegmentBuilder(None, models)
     sizes = SegmentSizes.of(settings)
 
@@ -77,6 +80,7 @@ def measure(
         totals["shared_bytes"] += plan.shared_bytes
         totals["prefix_groups"] += plan.prefix_groups
         totals["shards"] += len(plan.ranges)
+        of_models.update(plan.tokens_of_models())
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
         validator = Validator(job, SeenIds(Path(folder)), estimator)
@@ -103,4 +107,5 @@ def measure(
         expected_tokens=totals["expected_tokens"],
         max_tokens=totals["max_tokens"],
         exact=exact and counter is not None,
+        tokens_of_models=dict(of_models),
     )

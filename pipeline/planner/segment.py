@@ -227,6 +227,13 @@ class SegmentPlan:
         """Expected answers of the computed requests, all choices."""
         return int((self._columns.expected * self._columns.choices)[self._computed].sum())
 
+    def tokens_of_models(self) -> dict[str, int]:
+        """Prompts and expected answers of the computed requests, by the name of their model."""
+        columns, computed = self._columns, self._computed
+        tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
+        sums = np.bincount(columns.models[computed], weights=tokens[computed], minlength=len(self._models))
+        return {name: int(total) for name, total in zip(self._models, sums, strict=True) if total}
+
     def shards(self) -> Iterator[ShardDraft]:
         """The shards in running order."""
         place = np.empty(len(self._leaders), dtype=np.int64)
