@@ -21,6 +21,7 @@ from tests.servers.kafka import KafkaBroker
 from tests.servers.moto import MotoServer
 from tests.servers.process import ServerProcess
 from tests.servers.redis import RedisServer
+from tests.servers.s3 import S3Server
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "tokenmill"
@@ -38,7 +39,7 @@ class Cluster:
     """
 
     folder: Path
-    s3: MotoServer
+    s3: S3Server
     kafka: KafkaBroker
     redis: RedisServer
     queue_url: str
@@ -100,9 +101,18 @@ class Cluster:
 
 @contextmanager
 def running_cluster(
-    folder: Path, engine: Sequence[str], processes: Sequence[str], **variables: str
+    folder: Path,
+    engine: Sequence[str],
+    processes: Sequence[str],
+    s3_kind: type[S3Server] = MotoServer,
+    **variables: str,
 ) -> Iterator[Cluster]:
-    """Servers and processes until the block ends. `processes`: such as "worker-1", "intake-1"."""
+    """Servers and processes until the block ends.
+
+    Args:
+        processes: such as "worker-1", "null-1", "intake-1".
+        s3_kind: one that has no SQS tells nobody of drops: they are found by listing.
+    """
     with ExitStack() as stack:
 
         def server(kind: Callable[[Path], ServerProcess], name: str) -> Any:
@@ -112,9 +122,10 @@ def running_cluster(
             stack.callback(made.close)
             return made
 
-        s3, kafka, redis = server(MotoServer, "s3"), server(KafkaBroker, "kafka"), server(RedisServer, "redis")
+        s3, kafka, redis = server(s3_kind, "s3"), server(KafkaBroker, "kafka"), server(RedisServer, "redis")
+        s3.ensure_bucket(BUCKET)
         cluster = Cluster(
-            folder, s3, kafka, redis, _bucket_with_queue(s3),
+            folder, s3, kafka, redis, _queue_of_drops(s3) if isinstance(s3, MotoServer) else "",
             variables={
                 "PYTHONPATH": str(ROOT),
                 "AWS_ACCESS_KEY_ID": "test",
@@ -134,7 +145,8 @@ def running_cluster(
             },
             engine=tuple(engine),
         )  # fmt: skip
-        cluster.variables["TOKENMILL_BUCKET__QUEUE_URL"] = cluster.queue_url
+        if cluster.queue_url:
+            cluster.variables["TOKENMILL_BUCKET__QUEUE_URL"] = cluster.queue_url
         _make_topics(kafka)
         try:
             for name in processes:
@@ -146,7 +158,7 @@ def running_cluster(
                 process.wait()
 
 
-def settings_of(s3: MotoServer) -> S3Settings:
+def settings_of(s3: S3Server) -> S3Settings:
     """How tests reach the server."""
     return S3Settings(endpoint=s3.endpoint, region="us-east-1", access_key="test", secret_key="testtest")
 
@@ -161,10 +173,9 @@ def wait_for(what: Callable[[], Value], seconds: float, why: str) -> Value:
     return value
 
 
-def _bucket_with_queue(s3: MotoServer) -> str:
-    """A bucket that tells a queue of what is dropped."""
+def _queue_of_drops(s3: MotoServer) -> str:
+    """A queue that the bucket tells of what is dropped."""
     bucket, queues = s3.client(), s3.client("sqs")
-    s3.ensure_bucket(BUCKET)
     url: str = queues.create_queue(QueueName="drops")["QueueUrl"]
     arn = queues.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
     rule = {"Key": {"FilterRules": [{"Name": "prefix", "Value": "incoming/"}]}}
