@@ -33,7 +33,7 @@ from tokenmill.models import ModelSource
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
-from workers.shard_worker import WorkerSettings
+from workers.settings import WorkerSettings
 
 
 def warm(model: LoadedModel) -> None:

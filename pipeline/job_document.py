@@ -60,7 +60,7 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
             "counts": counts.model_dump(),
             "progress": {"shards_done": summary.shards_done, "shards_total": summary.shards_total},
             "as_of": None if summary.as_of is None else summary.as_of.isoformat(),
-            "eta": None if progress is None or progress.eta is None else progress.eta.isoformat(),
+            "eta": None if summary.eta is None else summary.eta.isoformat(),
             "cost": None if manifest is None else manifest.cost,
             "repeated_tokens": usage.repeated,
             "results": ledger.place(RESULTS),

@@ -23,6 +23,7 @@ class JobSummary:
         problem: why the job can't be read; the rest is then empty.
         counts, usage: of what is committed; true at `as_of`.
         shards_done, shards_total: parts that hold computed rows.
+        eta: when it should be done, as its dispatcher saw it last.
         results_removed_at: when the results went, if they did.
     """
 
@@ -37,6 +38,7 @@ class JobSummary:
     shards_total: int = 0
     manifest: Manifest | None = None
     as_of: datetime | None = None
+    eta: datetime | None = None
     results_removed_at: datetime | None = None
 
 
@@ -97,10 +99,12 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
             results_removed_at=None if tombstone is None else tombstone.at,
         )  # fmt: skip
     status, cached = ledger.status(), ledger.progress()
-    if cached is not None and cached.job == job.id and not exact:
+    if cached is not None and cached.job != job.id:
+        cached = None
+    if cached is not None and not exact:
         return JobSummary(
             job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage,
-            shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of,
+            shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
         )  # fmt: skip
     segments = list(ledger.segments())
     shards = {shard.number for segment in segments for shard in segment.shards}
@@ -116,6 +120,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         usage=tally.usage(),
         shards_done=sum(number in shards for number in parts),
         shards_total=len(shards),
+        eta=None if cached is None else cached.eta,
     )
 
 

@@ -163,6 +163,8 @@ class Settings(BaseSettings):
         planners: jobs planned at once by one dispatcher.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
+        stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
+        spot_notice: a worker ends in order when Amazon says that its spot instance will be taken away.
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
     """
 
@@ -177,6 +179,8 @@ class Settings(BaseSettings):
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    stuck_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    spot_notice: bool = False
     instruction_set: InstructionSet = "auto"
     root: str | None = None
     s3: S3Options = S3Options()

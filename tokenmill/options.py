@@ -57,6 +57,24 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback o
 Input = Annotated[
     str, typer.Argument(metavar="INPUT", help="JSONL or Parquet: a file, or a folder of files. One request a line.")
 ]
+SwitchAfter = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="With several models: seconds after which one that has work makes room for another that is asked for. "
+        "One that has none does so at once.",
+    ),
+]
+Models = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="What answers: 'demo', a folder, a GGUF file, or a hub name (owner/name). NAME=MODEL gives it the name "
+        "that the requests use. May be repeated: one is loaded at a time, as they are asked for.",
+    ),
+]
 Model = Annotated[
     str,
     typer.Option(

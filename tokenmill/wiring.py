@@ -32,7 +32,8 @@ from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.planner_process import PlannerProcess
 from tokenmill.tracker import RunTracker
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 
 MIN_TOKENS_PER_SEQUENCE = 256
 

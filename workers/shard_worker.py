@@ -16,7 +16,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Final
@@ -28,7 +28,6 @@ from engine.request import Completion, Request, SamplingParams, as_token_ids
 from pipeline.ports import Clock
 from pipeline.worker_api import (
     BY_URGENCY,
-    CHECKPOINT_SECONDS,
     HEARTBEAT_SECONDS,
     ShardReport,
     ShardSink,
@@ -45,11 +44,9 @@ from workers.model_host import LoadedModel, library_versions
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
 from workers.rows import ComputedRow, PreparedRow, RefusedRow
+from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
 from workers.trials import Member, Trials
-
-IDLE_SECONDS: Final = 0.02
-"""Pause between looks when there is nothing to compute."""
 
 PROBE: Final = "probe"
 """The request that shows whether the engine works at all, when no row is left that could."""
@@ -57,29 +54,6 @@ PROBE: Final = "probe"
 PROBE_PARAMS: Final = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How a worker works.
-
-    Attributes:
-        request_timeout: seconds a request may take, from when the engine is given it; None: for ever. With a timeout
-            the engine is given fewer rows ahead, so that waiting hardly counts.
-        max_open_shards: shards worked on at once; a long answer at the end of one doesn't keep the next from starting.
-        watermark: rows ready or waiting, below which the next shard is fetched; None: twice the running batch.
-        report_seconds: between two calls of the observer.
-        look_seconds: between two looks for a shard, when there was none.
-        checkpoint_seconds: between two checkpoints, and before the first; 0: after each step, infinite: only when it is
-            told to stop.
-    """
-
-    request_timeout: float | None = None
-    max_open_shards: int = 4
-    watermark: int | None = None
-    report_seconds: float = 0.25
-    look_seconds: float = IDLE_SECONDS
-    checkpoint_seconds: float = CHECKPOINT_SECONDS
 
 
 class ShardWorker:

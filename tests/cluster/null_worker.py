@@ -1,6 +1,6 @@
 """A worker whose model costs nothing, and whose answers anybody can work out: all that is around a model, for real.
 
-    python -m tests.cluster.null_worker --model MODEL [--root ROOT] [--step-ms MS]
+    python -m tests.cluster.null_worker --model MODEL … [--root ROOT] [--step-ms MS] [--switch-after SECONDS]
 
 It is `tokenmill worker` with another loader: MODEL's own tokenizer, and an engine whose runner makes each token from
 the whole prompt, the position and the token before. So a row that got another row's tokens, or went on from a wrong
@@ -27,7 +27,7 @@ from engine.config import EngineConfig, ScheduleConfig
 from engine.models.load import describe_model
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from schemas.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
-from tokenmill import service
+from tokenmill import working
 from tokenmill.job_options import choose_model
 from tokenmill.settings import read_settings
 from workers.model_host import LoadedModel, model_digest, model_path
@@ -116,7 +116,8 @@ def _parsed(body: Mapping[str, Any]) -> ChatBody | CompletionBody:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="MODEL or NAME=MODEL")
+    parser.add_argument("--model", required=True, action="append", help="MODEL or NAME=MODEL; may be repeated")
+    parser.add_argument("--switch-after", type=float, default=60.0, help="seconds, as of tokenmill worker")
     parser.add_argument("--root", default=None, help="default: TOKENMILL_ROOT")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
@@ -124,8 +125,8 @@ def main() -> None:
     args = parser.parse_args()
     settings = read_settings()
 
-    def load() -> LoadedModel:
-        chosen = choose_model(args.model, settings.model_cache)
+    def load(model: str) -> LoadedModel:
+        chosen = choose_model(model, settings.model_cache)
         path = model_path(Path(chosen.source.path))
         loaded = LoadedModel.without_weights(
             path,
@@ -140,7 +141,7 @@ def main() -> None:
             sys.exit(f"error: {path}: its end tokens {ends} could come up by chance; take a model that has them first")
         return loaded
 
-    service.run_worker(args.root, settings, load)
+    working.run_worker(args.root, settings, [partial(load, model) for model in args.model], args.switch_after)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
-from pipeline.ports import Lease, World
+from pipeline.ports import Lease, WorkerState, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.job import JobSettings, JobStatus, Manifest, OnInvalid, PlanSettings
@@ -63,11 +64,11 @@ class Root:
     def ledger(self, name: str) -> JobLedger:
         return JobLedger(self.world.store, f"jobs/{name}/")
 
-    def submit(self, name: str, lines: list[str], on_invalid: OnInvalid = OnInvalid.ROW) -> None:
+    def submit(self, name: str, lines: list[str], on_invalid: OnInvalid = OnInvalid.ROW, **changes: object) -> None:
         source = self.folder / f"{name}.jsonl"
         source.write_text("".join(line + "\n" for line in lines))
         settings = JobSettings(plan=PlanSettings(max_shard_rows=7, segment_rows=20), on_invalid=on_invalid)
-        submit(order(input=pin_input(source), settings=settings), self.ledger(name), self.world, job_id=name)
+        submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
     def foreman(self, lease: Lease | None = None) -> Foreman:
         settings = DispatchSettings(isolate=True, patience=0.5, sweep_every=0.2)
@@ -207,3 +208,37 @@ def test_two_that_both_believe_they_lead_do_no_harm(root: Root) -> None:
         root.start_foreman()
     manifest = root.outcome("job-1")
     assert (manifest.counts.total, manifest.counts.failed) == (60, 12)
+
+
+@pytest.mark.parametrize(("speed", "refused"), [(10.0, True), (10_000.0, False), (None, False)])
+def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
+    root: Root, speed: float | None, refused: bool
+) -> None:
+    # 100 rows of some 20 tokens within 30 seconds.
+    root.beats.beat(WorkerState("measured", frozenset(MODELS), tokens_per_second=speed))
+    root.submit("asks", lines(100), deadline=timedelta(seconds=30), refuse_late=True)
+    root.submit("doesnt", lines(100), deadline=timedelta(seconds=30))
+    root.start_foreman()
+    root.start_worker("w")
+    assert root.outcome("doesnt").status is JobStatus.COMPLETED
+    outcome = root.outcome("asks")
+    assert outcome.status is (JobStatus.FAILED if refused else JobStatus.COMPLETED)
+    if refused:
+        assert outcome.errors[0].code == "deadline_unreachable"
+        assert "its deadline is 20" in outcome.errors[0].message
+        assert list(root.world.store.list("jobs/asks/results/")) == []
+        assert list(root.world.store.list("jobs/asks/plan")) == []
+
+
+def test_a_job_that_is_removed_while_it_is_open_holds_up_nobody(root: Root) -> None:
+    root.submit("removed", lines(30))
+    root.start_foreman()
+    until = time.monotonic() + 30
+    while root.ledger("removed").wanted_parts() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)  # its first shards are on the queue
+    for info in list(root.world.store.list("jobs/removed/")):
+        root.world.store.delete(info.key)
+    root.submit("good", lines(30))
+    root.start_worker("w")
+    assert root.outcome("good").status is JobStatus.COMPLETED

@@ -15,7 +15,7 @@ from pipeline.ledger import CLOSING, JobLedger, part_key
 from pipeline.ports import ShardTask, World
 from pipeline.results import RowsMismatch, read_part
 from pipeline.shard_client import ShardClient
-from pipeline.worker_api import ShardReport, ShardWork
+from pipeline.worker_api import ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
 from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, plan_by_hand, report
@@ -218,3 +218,25 @@ def test_given_a_full_disk_when_a_part_is_committed_then_nothing_half_is_left(tm
             client.commit(work, computed(work), report(work))
         assert list(store.scratch.iterdir()) == []
     assert [path.name for path in (tmp_path / "out" / "results").iterdir()] == ["part-00000.parquet"]
+
+
+def test_a_job_that_is_removed_while_it_is_known_is_passed_over(bench: Bench) -> None:
+    client = bench.client("w")
+    work = bench.take(client)
+    assert work is not None
+    client.release(work, 0)
+    for info in list(bench.world.store.list("")):
+        bench.world.store.delete(info.key)
+    assert bench.take(client) is None
+    assert held(bench.beats) == set()
+
+
+def test_what_a_worker_has_left_counts_the_rows_without_an_outcome(bench: Bench) -> None:
+    client = bench.client("w")
+    one, two = bench.take(client, 1), bench.take(client, 2)
+    assert one is not None
+    assert two is not None
+    client.holding([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(bench.job, 1): 1 / 3}))
+    (state,) = bench.beats.workers()
+    assert state.tokens_per_second == 50.0
+    assert state.waiting_tokens == 12 + 12, "a third of three rows, and all of the one that nothing is said of"

@@ -25,7 +25,8 @@ from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, Proc
 from tests.simulation.scenario import Scenario
 from tests.simulation.threads import SecondThread
 from tests.simulation.watch import Watch
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 
 JOB = "job-1"
 PREFIX = f"jobs/{JOB}/"

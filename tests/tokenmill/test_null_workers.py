@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
@@ -23,6 +27,7 @@ from schemas.options import JobOptions
 from tests.cluster.cluster import NULL_WORKER, wait_for
 from tests.cluster.null_worker import Answers
 from tests.servers.redis import RedisServer
+from workers.watchdog import STUCK_EXIT_CODE
 
 SECONDS = 60
 ROWS = 120
@@ -44,6 +49,86 @@ def running(place: Path, name: str, *program: object, **variables: str) -> Itera
         process.kill()
         process.wait()
         print(f"-- {name}\n{log.read_text()}")
+
+
+class Cluster:
+    """A root whose dispatcher and null workers share a Redis; jobs come by way of the intake."""
+
+    def __init__(self, place: Path, store: FolderStore, redis: RedisServer, stack: ExitStack) -> None:
+        self.place = place
+        self.world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        self.variables = {
+            "TOKENMILL_REDIS_URL": redis.url,
+            "TOKENMILL_ROOT": str(place / "root"),
+            "TOKENMILL_CHECKPOINT_SECONDS": "0.1",
+        }
+        self._stack = stack
+        self.start("dispatcher", "-m", "tokenmill", "dispatcher")
+
+    def start(self, name: str, *program: object, **variables: str) -> subprocess.Popen[bytes]:
+        return self._stack.enter_context(running(self.place, name, *program, **(self.variables | variables)))
+
+    def served(self, models: int) -> bool:
+        return len(Catalog(self.world.store).entries()) == models
+
+    def submit(self, source: Path, name: str, rows_in_shard: int = 20, **options: Any) -> Path:
+        intake = Intake(self.world, IntakeSettings(plan=PlanSettings(max_shard_rows=rows_in_shard)))
+        intake.accept(JobDraft(pin_uri(str(source)), JobOptions(**options), "default", name))
+        return self.place / "root/jobs" / name
+
+
+@pytest.fixture
+def cluster(place: Path, redis_server: RedisServer) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        store = stack.enter_context(FolderStore(place / "root"))
+        yield Cluster(place, store, redis_server, stack)
+
+
+def finished_at(job: Path) -> datetime:
+    return datetime.fromisoformat(json.loads((job / "manifest.json").read_text())["finished_at"])
+
+
+def test_given_one_worker_of_two_models_then_both_get_their_turn(
+    cluster: Cluster, model_folder: Path, chat: Any, tmp_path: Path, results: Any
+) -> None:
+    twin = tmp_path / "twin"  # other weights, as far as anybody can tell
+    shutil.copytree(model_folder, twin)
+    config = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps(config | {"twin": True}))
+    models = ("--model", f"one={model_folder}", "--model", f"two={twin}")
+    worker = cluster.start("worker", *NULL_WORKER, *models, "--max-num-seqs", 4, "--step-ms", 15, "--switch-after", 1.5)
+    wait_for(lambda: cluster.served(2), SECONDS, "the worker isn't up")
+    jobs = {}
+    for name, rows, shard in (("one", 200, 5), ("two", 20, 5)):
+        lines = [chat(f"r{n}", f"number {n}", model=name, max_tokens=20, ignore_eos=True) for n in range(rows)]
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        jobs[name] = cluster.submit(source, f"job-{name}", shard, model=name), lines
+    for job, _ in jobs.values():
+        wait_for((job / "manifest.json").exists, SECONDS, f"{job.name} did not end")
+    (one, _), (two, _) = jobs["one"], jobs["two"]
+    assert finished_at(two) < finished_at(one), "the first model makes room though it has work"
+    answers = Answers(model_folder)
+    for job, lines in jobs.values():
+        assert [row["text"] for row in results(job)] == answers.texts([line["body"] for line in lines])
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(SECONDS) == 0
+
+
+def test_given_an_engine_that_is_stuck_then_its_worker_ends_and_another_does_the_work(
+    cluster: Cluster, model_folder: Path, chat: Any, write_lines: Callable[..., Path], results: Any
+) -> None:
+    lines = [chat(f"r{n}", f"number {n}", max_tokens=4, ignore_eos=True) for n in range(10)]
+    worker = (*NULL_WORKER, "--model", f"tiny={model_folder}")
+    stuck = cluster.start("stuck", *worker, "--step-ms", 1_000_000, TOKENMILL_STUCK_SECONDS="1.5")
+    wait_for(lambda: cluster.served(1), SECONDS, "the worker isn't up")
+    job = cluster.submit(write_lines(*lines), "job-1")
+    assert stuck.wait(SECONDS) == STUCK_EXIT_CODE
+    cluster.start("working", *worker)
+    wait_for((job / "manifest.json").exists, SECONDS, "the job did not end")
+    assert [row["text"] for row in results(job)] == Answers(model_folder).texts([line["body"] for line in lines])
+    assert {row["attempt"] for row in results(job)} == {2}
+    assert "in execute" in (cluster.place / "stuck.log").read_text(), "it says where it hung"
 
 
 def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_worked_out_from_the_requests(

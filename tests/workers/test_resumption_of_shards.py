@@ -29,7 +29,8 @@ from tests.pipeline.simulation import MemoryStore, simulated_world
 from workers.errors import BrokenEngineError
 from workers.model_host import LoadedModel
 from workers.progress import WorkerProgress
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 
 ROWS = 24
 KINDS: list[dict[str, Any]] = [

@@ -29,7 +29,8 @@ from schemas.results import RowStatus
 from workers.errors import BrokenEngineError, ModelMismatchError
 from workers.model_host import LoadedModel
 from workers.progress import WorkerProgress
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
 

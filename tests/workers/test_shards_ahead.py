@@ -19,7 +19,8 @@ from pipeline.checkpoints import ShardHistory
 from pipeline.ports import PipelineError
 from pipeline.worker_api import HEARTBEAT_SECONDS, ShardWork
 from workers.model_host import LoadedModel
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
 

@@ -17,7 +17,8 @@ from engine.plan import CacheGroup
 from pipeline.worker_api import BY_URGENCY, ShardWork
 from schemas.job import Tier
 from workers.model_host import LoadedModel
-from workers.shard_worker import ShardWorker, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
 

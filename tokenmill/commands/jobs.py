@@ -211,6 +211,8 @@ def _facts(summary: JobSummary) -> list[tuple[str, object]]:
             ("failed", output.count(counts.failed)),
             ("shards", f"{summary.shards_done} of {summary.shards_total} done"),
         ]
+    if summary.eta is not None:
+        facts.append(("should be done", summary.eta.isoformat(timespec="seconds")))
     return facts
 
 
@@ -224,6 +226,7 @@ def _document(summary: JobSummary) -> dict[str, Any]:
         "counts": summary.counts and summary.counts.model_dump(mode="json"),
         "usage": summary.usage and summary.usage.model_dump(mode="json"),
         "shards": {"done": summary.shards_done, "total": summary.shards_total},
+        "eta": summary.eta and summary.eta.isoformat(),
         "job": summary.job and summary.job.model_dump(mode="json"),
         "manifest": summary.manifest and summary.manifest.model_dump(mode="json"),
         "results_removed_at": summary.results_removed_at and summary.results_removed_at.isoformat(),

@@ -89,7 +89,7 @@ def retry(
     from tokenmill import job_options
     from tokenmill.running import execute
     from tokenmill.wiring import EngineOptions, RunPlan
-    from workers.shard_worker import WorkerSettings
+    from workers.settings import WorkerSettings
 
     first = _first(out, new, only, include_invalid=include_invalid, other_model=model is not None)
     job, settings = first.job, read_settings()

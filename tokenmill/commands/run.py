@@ -114,7 +114,7 @@ def _plan(
     from schemas.job import Tier as JobTier
     from tokenmill import job_options
     from tokenmill.wiring import RunPlan
-    from workers.shard_worker import WorkerSettings
+    from workers.settings import WorkerSettings
 
     settings = read_settings()
     wanted = job_options.job_settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,9 +20,10 @@ from tokenmill.options import (
     KvDType,
     MaxNumBatchedTokens,
     MaxNumSeqs,
-    Model,
+    Models,
     PricePerHour,
     Quantize,
+    SwitchAfter,
     Threads,
     folder,
 )
@@ -29,6 +31,8 @@ from tokenmill.output import say
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from schemas.settings import Settings
     from tokenmill.wiring import EngineOptions
     from workers.model_host import LoadedModel
@@ -51,7 +55,7 @@ Settle = Annotated[
 
 
 def serve(
-    model: Model = "demo",
+    model: Models = ["demo"],  # noqa: B006 - typer reads it, nobody writes
     data: Data = Path("tokenmill-data"),
     dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
@@ -64,6 +68,7 @@ def serve(
     kv_cache_memory: KvCacheMemory = None,
     price_per_hour: PricePerHour = None,
     settle: Settle = 2.0,
+    switch_after: SwitchAfter = 60.0,
     _debug: Debug = False,
 ) -> None:
     """Answer what is dropped into DIR/incoming, until told to stop: everything in one process, no other server.
@@ -74,25 +79,26 @@ def serve(
     """
     from pipeline.adapters.locks import RunLock
     from tokenmill import service
+    from tokenmill.hints import hints_in_process
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
+    from tokenmill.working import Worker
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
     options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
     with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
-        hints = service.hints_in_process(root)
+        hints = hints_in_process(root)
         folders = service.folder_part(root, settings, settle)
-        loaded = _load(model, settings, options, chat_template)
-        work = service.worker_part(root, hints, loaded, settings)
-        say(f"serving {loaded.name}: drop files into {data.expanduser() / 'incoming'}; Ctrl-C ends in order")
+        work = Worker(root, hints, _loads(model, settings, options, chat_template), settings, switch_after)
+        say(f"serving {', '.join(work.models)}: drop files into {data.expanduser() / 'incoming'}; Ctrl-C ends in order")
         dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
         run_together(stop, work, {"dispatcher": dispatching, "folder": folders})
 
 
 def worker(
-    model: Model,
+    model: Models,
     root_url: RootUrl = None,
     dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
@@ -103,29 +109,31 @@ def worker(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    switch_after: SwitchAfter = 60.0,
     _debug: Debug = False,
 ) -> None:
     """Own an engine, and compute the shards that a dispatcher hands out, until told to stop.
 
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
     """
-    from tokenmill import service
+    from tokenmill.working import run_worker
 
     settings = read_settings()
     options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
-    service.run_worker(root_url, settings, lambda: _load(model, settings, options, chat_template))
+    run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after)
 
 
 def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _debug: Debug = False) -> None:
     """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
     from tokenmill import service
+    from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
-    with until_told() as stop, open_root(root_url, settings) as root, service.hints_on_servers(settings) as hints:
+    with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
         say(f"dispatching for {root.url}")
         run_together(stop, service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings)), {})
 
@@ -169,12 +177,20 @@ def _options(
     )  # fmt: skip
 
 
-def _load(model: str, settings: Settings, options: EngineOptions, chat_template: Path | None) -> LoadedModel:
-    from tokenmill import service
+def _loads(
+    models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
+) -> list[Callable[[], LoadedModel]]:
+    """What loads each of the models. Raises `UserError` for a name twice, and where one can't be found."""
+    from tokenmill.errors import UserError
     from tokenmill.job_options import choose_model, read_template
+    from tokenmill.working import load_any
 
-    chosen = choose_model(model, settings.model_cache)
-    return service.load(chosen, options.config(), read_template(chat_template))
+    chosen = [choose_model(model, settings.model_cache) for model in models]
+    names = [one.name for one in chosen]
+    if len(set(names)) != len(names):
+        raise UserError(f"two models are called {max(names, key=names.count)}; give them names with NAME=MODEL")
+    template = read_template(chat_template)
+    return [partial(load_any, one, options.config(), template) for one in chosen]
 
 
 def _price(given: float | None, settings: Settings) -> float | None:

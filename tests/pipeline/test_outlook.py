@@ -1,0 +1,139 @@
+"""Open jobs are told when they should be done, and one that would be late is refused before anything is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger import CLOSING, JobLedger
+from pipeline.ports import WorkerState, World
+from pipeline.worker_api import WorkerLoad
+from schemas.job import Closing, Progress, Tier
+from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
+from tests.pipeline.simulated_house import LIFETIME, House
+from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world
+
+ROW = 12  # tokens of a row that was planned by hand
+
+
+def cached(ledger: JobLedger) -> Progress:
+    progress = ledger.progress()
+    assert progress is not None
+    return progress
+
+
+def seconds_to_go(ledger: JobLedger, world: World) -> float | None:
+    eta = cached(ledger).eta
+    return None if eta is None else (eta - world.clock.now()).total_seconds()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    world = simulated_world(tmp_path)
+    return House(world, JobLedger(world.store))
+
+
+def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [list(range(10)), list(range(10, 20))])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    assert cached(house.ledger).eta is None, "no worker has measured anything"
+
+    client = house.client("w")
+    first = client.take(0)
+    assert first is not None
+    client.begin(first)
+    client.holding([first], WorkerLoad(tokens_per_second=6.0))
+    house.world.clock.sleep(3.0)
+    house.dispatcher.tick()
+    house.dispatcher.tick()
+    assert seconds_to_go(house.ledger, house.world) == pytest.approx(20 * ROW / 6.0)
+
+    client.holding([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
+    house.world.clock.sleep(3.0)
+    house.dispatcher.tick()
+    house.dispatcher.tick()
+    assert seconds_to_go(house.ledger, house.world) == pytest.approx((2.5 + 10) * ROW / 6.0)
+
+    client.commit(first, computed(first), report(first))
+    house.world.clock.sleep(3.0)
+    client.holding([], WorkerLoad(12.0))
+    house.dispatcher.tick()
+    house.dispatcher.tick()
+    assert seconds_to_go(house.ledger, house.world) == pytest.approx(10 * ROW / 12.0)
+
+    house.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
+    house.dispatcher.tick()
+    house.dispatcher.tick()
+    assert cached(house.ledger).eta is None
+
+
+def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    beats = MemoryHeartbeats(world.clock, LIFETIME)
+    dispatcher = Dispatcher(world, ChaoticQueue(), beats)
+    ledgers = [JobLedger(world.store, f"jobs/{name}/") for name in ("first", "second")]
+    for number, ledger in enumerate(ledgers):
+        plan_by_hand(ledger, world, [list(range(10))], metadata={"number": str(number)})
+        dispatcher.add(ledger)
+        world.clock.sleep(1.0)
+    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    dispatcher.tick()
+    dispatcher.tick()
+    assert [seconds_to_go(ledger, world) for ledger in ledgers] == [10 * ROW, 20 * ROW]
+    beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0))
+    ledgers[0].create(CLOSING, Closing(kind="cancel", at=world.clock.now()).to_json())
+    world.clock.sleep(3.0)
+    dispatcher.tick()
+    dispatcher.tick()
+    assert cached(ledgers[0]).eta is None
+    assert seconds_to_go(ledgers[1], world) == 10 * ROW
+
+
+def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [list(range(100))])
+    house.dispatcher.add(house.ledger)
+    house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    store = house.world.store
+    assert isinstance(store, MemoryStore)
+    writes: list[str] = []
+    replace: Callable[[str, bytes], None] = store.replace
+
+    def counted(key: str, data: bytes) -> None:
+        writes.append(key)
+        replace(key, data)
+
+    store.replace = counted  # type: ignore[method-assign]
+    for _ in range(5):
+        house.dispatcher.tick()
+        house.world.clock.sleep(2.5)
+        house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    assert len(writes) == 2, "when it began, and when the first forecast was there"
+
+
+def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    beats = MemoryHeartbeats(world.clock, LIFETIME)
+    dispatcher = Dispatcher(world, ChaoticQueue(), beats, settings=DispatchSettings(weights={"heavy": 3.0}))
+    ledger = JobLedger(world.store, "jobs/open/")
+    job = plan_by_hand(ledger, world, [list(range(100))], tier=Tier.BULK)
+    dispatcher.add(ledger)
+    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=100.0))
+    dispatcher.tick()
+    dispatcher.tick()
+
+    def seconds(**changes: object) -> float | None:
+        new = job.model_copy(update={"id": "new", "created_at": world.clock.now() + timedelta(seconds=1), **changes})
+        end = dispatcher.end_of(new, {PIN.key: 300})
+        return None if end is None else (end - world.clock.now()).total_seconds()
+
+    assert seconds(tier=Tier.STANDARD) == pytest.approx(300 / 95)
+    assert seconds(tier=Tier.BULK) == pytest.approx((100 * ROW + 300) / 100)
+    assert seconds(tier=Tier.BULK, tenant="other") == pytest.approx(300 / 50)
+    assert seconds(tier=Tier.BULK, tenant="heavy") == pytest.approx(300 / 75)
+    assert dispatcher.end_of(job.model_copy(update={"id": "new"}), {"other model": 300}) is None

@@ -1,0 +1,44 @@
+"""A worker that is stuck ends, and says where; one that isn't never does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, time
+from workers.watchdog import Watchdog
+
+def kernel_that_never_returns():
+    time.sleep(60)
+
+watchdog = Watchdog(0.5)
+with watchdog.watching():
+    for _ in range(20):
+        time.sleep(0.1)
+        watchdog.progress(None)
+    print("worked", flush=True)
+    if sys.argv[1] == "stuck":
+        kernel_that_never_returns()
+time.sleep(1.2)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["stuck", "well"])
+def test_only_a_silent_worker_is_ended(how: str) -> None:
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[2]
+    )
+    assert time.monotonic() - begun < 50
+    if how == "well":
+        assert (done.returncode, done.stdout) == (0, "worked\nended\n")
+    else:
+        assert (done.returncode, done.stdout) == (70, "worked\n")
+        assert "the engine is stuck" in done.stdout + done.stderr
+        assert "in kernel_that_never_returns" in done.stderr

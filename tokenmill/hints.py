@@ -1,0 +1,63 @@
+"""What carries hints between the parts of an installation: queue, heartbeats and lease, here or on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.ports import Heartbeats, Lease, ShardQueue
+from pipeline.worker_api import HEARTBEAT_SECONDS
+from schemas.settings import Settings
+from tokenmill.errors import UserError
+from tokenmill.root import Root
+
+SILENCE: Final = 4 * HEARTBEAT_SECONDS
+"""Seconds without a heartbeat after which a worker counts as dead, and its shards are given to others."""
+
+REMOTE_LOOK_SECONDS: Final = 0.2
+
+LEASE_SECONDS: Final = 6.0
+"""A dispatcher that is gone is followed by another after this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What carries hints between the parts: nothing that is lost here is lost for good."""
+
+    queue: ShardQueue
+    heartbeats: Heartbeats
+    look_seconds: float
+    settle: float = 0.0
+    lease: Lease | None = None
+
+
+def hints_in_process(root: Root) -> Hints:
+    """Between threads of this process."""
+    return Hints(MemoryQueue(), MemoryHeartbeats(root.world.clock, SILENCE), look_seconds=0.02)
+
+
+@contextmanager
+def hints_on_servers(settings: Settings) -> Iterator[Hints]:
+    """On Redis, and on the broker that Celery uses. Raises `UserError` when none is named."""
+    from pipeline.adapters.celery_queue import CeleryQueue, CeleryQueueSettings
+    from pipeline.adapters.redis_connection import RedisSettings
+    from pipeline.adapters.redis_heartbeats import RedisHeartbeats
+    from pipeline.adapters.redis_lock import RedisLease
+    from pipeline.adapters.system import SystemClock, SystemRandomness
+
+    if settings.redis_url is None:
+        raise UserError("TOKENMILL_REDIS_URL is not set; name a Redis, or use 'tokenmill serve', which needs none")
+    redis_url = settings.redis_url.get_secret_value()
+    broker_url = redis_url if settings.broker_url is None else settings.broker_url.get_secret_value()
+    with ExitStack() as closing:
+        heartbeats = RedisHeartbeats(RedisSettings(redis_url), lifetime=SILENCE)
+        closing.callback(heartbeats.close)
+        queue = CeleryQueue(CeleryQueueSettings(broker_url), SystemClock())
+        closing.callback(queue.close)
+        lease = RedisLease(RedisSettings(redis_url), "dispatcher", LEASE_SECONDS, SystemClock(), SystemRandomness())
+        closing.callback(lease.close)
+        yield Hints(queue, heartbeats, REMOTE_LOOK_SECONDS, settle=2 * HEARTBEAT_SECONDS, lease=lease)
