@@ -2,7 +2,8 @@
 
 A marker errs to one side only. It is made before its job, and goes last of all when the job has ended. So an open job
 has one whenever it was interrupted, while a marker without an open job is merely stale: readers pass it over, and
-`sweep` removes it. An output folder that is one job has none.
+`sweep` removes it. An output folder that is one job has none. Likewise with `close/ID`, the marker of a job that may be
+about to end before its time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.ledger import JOB, JOBS, MANIFEST, JobLedger
+from pipeline.ledger import CLOSE, JOB, JOBS, MANIFEST, JobLedger
 from pipeline.ports import ObjectNotFound, ObjectStore
 
 ACTIVE: Final = "active/"
@@ -31,8 +32,9 @@ def mark(ledger: JobLedger) -> bool:
 
 
 def unmark(ledger: JobLedger) -> None:
-    """Remove the job's marker, if it has one."""
+    """Remove the job's markers, if it has any."""
     if ledger.in_root:
+        ledger.store.delete(CLOSE + ledger.name)
         ledger.store.delete(ACTIVE + ledger.name)
 
 
@@ -45,8 +47,13 @@ def tidy(ledger: JobLedger) -> None:
 
 def open_jobs(store: ObjectStore) -> Iterator[JobLedger]:
     """Jobs without an outcome, the newest first. Of a root only the marked ones are looked at."""
-    marked = iter([JobLedger(store)]) if store.info(JOB) is not None else _marked(store)
-    return (ledger for ledger in marked if _is_open(ledger))
+    marked = iter([JobLedger(store)]) if store.info(JOB) is not None else marked_jobs(store)
+    return (ledger for ledger in marked if is_open(ledger))
+
+
+def jobs_to_close(store: ObjectStore) -> set[str]:
+    """Names of the root's jobs that may have a closing; all that have one, and no outcome yet, are among them."""
+    return {info.key.removeprefix(CLOSE) for info in store.list(CLOSE)}
 
 
 def sweep(store: ObjectStore) -> Swept:
@@ -58,10 +65,13 @@ def sweep(store: ObjectStore) -> Swept:
     marked = removed = 0
     for prefix in store.folders(JOBS):
         ledger = JobLedger(store, prefix)
-        if _is_open(ledger):
+        if is_open(ledger):
             marked += mark(ledger)
-    for ledger in _marked(store):
-        if _is_open(ledger):
+    for name in jobs_to_close(store):
+        if not is_open(JobLedger(store, f"{JOBS}{name}/")):  # it ended just when it was to be closed
+            store.delete(CLOSE + name)
+    for ledger in marked_jobs(store):
+        if is_open(ledger):
             continue
         if _stands(ledger, MANIFEST):
             tidy(ledger)
@@ -74,11 +84,12 @@ def sweep(store: ObjectStore) -> Swept:
     return Swept(marked, removed)
 
 
-def _marked(store: ObjectStore) -> Iterator[JobLedger]:
+def marked_jobs(store: ObjectStore) -> Iterator[JobLedger]:
+    """Jobs of a root that have a marker, the newest first; some may have ended."""
     return (JobLedger(store, f"{JOBS}{info.key.removeprefix(ACTIVE)}/") for info in store.list(ACTIVE))
 
 
-def _is_open(ledger: JobLedger) -> bool:
+def is_open(ledger: JobLedger) -> bool:
     """Two looks, and nothing read: a damaged job is open too until it has an outcome."""
     looked = (ledger.store.info(ledger.prefix + key) for key in (MANIFEST, JOB))
     return next(looked) is None and next(looked) is not None

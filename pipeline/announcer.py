@@ -34,6 +34,7 @@ from schemas.events import JobChanged, ShardCommitted
 from schemas.job import Counts, Job, JobStatus, Manifest
 
 ANNOUNCED: Final = "announced/"
+QUIET_SHARE: Final = 0.1
 _COLUMNS: Final = ["row", "custom_id", "status", "status_code", "response", "error_code", "error_message"]
 
 logger = structlog.get_logger(__name__)
@@ -68,6 +69,14 @@ class _Source:
     place: str | None
 
 
+@dataclass(slots=True)
+class _Quiet:
+    """A job of which nothing was new at its last look: `since` when, and when it is looked at `again` (monotonic)."""
+
+    since: float
+    again: float
+
+
 class Announcer:
     """Announces the jobs of a root. Several may run: each sends what it finds unmarked."""
 
@@ -78,6 +87,7 @@ class Announcer:
         self._messages = messages
         self._settings = settings or AnnouncerSettings()
         self._known: defaultdict[str, set[str]] = defaultdict(set)
+        self._quiet: dict[str, _Quiet] = {}
         self._sweep_at = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
@@ -91,8 +101,12 @@ class Announcer:
         leaves the rest of its job for the next look."""
         ended = 0
         for name in self._open():
+            told = len(self._known.get(name, ()))
             try:
-                ended += self.announce(JobLedger(self._store, f"{JOBS}{name}/"))
+                if self.announce(JobLedger(self._store, f"{JOBS}{name}/")):
+                    ended += 1
+                else:
+                    self._rest(name, news=len(self._known.get(name, ())) != told)
             except PipelineError as error:
                 self.failures += 1
                 logger.error("not_announced", job=name, reason=str(error))
@@ -134,11 +148,27 @@ class Announcer:
                 self._sweep_at = now + self._settings.sweep_every
                 names.update(folder.removeprefix(JOBS).rstrip("/") for folder in self._store.folders(JOBS))
             names.update(self._known)  # one that ended since
+        for name in self._known.keys() - names:  # another announced it to its end
+            del self._known[name]
+            self._quiet.pop(name, None)
+        now = self._world.clock.monotonic()
         for name in sorted(names):
+            if name in self._quiet and now < self._quiet[name].again:
+                continue
             if self._store.info(f"{ANNOUNCED}jobs/{name}") is None:
                 yield name
             else:
                 self._forget(name)
+
+    def _rest(self, name: str, *, news: bool) -> None:
+        """A job in which nothing happens is looked at less and less: hundreds may wait for their turn. What is new of
+        it then comes later by a tenth of the time that it took to happen, at most."""
+        now = self._world.clock.monotonic()
+        if news:
+            self._quiet.pop(name, None)
+            return
+        quiet = self._quiet.setdefault(name, _Quiet(now, now))
+        quiet.again = now + QUIET_SHARE * (now - quiet.since) - self._settings.every
 
     def _end(self, job: Job, manifest: Manifest) -> None:
         message = manifest.errors[0].message if manifest.errors else None
@@ -149,6 +179,7 @@ class Announcer:
     def _forget(self, name: str) -> None:
         """All of the job is announced: its origin has served."""
         self._known.pop(name, None)
+        self._quiet.pop(name, None)
         self._store.delete(origin_key(name))
 
     # -- parts

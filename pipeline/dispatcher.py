@@ -19,7 +19,7 @@ from datetime import datetime
 
 import structlog
 
-from pipeline.active import tidy
+from pipeline.active import jobs_to_close, tidy
 from pipeline.events import EventSink, NoEvents
 from pipeline.fair_shares import FairShares
 from pipeline.ledger import JobLedger, LedgerError
@@ -82,7 +82,8 @@ class Dispatcher:
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
         self._outlook = Outlook(self._settings.weights)
-        self._next_outlook = 0.0
+        self._next_outlook = self._next_closing = 0.0
+        self._to_close: set[str] = set()
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> None:
@@ -132,6 +133,9 @@ class Dispatcher:
         now = self._world.clock.monotonic()
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
+        if now >= self._next_closing:
+            self._next_closing = now + self._settings.closing_every
+            self._to_close = jobs_to_close(self._world.store)
         for open_job in list(self._jobs.values()):
             try:
                 self._advance(open_job, held, now)
@@ -150,9 +154,9 @@ class Dispatcher:
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
 
     def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
-        self._settle(open_job, open_job.look(now))
+        self._settle(open_job, open_job.look(held, now))
         if not open_job.whole:
-            self._settle(open_job, open_job.close(held, now))
+            self._settle(open_job, open_job.close(held, now, marked=open_job.ledger.name in self._to_close))
         if not open_job.whole:
             open_job.tell(now)
             return

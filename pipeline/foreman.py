@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import structlog
 
-from pipeline.active import open_jobs, sweep, tidy
+from pipeline.active import is_open, marked_jobs, sweep, tidy
 from pipeline.availability import ServiceUnavailable
 from pipeline.dispatcher import Dispatcher
 from pipeline.inputs import PinnedInput, open_pinned
@@ -27,6 +28,9 @@ from schemas.job import InputRef
 
 INPUT_UNREADABLE: Final = "input_unreadable"
 DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
+
+LOOKED_AT: Final = 20
+"""Of the jobs that are known so many are asked in each look whether they are open still."""
 
 logger = structlog.get_logger(__name__)
 
@@ -42,6 +46,7 @@ class ForemanSettings:
         planners: jobs planned at once.
         retry_after: a job that couldn't be planned or looked at now is tried again after this long.
         renew_every: between two renewals of the lease.
+        taking_up: the time that a look may take for jobs that are new.
     """
 
     tick_every: float = 0.2
@@ -50,6 +55,7 @@ class ForemanSettings:
     planners: int = 2
     retry_after: float = 15.0
     renew_every: float = 2.0
+    taking_up: float = 0.25
 
 
 @dataclass(slots=True)
@@ -119,8 +125,8 @@ class Foreman:
             if swept.marked or swept.removed:
                 logger.info("markers mended", marked=swept.marked, removed=swept.removed)
         if now >= self._next_look:
-            self._look()
             self._next_look = now + self._settings.look_every
+            self._look()
         for name, known in self._known.items():
             self._plan(name, known, now)
         self._dispatcher.tick()
@@ -149,13 +155,26 @@ class Foreman:
         return self._leads
 
     def _look(self) -> None:
-        found = {ledger.name: ledger for ledger in open_jobs(self._world.store)}
-        for name in [name for name, known in self._known.items() if name not in found and known.planning is None]:
-            del self._known[name]
-            self._dispatcher.forget(name)
-            logger.info("job ended", job=name)
-        for name, ledger in found.items():
+        """Take up jobs that are new, and forget those that have ended. Markers tell of both; whether a job is open is
+        only asked where it is new, and of the others in turn: a marker may outlive its job."""
+        clock = self._world.clock
+        marked = {ledger.name: ledger for ledger in marked_jobs(self._world.store)}
+        turn = set(islice(self._known, LOOKED_AT))
+        for name in [name for name in self._known if name not in marked or name in turn]:
+            known = self._known.pop(name)
+            if known.planning is not None or (name in marked and is_open(known.ledger)):
+                self._known[name] = known  # behind the others
+            else:
+                self._dispatcher.forget(name)
+                logger.info("job ended", job=name)
+        until = clock.monotonic() + self._settings.taking_up
+        for name, ledger in marked.items():
             if name in self._known:
+                continue
+            if clock.monotonic() > until:
+                self._next_look = 0.0  # those at work must not wait for this; the rest comes with the next tick
+                return
+            if not is_open(ledger):
                 continue
             try:
                 self._dispatcher.add(ledger)

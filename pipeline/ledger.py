@@ -31,6 +31,8 @@ RESULTS = "results/"
 WORK = "work/"
 JOBS = "jobs/"
 """Where the jobs of a root lie."""
+CLOSE = "close/"
+"""Markers of a root's jobs that may have a closing."""
 OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING, TOMBSTONE)
 OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
 
@@ -136,7 +138,10 @@ class JobLedger:
         return self._read(CLOSING, Closing)
 
     def create_closing(self, closing: Closing) -> bool:
-        """End the job before its time; False when a closing stands, which then counts."""
+        """End the job before its time; False when a closing stands, which then counts. In a root, what has dispatchers
+        look comes first: they ask for all jobs at once, with one listing."""
+        if self.in_root:
+            self.store.create(CLOSE + self.name, b"")
         return self.create(CLOSING, closing.to_json())
 
     def tombstone(self) -> Tombstone | None:

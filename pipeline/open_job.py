@@ -118,6 +118,10 @@ class OpenJob:
             return status_while(self.closing)
         return JobStatus.IN_PROGRESS if REJECTS in self._parts else JobStatus.VALIDATING
 
+    @property
+    def _is_late(self) -> bool:
+        return self.job.deadline is not None and self._world.clock.now() >= self.job.deadline
+
     def queue_of(self, shard: ShardRef) -> str:
         """The queue that the shard is put on."""
         return queue_name(self.key_of(shard), self.job.tier)
@@ -126,8 +130,9 @@ class OpenJob:
         """What computes it; a model that the job doesn't pin is asked for by its name, in vain."""
         return self._keys.get(shard.model, shard.model)
 
-    def look(self, now: float) -> list[Found]:
-        """Learn which segments and parts stand by now; the parts that are new."""
+    def look(self, held: set[Shard], now: float) -> list[Found]:
+        """Learn which segments and parts stand by now; the parts that are new. Of shards that workers hold nobody
+        expects a part: they let go when it stands."""
         if not self.planned:
             self._read_segments(now)
         found = []
@@ -138,7 +143,8 @@ class OpenJob:
             self._next_sweep = now + self._settings.sweep_every
             standing: Iterable[int] = [number for number, _ in self.ledger.parts()]
         else:
-            standing = [number for number in self.puts if self.ledger.has_part(number)]
+            free = [number for number in self.puts if (self.job.id, number) not in held]
+            standing = [number for number in free if self.ledger.has_part(number)]
         for number in standing:
             if number in self._parts:
                 continue
@@ -151,11 +157,11 @@ class OpenJob:
                 )
         return found
 
-    def close(self, held: set[Shard], now: float) -> list[Found]:
+    def close(self, held: set[Shard], now: float, *, marked: bool) -> list[Found]:
         """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them;
-        the parts that are new."""
+        the parts that are new. `marked`: it may have a closing (`jobs_to_close`)."""
         if self.closing is None:
-            if now < self._next_closing:
+            if now < self._next_closing or not (marked or self._is_late or not self.ledger.in_root):
                 return []
             self._next_closing = now + self._settings.closing_every
             self.closing = find_closing(self.ledger, self.job, self._world.clock.now())

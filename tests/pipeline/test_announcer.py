@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock
 from pipeline.announcer import Announcer, AnnouncerSettings, result_id
 from pipeline.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
@@ -165,6 +166,42 @@ def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_told_befor
 
     assert [orjson.loads(raw)["custom_id"] for _, raw, _ in early] == ["broken"]
     assert len(told(house, "results", 10)) == 10
+
+
+class SetClock(SystemClock):
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+class Watched(Announcer):
+    """Counts its looks at jobs."""
+
+    looks = 0
+
+    def announce(self, ledger: JobLedger) -> bool:
+        self.looks += 1
+        return super().announce(ledger)
+
+
+def test_given_a_job_that_waits_long_when_something_happens_then_it_is_told_a_tenth_of_that_time_later_at_most(
+    house: KafkaHouse,
+) -> None:
+    (ledger,) = take_in(house, said(house))
+    clock = SetClock()
+    announcer = Watched(replace(house.world, clock=clock), house.sender, settings(house))
+    for second in range(600):
+        clock.at = float(second)
+        assert announcer.look() == 0
+    assert 30 < announcer.looks < 80
+    compute(house.world, ledger)
+    clock.at = 660.0
+
+    assert announcer.look() == 1
 
 
 def test_given_a_result_larger_than_a_message_when_it_is_told_then_it_says_where_the_result_lies(
