@@ -8,6 +8,7 @@ PARALLEL ?= -n 2 --dist loadfile
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 20000
+ROWS ?= 1000000
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -15,7 +16,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-servers chaos cluster simulate lint format bench clean
+.PHONY: help install run test test-models test-all test-servers chaos cluster simulate lint format bench fleet clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,10 @@ format: $(VENV)/.dev.stamp  ## let ruff fix and format what it can
 
 bench: $(VENV)/.run.stamp  ## measure this machine: scheduler and pipeline alone, then the engine
 	@$(PY) -m tokenmill bench --model demo
+
+fleet: $(VENV)/.dev.stamp  ## real servers and processes, no model: a million requests over Kafka, then in a bucket (ROWS=n)
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet kafka --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet bucket --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
 
 clean:  ## remove what was built; keeps the model cache
 	rm -rf $(VENV) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
