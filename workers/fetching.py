@@ -66,7 +66,7 @@ class ShardFetcher:
         opened at once: more urgent than all that is open (`open_tiers`) or waits."""
         if self._preparing is not None or self._source_finished or self._clock.monotonic() < self._next_look:
             return
-        tiers = BY_URGENCY
+        tiers: Sequence[Tier] = BY_URGENCY
         if self.prepared is not None:
             tiers = BY_URGENCY[: min(BY_URGENCY.index(tier) for tier in (*open_tiers, self.prepared.work.tier))]
         if tiers:

@@ -27,9 +27,14 @@ def cached(ledger: JobLedger) -> Progress:
     return progress
 
 
-def seconds_to_go(ledger: JobLedger, world: World) -> float | None:
-    eta = cached(ledger).eta
-    return None if eta is None else (eta - world.clock.now()).total_seconds()
+def foretold(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) -> list[float | None]:
+    """What a look now makes known, a little later, of when the jobs should be done: seconds from now."""
+    now = world.clock.now()
+    dispatcher.tick()
+    world.clock.sleep(2.5)
+    dispatcher.tick()
+    etas = [cached(ledger).eta for ledger in ledgers]
+    return [None if eta is None else (eta - now).total_seconds() for eta in etas]
 
 
 @pytest.fixture
@@ -50,27 +55,19 @@ def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house
     client.begin(first)
     client.holding([first], WorkerLoad(tokens_per_second=6.0))
     house.world.clock.sleep(3.0)
-    house.dispatcher.tick()
-    house.dispatcher.tick()
-    assert seconds_to_go(house.ledger, house.world) == pytest.approx(20 * ROW / 6.0)
+    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(20 * ROW / 6.0)]
 
     client.holding([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
     house.world.clock.sleep(3.0)
-    house.dispatcher.tick()
-    house.dispatcher.tick()
-    assert seconds_to_go(house.ledger, house.world) == pytest.approx((2.5 + 10) * ROW / 6.0)
+    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx((2.5 + 10) * ROW / 6.0)]
 
     client.commit(first, computed(first), report(first))
-    house.world.clock.sleep(3.0)
     client.holding([], WorkerLoad(12.0))
-    house.dispatcher.tick()
-    house.dispatcher.tick()
-    assert seconds_to_go(house.ledger, house.world) == pytest.approx(10 * ROW / 12.0)
+    house.world.clock.sleep(3.0)
+    assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(10 * ROW / 12.0)]
 
     house.world.clock.sleep(LIFETIME + 1)  # nobody is left who could do it
-    house.dispatcher.tick()
-    house.dispatcher.tick()
-    assert cached(house.ledger).eta is None
+    assert foretold(house.dispatcher, house.world, house.ledger) == [None]
 
 
 def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -83,16 +80,11 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_pa
         dispatcher.add(ledger)
         world.clock.sleep(1.0)
     beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
-    dispatcher.tick()
-    dispatcher.tick()
-    assert [seconds_to_go(ledger, world) for ledger in ledgers] == [10 * ROW, 20 * ROW]
+    assert foretold(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW]
     beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0))
     ledgers[0].create(CLOSING, Closing(kind="cancel", at=world.clock.now()).to_json())
     world.clock.sleep(3.0)
-    dispatcher.tick()
-    dispatcher.tick()
-    assert cached(ledgers[0]).eta is None
-    assert seconds_to_go(ledgers[1], world) == 10 * ROW
+    assert foretold(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
 
 def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> None:

@@ -32,7 +32,7 @@ def test_measuring_finds_what_planning_finds(tools: Any) -> None:
     assert estimate.shared_prefix_tokens == pytest.approx(summary.shared_prefix_tokens, abs=3)
     assert estimate.reasons == {RowErrorCode.INVALID_JSON: 2, RowErrorCode.DUPLICATE_CUSTOM_ID: 1}
     assert estimate.computed_prompt_tokens < estimate.prompt_tokens / 4
-    assert estimate.tokens_of_models == {"tiny": estimate.prompt_tokens + estimate.expected_tokens}
+    assert estimate.tokens_of_models == {"demo": estimate.prompt_tokens + estimate.expected_tokens}
     assert not estimate.exact
 
 
