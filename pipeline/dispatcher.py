@@ -144,10 +144,13 @@ class Dispatcher:
                     raise
                 self.forget(open_job.job.id)
                 logger.error("a job contradicts itself, and is left alone", job=open_job.job.id, reason=str(error))
-            except ObjectNotFound:
-                if not self._settings.isolate or open_job.ledger.find_job() is not None:
+            except ObjectNotFound as error:
+                if not self._settings.isolate:
                     raise
-                self.forget(open_job.job.id)  # it was removed while it was looked at
+                self.forget(open_job.job.id)
+                if open_job.ledger.find_job() is not None:  # else it was removed while it was looked at
+                    reason = str(error)
+                    logger.error("a job lacks what it must have, and is left alone", job=open_job.job.id, reason=reason)
         self._put_missing(held, now)
         if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
             self._next_outlook = now + self._settings.cache_every

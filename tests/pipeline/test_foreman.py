@@ -22,7 +22,7 @@ from pipeline.pinning import pin_input
 from pipeline.ports import Lease, WorkerState, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
-from schemas.job import JobSettings, JobStatus, Manifest, OnInvalid, PlanSettings
+from schemas.job import Closing, JobSettings, JobStatus, Manifest, OnInvalid, PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 
 SETTINGS = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
@@ -242,3 +242,23 @@ def test_a_job_that_is_removed_while_it_is_open_holds_up_nobody(root: Root) -> N
     root.submit("good", lines(30))
     root.start_worker("w")
     assert root.outcome("good").status is JobStatus.COMPLETED
+
+
+def test_a_job_whose_shard_is_lost_is_left_alone_and_the_others_go_on(root: Root) -> None:
+    """Its closer asks for the shard at each look; what it raises must not end the look at all other jobs."""
+    root.submit("lost", lines(3))
+    stop = threading.Event()
+    root.start_foreman(stop=stop)
+    until = time.monotonic() + 30
+    while root.ledger("lost").wanted_parts() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    stop.set()
+    for info in list(root.world.store.list("jobs/lost/plans/")):
+        if "/shards/" in info.key:
+            root.world.store.delete(info.key)
+    root.ledger("lost").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
+    root.submit("good", lines(5))
+    root.start_foreman()
+    root.start_worker("w")
+    assert root.outcome("good").status is JobStatus.COMPLETED
+    assert root.ledger("lost").manifest() is None
