@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
+import structlog
+
 from pipeline.ledger import LedgerError, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
 from schemas.job import CatalogEntry
 
 CATALOG: Final = "catalog/"
+
+logger = structlog.get_logger(__name__)
 
 
 class Catalog:
@@ -23,8 +27,14 @@ class Catalog:
         self._store = store
 
     def publish(self, entry: CatalogEntry) -> None:
-        """The model is served as described from now on; jobs that were accepted before keep their pin."""
-        if self._find(entry.pin.name) != entry:
+        """The model is served as described from now on; jobs that were accepted before keep their pin. An entry that
+        can't be read is written anew: of what isn't synced a power cut may leave anything."""
+        try:
+            standing = self._find(entry.pin.name)
+        except LedgerError as error:
+            logger.warning("a catalog entry can't be read, and is written anew", reason=str(error))
+            standing = None
+        if standing != entry:
             self._store.replace(_key(entry.pin.name), entry.to_json())
 
     def find(self, name: str) -> CatalogEntry | None:
