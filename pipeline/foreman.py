@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -80,6 +80,7 @@ class Foreman:
     Args:
         open_input: how a job's input is opened for planning.
         lease: one that others contend for; None: nobody else is there.
+        planners: where jobs are planned, instead of threads of its own; shut down by `close`.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class Foreman:
         open_input: Callable[[InputRef], PinnedInput] = open_pinned,
         settings: ForemanSettings | None = None,
         lease: Lease | None = None,
+        planners: Executor | None = None,
     ) -> None:
         self._world = world
         self._dispatcher = dispatcher
         self._open_input = open_input
         self._settings = settings or ForemanSettings()
         self._known: dict[str, _Known] = {}
-        self._planners = ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
+        self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
         self._lease = lease
         self._leads = lease is None
         self._next_look = self._next_sweep = self._next_renewal = 0.0
