@@ -88,9 +88,23 @@ class LaneWorker(Protocol):
         it any more."""
         ...
 
+    def close(self) -> None:
+        """Let go of connections. What was taken and not answered others get after the lifetime."""
+        ...
+
+
+class OpenLane(Lane, Protocol):
+    """Both sides."""
+
+    def worker(self, name: str) -> LaneWorker:
+        """The side of the worker of this name; names are never used twice."""
+        ...
+
 
 class LaneStream:
     """One answer, as its caller sees it: of the current attempt only, in order, and always with an end.
+
+    A worker that is being stopped may hand its attempt back (`HandBackEvent`): then the next one is due.
 
     Attributes:
         request: the attempt that counts now.

@@ -1,8 +1,12 @@
-"""Calling over the lane: one request, its events until the end, whatever happens to workers and servers on the way."""
+"""Calling over the lane: requests, and their events until the end, whatever happens to workers and servers on the way.
+
+`LaneCalls` looks after any number of calls with one thread; `answer` is one call, as an iterator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,8 +14,8 @@ import structlog
 
 from pipeline.availability import ServiceUnavailable
 from pipeline.lane import Lane, LaneFull, LaneStream
-from pipeline.ports import Clock
-from schemas.lane import LaneEvent, LaneRequest
+from pipeline.ports import Clock, PipelineError
+from schemas.lane import HandBackEvent, LaneEvent, LaneRequest
 
 LANE_UNAVAILABLE: Final = "lane_unavailable"
 LANE_FULL: Final = "lane_full"
@@ -26,7 +30,7 @@ class CallSettings:
     """How a call is looked after; seconds.
 
     Attributes:
-        attempts: how often a request is sent, at most.
+        attempts: how often a request is sent, at most; one that a worker handed back doesn't count.
         patience: after this long without an event it is asked whether the request was lost.
         give_up: after this long without a lane to reach the call fails.
         look: how long one read waits.
@@ -38,90 +42,185 @@ class CallSettings:
     look: float = 0.5
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call that has no end yet. `heard`: when an event came last, or it was asked what had become of it."""
+
+    stream: LaneStream
+    heard: float
+    sent: bool = False
+    losses: int = 0
+
+
+class LaneCalls:
+    """Calls over one lane. One thread turns; any may start and cancel.
+
+    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. When a worker or the lane lost
+    the request it is sent again with the tokens that came; the events go on as if nothing had been.
+    """
+
+    def __init__(self, lane: Lane, clock: Clock, settings: CallSettings | None = None) -> None:
+        self._lane = lane
+        self._clock = clock
+        self._settings = settings or CallSettings()
+        self._changed = threading.Condition()
+        self._calls: dict[str, _Call] = {}
+        self._reached = clock.monotonic()  # the lane answered
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def start(self, request: LaneRequest) -> bool:
+        """Send the request, now or when the lane can be reached; False: there is such a call already.
+
+        Raises `LaneFull`, and `PipelineError` for a request that the lane refuses.
+        """
+        call = _Call(LaneStream(request), self._clock.monotonic())
+        with self._changed:
+            if request.id in self._calls:
+                return False
+        try:
+            self._lane.send(request)
+            call.sent = True
+        except ServiceUnavailable as error:
+            logger.warning("request not sent yet", request=request.id, reason=str(error))
+        with self._changed:
+            if not self._calls:
+                self._reached = self._clock.monotonic()
+            self._calls[request.id] = call
+            self._changed.notify_all()
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Until there is a call, or so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls, seconds)
+
+    def cancel(self, request_id: str) -> None:
+        """The call is over; nobody wants its answer."""
+        with self._changed:
+            call = self._calls.pop(request_id, None)
+        if call is not None:
+            self._cancel(call)
+
+    def leave(self) -> None:
+        """Forget all calls, and leave their requests to whoever sends them too."""
+        with self._changed:
+            self._calls.clear()
+
+    def turn(self) -> Iterator[LaneEvent]:
+        """One look at all calls: what came of them, waiting a while for the first event."""
+        with self._changed:
+            calls = dict(self._calls)
+        try:
+            yield from self._step(calls)
+            self._reached = self._clock.monotonic()
+        except ServiceUnavailable as error:
+            if self._clock.monotonic() - self._reached > self._settings.give_up:
+                yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._left(calls)]
+                return
+            self._clock.sleep(self._settings.look)
+        now = self._clock.now()
+        for call in self._left(calls):
+            deadline = call.stream.request.deadline
+            if deadline is not None and now >= deadline:
+                yield self._fail(call, REQUEST_TIMEOUT, "the deadline passed before the answer was whole", 408)
+                self._cancel(call)
+
+    def _step(self, calls: dict[str, _Call]) -> Iterator[LaneEvent]:
+        """Send what isn't sent, pass on what came, and look after those that are silent."""
+        for call in self._left(calls):
+            if not call.sent:
+                yield from self._send(call)
+        yield from self._read(self._left(calls), self._settings.look)
+        now = self._clock.monotonic()
+        silent = [call for call in self._left(calls) if call.sent and now - call.heard >= self._settings.patience]
+        for call in silent:
+            call.heard = now
+        lost = self._lane.lost([call.stream.request for call in silent]) if silent else ()
+        for call in silent:
+            if call.stream.request.id not in lost:
+                continue
+            last = list(self._read([call], 0))
+            yield from last
+            if not last:
+                yield from self._lost(call)
+
+    def _left(self, calls: dict[str, _Call]) -> list[_Call]:
+        """Those without an end, that are not cancelled."""
+        return [call for name, call in calls.items() if not call.stream.ended and self._calls.get(name) is call]
+
+    def _send(self, call: _Call) -> Iterator[LaneEvent]:
+        try:
+            self._lane.send(call.stream.request)
+        except LaneFull as error:
+            yield self._fail(call, LANE_FULL, str(error), 429)
+        except ServiceUnavailable:
+            raise
+        except PipelineError as error:  # with its tokens it has grown too large
+            yield self._fail(call, WORKER_LOST, str(error), 503)
+        else:
+            call.sent, call.heard = True, self._clock.monotonic()
+
+    def _read(self, calls: Sequence[_Call], timeout: float) -> Iterator[LaneEvent]:
+        """What counts of what came. A call whose worker handed it back is to be sent again."""
+        found = {call.stream.request.id: call for call in calls if call.sent}
+        if not found:
+            return
+        for event in self._lane.read({name: call.stream.position for name, call in found.items()}, timeout):
+            call = found[event.request]
+            counted = call.stream.accept(event)
+            if counted is None:
+                continue
+            call.heard = self._clock.monotonic()
+            if isinstance(counted, HandBackEvent):
+                self._again(call, "handed back by its worker")
+                continue
+            if call.stream.ended:
+                self._forget(call)
+            yield counted
+
+    def _lost(self, call: _Call) -> Iterator[LaneEvent]:
+        call.losses += 1
+        if call.losses >= self._settings.attempts:
+            yield self._fail(call, WORKER_LOST, f"lost with its worker {call.losses} times", 503)
+            return
+        self._again(call, "lost")
+
+    def _again(self, call: _Call, why: str) -> None:
+        request = call.stream.again()
+        logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
+        call.sent = False
+
+    def _fail(self, call: _Call, code: str, message: str, status: int) -> LaneEvent:
+        self._forget(call)
+        return call.stream.fail(code, message, status)
+
+    def _forget(self, call: _Call) -> None:
+        with self._changed:
+            if self._calls.get(call.stream.request.id) is call:
+                del self._calls[call.stream.request.id]
+
+    def _cancel(self, call: _Call) -> None:
+        try:
+            self._lane.cancel(call.stream.request)
+        except ServiceUnavailable as error:  # it ends with its deadline then
+            logger.warning("request not cancelled", request=call.stream.request.id, reason=str(error))
+
+
 def answer(lane: Lane, request: LaneRequest, clock: Clock, settings: CallSettings | None = None) -> Iterator[LaneEvent]:
     """The events of the answer; the last is an `EndEvent` or an `ErrorEvent`, always.
 
-    Closing the iterator before that cancels the request. When a worker or the lane lost the request it is sent again
-    with the tokens that came; the events go on as if nothing had been.
+    Closing the iterator before that cancels the request.
     """
-    call = _Call(lane, request, clock, settings or CallSettings())
+    calls = LaneCalls(lane, clock, settings)
     try:
-        yield from call.events()
+        calls.start(request)
+    except LaneFull as error:
+        yield LaneStream(request).fail(LANE_FULL, str(error), 429)
+        return
+    try:
+        while len(calls):
+            yield from calls.turn()
     finally:
-        call.close()
-
-
-class _Call:
-    def __init__(self, lane: Lane, request: LaneRequest, clock: Clock, settings: CallSettings) -> None:
-        self._lane = lane
-        self._clock = clock
-        self._settings = settings
-        self._stream = LaneStream(request)
-        self._sent = False
-        self._reached = self._heard = clock.monotonic()  # the lane answered; an event came
-
-    def events(self) -> Iterator[LaneEvent]:
-        while not self._stream.ended:
-            try:
-                yield from self._step()
-                self._reached = self._clock.monotonic()
-            except ServiceUnavailable as error:
-                if self._clock.monotonic() - self._reached > self._settings.give_up:
-                    yield self._stream.fail(LANE_UNAVAILABLE, str(error), 503)
-                    return
-                self._clock.sleep(self._settings.look)
-            if not self._stream.ended and self._is_late():
-                yield self._stream.fail(REQUEST_TIMEOUT, "the deadline passed before the answer was whole", 408)
-                self._cancel()
-
-    def close(self) -> None:
-        if not self._stream.ended:
-            self._stream.ended = True
-            self._cancel()
-
-    def _step(self) -> Iterator[LaneEvent]:
-        """Send what isn't sent, pass on what came, and look after a request that is silent."""
-        if not self._sent:
-            try:
-                self._lane.send(self._stream.request)
-            except LaneFull as error:
-                yield self._stream.fail(LANE_FULL, str(error), 429)
-                return
-            self._sent, self._heard = True, self._clock.monotonic()
-        came = list(self._read(self._settings.look))
-        yield from came
-        if came or self._clock.monotonic() - self._heard < self._settings.patience or self._stream.ended:
-            return
-        self._heard = self._clock.monotonic()
-        if not self._lane.lost([self._stream.request]):
-            return
-        last = list(self._read(0))
-        yield from last
-        if not last:
-            yield from self._send_again()
-
-    def _read(self, timeout: float) -> Iterator[LaneEvent]:
-        request = self._stream.request
-        for event in self._lane.read({request.id: self._stream.position}, timeout):
-            if (counted := self._stream.accept(event)) is not None:
-                self._heard = self._clock.monotonic()
-                yield counted
-
-    def _send_again(self) -> Iterator[LaneEvent]:
-        request = self._stream.request
-        if request.attempt >= self._settings.attempts:
-            yield self._stream.fail(WORKER_LOST, f"lost with its worker {request.attempt} times", 503)
-            return
-        logger.warning("request lost, sent again", request=request.id, attempt=request.attempt + 1)
-        self._stream.again()
-        self._sent = False
-
-    def _is_late(self) -> bool:
-        deadline = self._stream.request.deadline
-        return deadline is not None and self._clock.now() >= deadline
-
-    def _cancel(self) -> None:
-        try:
-            self._lane.cancel(self._stream.request)
-        except ServiceUnavailable as error:  # it ends with its deadline then
-            logger.warning("request not cancelled", request=self._stream.request.id, reason=str(error))
+        calls.cancel(request.id)

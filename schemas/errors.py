@@ -53,3 +53,9 @@ class RowError(Exception):
         self.message = message
         self.param = param
         self.line = line
+
+
+def error_body(code: str, message: str, status: int, param: str | None = None) -> dict[str, dict[str, str | None]]:
+    """What is answered instead of a response, in OpenAI's shape; `status`: as HTTP would answer."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -58,7 +58,9 @@ class LaneRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back)."""
+    """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back, and what
+    may be the beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -87,7 +89,7 @@ class EndEvent:
 
 @dataclass(frozen=True, slots=True)
 class ErrorEvent:
-    """There will be no (more of an) answer. `status`: as HTTP would answer."""
+    """There will be no (more of an) answer. `status`: as HTTP would answer; `param`: the field that is to blame."""
 
     __pydantic_config__ = _STRICT
 
@@ -97,10 +99,28 @@ class ErrorEvent:
     code: Text
     message: str
     status: Annotated[int, Field(ge=400, le=599)] = 500
+    param: Text | None = None
     kind: Literal["error"] = "error"
 
 
-LaneEvent = TokensEvent | EndEvent | ErrorEvent
+@dataclass(frozen=True, slots=True)
+class HandBackEvent:
+    """The worker is being stopped, and will not go on with this attempt: the next one is the caller's to send."""
+
+    __pydantic_config__ = _STRICT
+
+    request: RequestId
+    attempt: Attempt
+    sequence: Sequence
+    kind: Literal["hand_back"] = "hand_back"
+
+
+LaneEvent = TokensEvent | EndEvent | ErrorEvent | HandBackEvent
+
+
+def closes_attempt(event: LaneEvent) -> bool:
+    """Whether no other event of the attempt follows."""
+    return not isinstance(event, TokensEvent)
 
 
 def position_of(event: LaneEvent) -> Position:

@@ -136,6 +136,8 @@ class CeleryOptions(BaseModel):
         queues: queue -> the tenant whose it is; none: there is no such door.
         result_url: of the result backend; None: the broker, where that is Redis.
         uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
+        generate_seconds: after which a request whose caller waits is given up, or earlier if it says so.
+        generate_waiting: such requests of one process at once; further ones are tried again later.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,6 +145,22 @@ class CeleryOptions(BaseModel):
     queues: dict[str, str] = Field(default_factory=dict)
     result_url: SecretStr | None = None
     uri_prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    generate_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    generate_waiting: Positive = 1_000
+
+
+class LaneOptions(BaseModel):
+    """How a worker serves the requests whose callers wait.
+
+    Attributes:
+        most_requests: that a worker has at once; None: as many as its batch has rows.
+        drain_seconds: that they have to come to their end when the worker is told to stop; the others go on elsewhere.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    most_requests: Positive | None = None
+    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
 
 
 class Settings(BaseSettings):
@@ -154,7 +172,7 @@ class Settings(BaseSettings):
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
         root: the folder or s3:// URL that holds all jobs of this installation.
-        s3: how to reach S3.  bucket, kafka, celery: the doors there.
+        s3: how to reach S3.  bucket, kafka, celery: the doors there.  lane: for requests whose callers wait.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any model that is served.
         default_tier: of jobs that name none.
@@ -187,6 +205,7 @@ class Settings(BaseSettings):
     bucket: BucketOptions = BucketOptions()
     kafka: KafkaOptions = KafkaOptions()
     celery: CeleryOptions = CeleryOptions()
+    lane: LaneOptions = LaneOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None
     default_model: str | None = None

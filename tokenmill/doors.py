@@ -11,6 +11,7 @@ from tokenmill.errors import UserError
 from tokenmill.root import S3, Root, intake_settings
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Mapping
 
     from pipeline.adapters.kafka_connection import KafkaConnection
@@ -127,6 +128,10 @@ def kafka_connection(options: KafkaOptions) -> KafkaConnection:
 
 def _celery(root: Root, settings: Settings) -> Part:
     from pipeline.adapters.celery_door import CeleryDoor, CeleryDoorSettings
+    from pipeline.adapters.redis_connection import RedisSettings
+    from pipeline.adapters.redis_lane import RedisLane
+    from pipeline.catalog import Catalog
+    from pipeline.doors.celery_generate import GenerateCalls, GenerateSettings
     from pipeline.doors.celery_tasks import CeleryTasks, TaskSettings
 
     broker = settings.broker_url or settings.redis_url
@@ -146,4 +151,21 @@ def _celery(root: Root, settings: Settings) -> Part:
         None if options.result_url is None else options.result_url.get_secret_value(),
         queues=options.queues,
     )
-    return CeleryDoor(tasks, door, root.world.random).run
+    if settings.redis_url is None:
+        return CeleryDoor(tasks, door, root.world.random).run
+    lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
+    asking = GenerateSettings(
+        longest=options.generate_seconds,
+        most_waiting=options.generate_waiting,
+        default_model=settings.default_model,
+        limits=settings.limits,
+    )
+    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, asking)
+
+    def run(stop: threading.Event) -> None:
+        try:
+            CeleryDoor(tasks, door, root.world.random, generating).run(stop)
+        finally:
+            lane.close()
+
+    return run

@@ -1,4 +1,4 @@
-"""What carries hints between the parts of an installation: queue, heartbeats and lease, here or on servers."""
+"""What carries hints between the parts of an installation: queue, heartbeats, lane and lease, here or on servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.lane import OpenLane
 from pipeline.ports import Heartbeats, Lease, ShardQueue
 from pipeline.worker_api import HEARTBEAT_SECONDS
 from schemas.settings import Settings
@@ -30,6 +32,7 @@ class Hints:
 
     queue: ShardQueue
     heartbeats: Heartbeats
+    lane: OpenLane
     look_seconds: float
     settle: float = 0.0
     lease: Lease | None = None
@@ -37,7 +40,8 @@ class Hints:
 
 def hints_in_process(root: Root) -> Hints:
     """Between threads of this process."""
-    return Hints(MemoryQueue(), MemoryHeartbeats(root.world.clock, SILENCE), look_seconds=0.02)
+    clock = root.world.clock
+    return Hints(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), look_seconds=0.02)
 
 
 @contextmanager
@@ -46,6 +50,7 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
     from pipeline.adapters.celery_queue import CeleryQueue, CeleryQueueSettings
     from pipeline.adapters.redis_connection import RedisSettings
     from pipeline.adapters.redis_heartbeats import RedisHeartbeats
+    from pipeline.adapters.redis_lane import RedisLane
     from pipeline.adapters.redis_lock import RedisLease
     from pipeline.adapters.system import SystemClock, SystemRandomness
 
@@ -60,4 +65,6 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
         closing.callback(queue.close)
         lease = RedisLease(RedisSettings(redis_url), "dispatcher", LEASE_SECONDS, SystemClock(), SystemRandomness())
         closing.callback(lease.close)
-        yield Hints(queue, heartbeats, REMOTE_LOOK_SECONDS, settle=2 * HEARTBEAT_SECONDS, lease=lease)
+        lane = RedisLane(RedisSettings(redis_url), SystemClock())
+        closing.callback(lane.close)
+        yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, settle=2 * HEARTBEAT_SECONDS, lease=lease)

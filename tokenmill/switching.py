@@ -1,21 +1,24 @@
 """A worker of several models has one of them loaded, and changes to another when that one is asked for.
 
 It changes when it has nothing to do, or after a while where there is always something, so that no model waits for ever.
-What it has begun it ends before. That another model is asked for shows in its queues: the name that was taken from one
-is put back once the model is loaded, or comes again by the dispatcher's doing.
+What it has begun it ends before. That another model is asked for shows in its queues, and on the lane. What was taken
+to see that is put back: a shard's name once the model is loaded (or it comes again by the dispatcher's doing), a
+request at once, and its caller sends it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
 
 from pipeline.availability import ServiceUnavailable
+from pipeline.lane import LaneWorker
 from pipeline.ports import Clock, ShardQueue, ShardTask, queue_name
 from pipeline.worker_api import BY_URGENCY, ShardSource, ShardWork
 from schemas.job import Tier
+from schemas.lane import HandBackEvent
 
 LOOK_SECONDS: Final = 1.0
 """Between two looks into the queues of the other models."""
@@ -31,12 +34,16 @@ class Turns:
         switch_after: seconds after which a loaded model makes room for another that is asked for, though it has work.
     """
 
-    def __init__(self, models: Sequence[str], queue: ShardQueue, clock: Clock, switch_after: float) -> None:
+    def __init__(
+        self, models: Sequence[str], queue: ShardQueue, lane: LaneWorker, clock: Clock, switch_after: float
+    ) -> None:
         self._models = tuple(models)
         self._queue = queue
+        self._lane = lane
         self._clock = clock
         self._switch_after = switch_after
         self._next_look = self._until = 0.0
+        self._over = False
         self._asked: tuple[str, ShardTask] | None = None  # its queue, and what was taken from it
         self.loaded = self._models[0]
 
@@ -48,15 +55,16 @@ class Turns:
                 self._queue.put(*asked)
             except ServiceUnavailable as error:
                 logger.warning("a shard's name is lost until it is put again", reason=str(error))
+        self._over = False
         self._until = self._clock.monotonic() + self._switch_after
 
     def over(self, *, idle: bool) -> bool:
         """Whether the loaded model's turn is over: another's has come, and is to be loaded."""
         now = self._clock.monotonic()
-        if self._asked is None and (idle or now >= self._until) and now >= self._next_look:
+        if not self._over and (idle or now >= self._until) and now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look()
-        return self._asked is not None
+        return self._over
 
     def _look(self) -> None:
         at = self._models.index(self.loaded)
@@ -67,16 +75,32 @@ class Turns:
                 except ServiceUnavailable:  # whoever takes the loaded model's shards says so
                     return
                 if task is not None:
-                    self.loaded, self._asked = model, (queue, task)
+                    self.loaded, self._asked, self._over = model, (queue, task), True
                     return
+        others = [model for model in self._models if model != self.loaded]
+        if others:
+            self._look_at_lane(others)
+
+    def _look_at_lane(self, others: Sequence[str]) -> None:
+        try:
+            for request in self._lane.take(others, 1, 0.0):
+                self._lane.emit([HandBackEvent(request.id, request.attempt, 0)])
+                self.loaded, self._over = request.model, True
+        except ServiceUnavailable as error:
+            logger.warning("requests of other models are not seen", reason=str(error))
 
 
 class SourceInTurn:
-    """The shards of the loaded model, until its turn is over."""
+    """The shards of the loaded model, until its turn is over.
 
-    def __init__(self, source: ShardSource, turns: Turns) -> None:
+    Args:
+        busy: whether there is something to do beside shards.
+    """
+
+    def __init__(self, source: ShardSource, turns: Turns, busy: Callable[[], bool] = lambda: False) -> None:
         self._source = source
         self._turns = turns
+        self._busy = busy
         self._over = False
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
@@ -85,7 +109,8 @@ class SourceInTurn:
             return None
         work = self._source.take(timeout, tiers)
         # Where only some tiers may come, that there is nothing doesn't mean that there is nothing to do.
-        self._over = self._turns.over(idle=work is None and set(tiers) == set(BY_URGENCY))
+        idle = work is None and set(tiers) == set(BY_URGENCY) and not self._busy()
+        self._over = self._turns.over(idle=idle)
         return work
 
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ import structlog
 from engine.config import EngineConfig
 from pipeline.catalog import Catalog
 from pipeline.shard_client import ShardClient
-from schemas.job import CatalogEntry, ModelPin
+from schemas.job import CatalogEntry, ModelPin, Tier
 from schemas.settings import Settings
 from tokenmill.hints import Hints, hints_on_servers
 from tokenmill.job_options import ChosenModel
@@ -24,6 +24,8 @@ from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
 from tokenmill.switching import SourceInTurn, Turns
 from tokenmill.wiring import settled_heap
+from workers.lane_requests import LaneRules
+from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
@@ -55,8 +57,8 @@ def run_worker(root_url: str | None, settings: Settings, models: Sequence[LoadMo
 
 
 class Worker:
-    """A `Part`: announces its models, and works on their shards, one model at a time. What is unfinished at the end is
-    given back with its tokens.
+    """A `Part`: announces its models, and works on their shards, one model at a time, with the lane's requests beside
+    them. What is unfinished at the end is given back with its tokens.
 
     All models are loaded here once, so that one that can't be is known at once.
 
@@ -77,8 +79,11 @@ class Worker:
         pins.insert(0, _publish(root, self._first))
         self.models = [pin.name for pin in pins]
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
-        self._turns = Turns(list(self._loads), hints.queue, root.world.clock, switch_after)
         self._name = unique_name(root.world.random)
+        self._lane = hints.lane.worker(self._name)
+        self._turns = Turns(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
+        self._lane_rules = lane_rules(settings)
+        self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = WorkerSettings(
             request_timeout=settings.request_timeout,
@@ -88,11 +93,14 @@ class Worker:
 
     def __call__(self, stop: threading.Event) -> None:
         """Work until `stop` is set."""
-        while not stop.is_set():
-            model, self._first = self._first or self._loads[self._turns.loaded](), None
-            self._serve(model, stop)
-            del model
-            gc.collect()  # what the next one needs may not be free beside this one
+        try:
+            while not stop.is_set():
+                model, self._first = self._first or self._loads[self._turns.loaded](), None
+                self._serve(model, stop)
+                del model
+                gc.collect()  # what the next one needs may not be free beside this one
+        finally:
+            self._lane.close()
         logger.info("worker ended", worker=self._name)
 
     def _serve(self, model: LoadedModel, stop: threading.Event) -> None:
@@ -101,12 +109,13 @@ class Worker:
         client = ShardClient(
             self._name, world, self._root.ledger, self._hints.queue, self._hints.heartbeats, lambda: False, models=[key]
         )
+        server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving)
         logger.info("model's turn", model=model.name, key=key)
         try:
-            with settled_heap(), self._watchdog.watching():
+            with settled_heap(), self._watchdog.watching(), server.running(stop) as beside:
                 self._turns.begin()
-                source = SourceInTurn(client, self._turns)
-                ShardWorker(model, source, client, world.clock, self._settings, self._watchdog).run(stop)
+                source = SourceInTurn(client, self._turns, lambda: beside.busy)
+                ShardWorker(model, source, client, world.clock, self._settings, self._watchdog, beside=beside).run(stop)
         finally:
             client.close()
 
@@ -116,3 +125,13 @@ def _publish(root: Root, model: LoadedModel) -> ModelPin:
     pin = model.pin()
     Catalog(root.world.store).publish(CatalogEntry(pin=pin, max_model_len=model.limits.max_model_len))
     return pin
+
+
+def lane_rules(settings: Settings) -> LaneRules:
+    """What the lane's requests may ask for, by the same settings as jobs' rows."""
+    return LaneRules(
+        default_max_tokens=settings.default_max_tokens,
+        caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
+        limits=settings.limits,
+        request_timeout=settings.request_timeout,
+    )

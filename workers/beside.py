@@ -42,6 +42,10 @@ class Beside(Protocol):
         """There is nothing to compute: wait so long, or until something comes."""
         ...
 
+    def close(self) -> None:
+        """Nothing new comes in from now on."""
+        ...
+
     def hand_back(self) -> None:
         """No more steps will come: cancel in the engine what is left, and have others go on with it."""
         ...
@@ -67,13 +71,19 @@ class Nothing:
         """Sleep."""
         self._clock.sleep(seconds)
 
+    def close(self) -> None:
+        """Nothing comes anyway."""
+
     def hand_back(self) -> None:
         """Nothing is left."""
 
 
-def run_out(beside: Beside, engine: TokenEngine, step: Callable[[], None], clock: Clock) -> None:
+def run_out(
+    beside: Beside, engine: TokenEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
+) -> None:
     """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more
     shards, and has none."""
+    beside.close()
     until = clock.monotonic() + beside.grace
     while beside.busy and clock.monotonic() < until:
         beside.turn(admit=True)
@@ -81,4 +91,5 @@ def run_out(beside: Beside, engine: TokenEngine, step: Callable[[], None], clock
             step()
         else:
             beside.rest(_REST_SECONDS)
+        tell()
     beside.hand_back()

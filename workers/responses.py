@@ -84,11 +84,11 @@ class ResponseBuilder:
                 results += _refused(names, model, error, completion.started_at, completion.finished_at, envelope)
             else:
                 answered.append(row)
-        for row, texts in zip(answered, self._answer_texts(answered), strict=True):
+        for row, texts in zip(answered, self.answer_texts(answered), strict=True):
             results += self._answered(row, texts, envelope)
         return results
 
-    def _answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
+    def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
         """The text of each choice of each row."""
         prompts, answers = [], []
         for row in rows:

@@ -20,12 +20,12 @@ logger = structlog.get_logger(__name__)
 
 def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
     """The request, going on from what was logged of it; from nothing when that doesn't fit it, which is logged."""
-    return _go_on(request, tuple(_partial(request, choice) for choice in logged))
+    return go_on(request, tuple(_partial(request, choice) for choice in logged))
 
 
 def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
     """The row, going on from what its choices had when a step with it failed."""
-    return replace(row, request=_go_on(row.request, tuple(unfinished(completion))))
+    return replace(row, request=go_on(row.request, tuple(unfinished(completion))))
 
 
 def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -> list[PartialChoice]:
@@ -41,7 +41,8 @@ def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -
     return found
 
 
-def _go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
+def go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
+    """The request, going on from what its choices had; from nothing when that doesn't fit it, which is logged."""
     if request.params.prompt_logprobs is not None:  # they come with choice 0, so that one can't be over already
         partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
     resumed = replace(request, partial=partial)

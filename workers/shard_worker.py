@@ -116,6 +116,8 @@ class ShardWorker:
                     self._drain(helper)
                     break
                 self._turn(helper, reader)
+            else:
+                self._run_out(helper)
         except Exception:
             self._abandon(helper)
             raise
@@ -398,8 +400,12 @@ class ShardWorker:
         self._commit_done(helper)
         self._shards += [OpenShard.open(shard) for shard in self._fetcher.take_all()]
         self._give_back(list(self._shards), helper)
-        run_out(self._beside, self._engine, self._step, self._clock)
-        while self._engine.has_work:
-            self._engine.step()
+        self._run_out(helper)
         wait(self._committing)
         self._collect(helper)
+
+    def _run_out(self, helper: Executor) -> None:
+        """Let what is beside the shards end, and leave the engine empty."""
+        run_out(self._beside, self._engine, self._step, partial(self._tell, helper), self._clock)
+        while self._engine.has_work:
+            self._engine.step()

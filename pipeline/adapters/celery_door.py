@@ -1,4 +1,4 @@
-"""Celery's side of the door: an app with the tasks `tokenmill.submit`, `status` and `cancel`, and its worker.
+"""Celery's side of the door: an app with the tasks `tokenmill.submit`, `status`, `cancel`, `generate`, and its worker.
 
 Celery's own worker runs here, in a thread and without its signal handlers. Three of its habits are dealt with. It keeps
 in the thread which app it works for: so its pool's threads are told. Reconnecting is its weak spot, and can't be
@@ -7,13 +7,16 @@ not acknowledged, where the shortest visibility timeout of all would hold: so ou
 
 There is an app and a worker for each queue, since the queue says which tenant asks; what stands in a message about its
 queue was written by its sender.
+
+A `generate` that waits for its answer is over as far as Celery knows: its message is acknowledged when the request is
+on the lane, and its result is stored when it comes. So it takes no thread, and never outlives a visibility timeout.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,11 +24,13 @@ import structlog
 from celery import Celery
 from celery.bootsteps import RUN
 from celery.concurrency.thread import TaskPool
-from celery.exceptions import Reject, WorkerShutdown
+from celery.exceptions import Ignore, Reject, WorkerShutdown
 from celery.worker import WorkController
+from celery.worker import state as worker_state
 from kombu import Connection
 
 from pipeline.availability import BadAddress, redacted
+from pipeline.doors.celery_generate import GENERATE, GenerateCalls
 from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
 from pipeline.ports import Randomness
 
@@ -74,8 +79,18 @@ class CeleryDoorSettings:
     prefetch: int = 32
 
 
-def make_app(tasks: CeleryTasks, queue: str, tenant: str, settings: CeleryDoorSettings, random: Randomness) -> Celery:
+def make_app(
+    tasks: CeleryTasks,
+    queue: str,
+    tenant: str,
+    settings: CeleryDoorSettings,
+    random: Randomness,
+    generating: GenerateCalls | None = None,
+) -> Celery:
     """An app whose tasks act for `tenant`. No other Celery code in the process sees or configures it.
+
+    Args:
+        generating: looks after requests that wait; None: there is no lane here.
 
     Raises:
         BadAddress: Celery can't use the broker, or no place for results is named.
@@ -114,13 +129,44 @@ def make_app(tasks: CeleryTasks, queue: str, tenant: str, settings: CeleryDoorSe
     def cancel(task: Any) -> dict[str, Any]:
         return tasks.cancel(tenant, task.request.args, task.request.kwargs)
 
-    for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel)):
+    def generate(task: Any) -> dict[str, Any]:
+        request = task.request
+        if generating is None:
+            raise TaskRefused("unavailable: no Redis is named here for the lane (TOKENMILL_REDIS_URL)")
+        if request.callbacks or request.chain:
+            raise TaskRefused(f"invalid_request: nothing can be linked to {GENERATE}; wait for its result")
+        waiting = _Waiting(task, request, queue)
+        told = generating.start(tenant, request.id, request.args, request.kwargs, waiting)
+        if told is None:
+            raise Ignore("its result is stored when it comes")
+        return told
+
+    for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel), (GENERATE, generate)):
         app.task(
             doing(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
             throws=(TaskRefused, TryLater), acks_late=True,
         )  # fmt: skip
     app.finalize()
     return app
+
+
+class _Waiting:
+    """A `generate` whose message is acknowledged: what becomes of it is for us to tell."""
+
+    def __init__(self, task: Any, request: Any, queue: str) -> None:
+        self._task, self._request, self._queue = task, request, queue
+
+    def revoked(self) -> bool:
+        return self._request.id in worker_state.revoked
+
+    def done(self, body: Mapping[str, Any]) -> None:
+        self._task.backend.mark_as_done(self._request.id, body, request=self._request)
+
+    def cancelled(self) -> None:
+        self._task.backend.mark_as_revoked(self._request.id, "revoked", request=self._request)
+
+    def send_again(self) -> None:
+        self._task.signature_from_request(self._request, queue=self._queue).apply_async()
 
 
 class CeleryDoor:
@@ -130,22 +176,41 @@ class CeleryDoor:
         BadAddress: see `make_app`.
     """
 
-    def __init__(self, tasks: CeleryTasks, settings: CeleryDoorSettings, random: Randomness) -> None:
+    def __init__(
+        self,
+        tasks: CeleryTasks,
+        settings: CeleryDoorSettings,
+        random: Randomness,
+        generating: GenerateCalls | None = None,
+    ) -> None:
         self._settings = settings
+        self._generating = generating
+        self._name = random.token(4).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
         self._apps = {
-            queue: make_app(tasks, queue, tenant, settings, random) for queue, tenant in settings.queues.items()
+            queue: make_app(tasks, queue, tenant, settings, random, generating)
+            for queue, tenant in settings.queues.items()
         }
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop` is set; what is being done then is finished, unless it takes long. Sets it when a queue's
         worker can't be made, and raises why."""
-        with ThreadPoolExecutor(max(1, len(self._apps)), thread_name_prefix="celery-door") as pool:
+        nothing_starts = threading.Event()
+        with ThreadPoolExecutor(1 + len(self._apps), thread_name_prefix="celery-door") as pool:
             serving = [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]
+            waiting = None if self._generating is None else pool.submit(self._generating.run, nothing_starts)
+            if waiting is not None:
+                waiting.add_done_callback(lambda _: stop.set())
             try:
                 for ended in as_completed(serving):
                     ended.result()
             finally:
                 stop.set()  # if one can't go on, the others shouldn't seem to be all
+                wait(serving)
+                nothing_starts.set()
+        if waiting is not None:
+            waiting.result()
+        for app in self._apps.values():
+            app.close()
 
     def _serve(self, queue: str, app: Celery, stop: threading.Event) -> None:
         """A worker after the other: each ends when its connection does."""
@@ -168,7 +233,6 @@ class CeleryDoor:
             if not stop.is_set():
                 logger.warning("celery_worker_ended", queue=queue, broker=place, again_in=self._settings.pause)
                 stop.wait(self._settings.pause)
-        app.close()
 
     def _worker(self, queue: str, app: Celery) -> WorkController:
         def ready(_consumer: Any) -> None:
@@ -179,7 +243,7 @@ class CeleryDoor:
             queues=[queue],
             pool=_Threads,
             concurrency=self._settings.threads,
-            hostname=f"tokenmill-{queue}@%h",
+            hostname=f"tokenmill-{queue}-{self._name}@%h",
             ready_callback=ready,
             use_eventloop=False,  # its event loop is one for the whole process
             without_heartbeat=True,

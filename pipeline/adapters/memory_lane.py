@@ -9,15 +9,7 @@ from dataclasses import dataclass
 
 from pipeline.lane import LaneFull, LaneSettings
 from pipeline.ports import Clock, PipelineError
-from schemas.lane import (
-    EndEvent,
-    ErrorEvent,
-    LaneEvent,
-    LaneRequest,
-    Position,
-    position_of,
-    request_json,
-)
+from schemas.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
 
 
 @dataclass(slots=True)
@@ -134,7 +126,7 @@ class MemoryLane:
         if not call.events or position_of(call.events[-1]) < position_of(event):
             call.events.append(event)
         call.answering, call.alive_until = True, now + self._settings.lifetime
-        if isinstance(event, EndEvent | ErrorEvent):
+        if closes_attempt(event):
             call.ended, call.wanted_until = True, now + self._settings.retention
         return True
 
@@ -188,3 +180,6 @@ class MemoryLaneWorker:
     def hold(self, requests: Collection[str]) -> frozenset[str]:
         """The worker lives and has these; returns those that nobody wants from it any more."""
         return self._lane.hold(self._name, requests)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -15,7 +15,7 @@ from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milli
 from pipeline.adapters.redis_lane_scripts import EMIT, GROUP, HOLD, TAKE
 from pipeline.lane import LaneSettings
 from pipeline.ports import Clock
-from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, event_json, read_request
+from schemas.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
 
 logger = structlog.get_logger(__name__)
 
@@ -98,7 +98,7 @@ class RedisLaneWorker:
             if not wanted:
                 unwanted.add(event.request)
                 self._forget(taken)
-            elif isinstance(event, EndEvent | ErrorEvent):
+            elif closes_attempt(event):
                 self._forget(taken)
         return frozenset(unwanted)
 
@@ -234,7 +234,7 @@ class RedisLaneWorker:
                 self._settings.most_events,
                 retention,
                 lifetime,
-                int(isinstance(event, EndEvent | ErrorEvent)),
+                int(closes_attempt(event)),
             ],
             client=pipe,
         )

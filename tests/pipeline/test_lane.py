@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.availability import ServiceUnavailable
 from pipeline.lane import LANE_OVERRUN, LaneSettings, LaneStream
-from pipeline.lane_caller import CallSettings, answer
+from pipeline.lane_caller import CallSettings, LaneCalls, answer
 from schemas.job import Tier
 from schemas.lane import (
     EndEvent,
     ErrorEvent,
+    HandBackEvent,
     LaneEvent,
     LaneRequest,
     Position,
@@ -106,7 +107,7 @@ def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
     assert worker.take(["m"], 1, 0) == [REQUEST]
     worker.emit([tokens(0, 1), EndEvent("r1", 1, 1, {"id": "x"})])
     assert [event.kind for event in events] == ["tokens", "end"]
-    assert clock.monotonic() == pytest.approx(2.5)
+    assert clock.monotonic() == pytest.approx(2.0)
 
 
 def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
@@ -123,6 +124,42 @@ def test_a_full_lane_ends_the_call_at_once() -> None:
     (last,) = answer(lane, REQUEST, clock)
     assert isinstance(last, ErrorEvent)
     assert (last.code, last.status) == ("lane_full", 429)
+
+
+def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_costs_no_attempt() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock, LaneSettings(lifetime=1.0))
+    calls = LaneCalls(LookingLane(lane, clock), clock, CallSettings(attempts=2, patience=1.0, look=0.5))
+    assert calls.start(REQUEST)
+    assert not calls.start(REQUEST), "it is there already"
+    events: list[LaneEvent] = []
+    for attempt in range(1, 6):  # handed back by one worker after the other,
+        worker = lane.worker(f"w{attempt}")
+        assert [one.attempt for one in worker.take(["m"], 1, 0)] == [attempt]
+        worker.emit([tokens(0, attempt, attempt=attempt), HandBackEvent("r1", attempt, 1)])
+        events += [*calls.turn(), *calls.turn()]
+    assert [event.kind for event in events] == ["tokens"] * 5
+    for attempt in (6, 7):  # then lost with two
+        worker = lane.worker(f"w{attempt}")
+        (taken,) = worker.take(["m"], 1, 0)
+        assert (taken.attempt, len(taken.tokens[0])) == (attempt, 5)
+        worker.emit([TokensEvent("r1", attempt, 0)])
+        clock.sleep(2.0)
+        events += [event for _ in range(8) for event in calls.turn()]
+    assert isinstance(events[-1], ErrorEvent)
+    assert (events[-1].code, len(calls)) == ("worker_lost", 0)
+
+
+class LookingLane(BrokenLane):
+    """A lane in memory, where a look takes its time."""
+
+    def __init__(self, lane: MemoryLane, clock: SimulatedClock) -> None:
+        super().__init__(lane, 0)
+        self._clock = clock
+
+    def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
+        self._clock.sleep(timeout)
+        return super().read(after, 0)
 
 
 # -- the wire
@@ -145,7 +182,8 @@ def test_requests_and_events_survive_the_wire() -> None:
     for event in (
         TokensEvent("r1", 1, 0, 2, (1,), "\ud7ff", {"content": []}),
         EndEvent("r1", 1, 1, {"x": 1.5}),
-        ErrorEvent("r1", 1, 1, "c", "m", 503),
+        ErrorEvent("r1", 1, 1, "c", "m", 503, "max_tokens"),
+        HandBackEvent("r1", 1, 1),
     ):
         assert read_event(event_json(event)) == event
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.lane import START
 from pipeline.ports import ShardTask, queue_name
 from pipeline.worker_api import BY_URGENCY, ShardWork
 from schemas.job import Tier
+from schemas.lane import HandBackEvent, LaneRequest
 from tests.pipeline.simulation import SimulatedClock
 from tokenmill.switching import LOOK_SECONDS, SourceInTurn, Turns
 
@@ -43,8 +47,13 @@ def clock() -> SimulatedClock:
 
 
 @pytest.fixture
-def turns(queue: MemoryQueue, clock: SimulatedClock) -> Turns:
-    turns = Turns(["a", "b", "c"], queue, clock, switch_after=60.0)
+def lane(clock: SimulatedClock) -> MemoryLane:
+    return MemoryLane(clock)
+
+
+@pytest.fixture
+def turns(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> Turns:
+    turns = Turns(["a", "b", "c"], queue, lane.worker("w"), clock, switch_after=60.0)
     turns.begin()
     return turns
 
@@ -93,6 +102,28 @@ def test_a_model_that_always_has_work_makes_room_after_a_while(
     assert source.take(0) is None
     assert shards.left == left, "no more are taken"
     assert turns.loaded == "b"
+
+
+def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_for_it(
+    lane: MemoryLane, clock: SimulatedClock, turns: Turns
+) -> None:
+    busy = [True]
+    source = SourceInTurn(Shards(0), turns, lambda: busy[0])
+    asked = LaneRequest("r1", "b", {})
+    lane.send(asked)
+    source.take(0)
+    assert not source.finished(), "callers of the loaded model are being answered"
+    busy[0] = False
+    clock.sleep(LOOK_SECONDS)
+    source.take(0)
+    assert source.finished()
+    assert turns.loaded == "b"
+    (event,) = lane.read({"r1": START}, 0)
+    assert isinstance(event, HandBackEvent), "its caller is to send it again"
+    lane.send(replace(asked, attempt=2))
+    turns.begin()
+    assert SourceInTurn(Shards(0), turns).take(0) is None
+    assert [one.attempt for one in lane.worker("w").take(["b"], 1, 0)] == [2]
 
 
 def test_that_nothing_more_urgent_is_there_does_not_mean_that_there_is_nothing(

@@ -8,19 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
 
 import pytest
 
-from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker
-from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, Position, TokensEvent, position_of
+from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker, OpenLane
+from schemas.lane import (
+    EndEvent,
+    ErrorEvent,
+    HandBackEvent,
+    LaneEvent,
+    LaneRequest,
+    Position,
+    TokensEvent,
+    position_of,
+)
 
 LIFETIME = 0.6
 MODEL = "0123456789abcdef"
-
-
-class OpenLane(Lane, Protocol):
-    def worker(self, name: str) -> LaneWorker: ...
 
 
 MakeLane = Callable[[LaneSettings], OpenLane]
@@ -228,6 +232,26 @@ class LaneContract:
         assert worker.take([MODEL], 1, 2.0) == [request(attempt=2)]
         assert worker.emit([tokens("r1", 1), tokens("r1", 0, attempt=2)]) == frozenset()
         assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 0, attempt=2)]
+
+    def test_what_a_worker_hands_back_is_sent_again_and_goes_on_elsewhere(self, lane: OpenLane) -> None:
+        ends, goes_on = lane.worker("ends"), lane.worker("goes-on")
+        begun, untouched = LaneStream(request("r1")), LaneStream(request("r2"))
+        lane.send(begun.request)
+        lane.send(untouched.request)
+        ends.take([MODEL], 2, 2.0)
+        assert ends.emit([tokens("r1", 0), HandBackEvent("r1", 1, 1), HandBackEvent("r2", 1, 0)]) == frozenset()
+        assert lane.lost([request("r1"), request("r2")]) == frozenset(), "its callers know already"
+        assert ends.hold(["r1", "r2"]) == {"r1", "r2"}
+        for stream, events in ((begun, 2), (untouched, 1)):
+            accepted = [stream.accept(event) for event in told(lane, stream.request.id)]
+            assert len(accepted) == events
+            assert isinstance(accepted[-1], HandBackEvent)
+            assert not stream.ended
+            lane.send(stream.again())
+        again = sorted(goes_on.take([MODEL], 2, 2.0), key=lambda one: one.id)
+        assert [(one.attempt, one.tokens) for one in again] == [(2, ((0, 7),)), (2, ())]
+        assert goes_on.emit([end("r1", 0, attempt=2), end("r2", 0, attempt=2)]) == frozenset()
+        assert [begun.accept(event) for event in told(lane, "r1", begun.position)] == [end("r1", 0, attempt=2)]
 
     # -- bounds
 

@@ -1,0 +1,136 @@
+"""An answer as it is told over the lane: tokens and their text as they come, and the whole of it at the end.
+
+Text that could still change is kept back: half a character, and as much as a stop string could begin in. All that is a
+function of the tokens, so an attempt that goes on with another's tokens knows what text was told with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engine.request import Choice, Completion, PartialChoice
+from schemas.errors import STATUS_CODES, RowError
+from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
+from schemas.requests import ChatBody
+from workers.detokenizer import IncrementalDetokenizer
+from workers.logprobs import TokenTexts, chat_logprobs
+from workers.responses import Envelope, ResponseBuilder, failure_of
+from workers.rows import ComputedRow, PreparedRow
+from workers.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One choice.
+
+    Attributes:
+        keep: characters in which a stop string may have begun.
+        told: tokens that it has.  characters: of their text, that it has.  kept: text that it will get later.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    keep: int
+    told: int = 0
+    characters: int = 0
+    kept: str = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that becomes certain with these tokens."""
+        self.told += len(token_ids)
+        self.kept += "".join(self.detokenizer.push(token_id) for token_id in token_ids)
+        end = max(0, len(self.kept) - self.keep)
+        certain, self.kept = self.kept[:end], self.kept[end:]
+        self.characters += len(certain)
+        return certain
+
+
+class LaneAnswer:
+    """What is told of one attempt at a request. Not thread-safe: one thread tells."""
+
+    def __init__(self, request: LaneRequest, row: PreparedRow, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self._prompt = row.request.prompt_token_ids
+        self._body = row.body
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._keep = max((len(stop) for stop in row.body.stop), default=1) - 1
+        self._choices: dict[int, _Growing] = {}
+        self._sequence = 0
+        for choice, ids in enumerate(request.tokens):
+            self._growing(choice).push(ids)
+        resumed = {partial.index for partial in row.request.partial}
+        # Tokens that the caller has, and that are computed once more all the same.
+        self._skip = {choice: len(ids) for choice, ids in enumerate(request.tokens) if choice not in resumed}
+
+    def grown(self, partial: Sequence[PartialChoice]) -> list[LaneEvent]:
+        """Tokens that were added to choices which go on."""
+        events: list[LaneEvent] = []
+        for new in partial:
+            skipped = min(self._skip.get(new.index, 0), len(new.token_ids))
+            if skipped:
+                self._skip[new.index] -= skipped
+            ids = new.token_ids[skipped:].tolist()
+            if not ids:
+                continue
+            logprobs = None
+            if new.logprobs is not None and isinstance(self._body, ChatBody):
+                whole = chat_logprobs(self._texts, new.token_ids, new.logprobs, self._body.top_logprobs)
+                logprobs = {**whole, "content": whole["content"][skipped:]}
+            events.append(self._tokens(new.index, ids, self._growing(new.index).push(ids), logprobs))
+        return events
+
+    def ended(
+        self, row: PreparedRow, completion: Completion, builder: ResponseBuilder, envelope: Envelope
+    ) -> list[LaneEvent]:
+        """The rest of all choices, and the response; or why there is none."""
+        error = failure_of(completion)
+        if error is not None:
+            return self.failed(error)
+        computed = ComputedRow(row, completion)
+        response: dict[str, Any] = orjson.loads(builder.results([computed], envelope)[0].response or "{}")
+        (texts,) = builder.answer_texts([computed])
+        events: list[LaneEvent] = []
+        for choice, text, shown in zip(completion.choices, texts, response["choices"], strict=True):
+            events += self._rest(choice, text, shown)
+        return [*events, EndEvent(self.request.id, self.request.attempt, self._next(), response)]
+
+    def failed(self, error: RowError) -> list[LaneEvent]:
+        """There is no answer."""
+        return refusal(self.request, error, self._next())
+
+    def handed_back(self) -> list[LaneEvent]:
+        """Another worker is to go on."""
+        return [HandBackEvent(self.request.id, self.request.attempt, self._next())]
+
+    def _rest(self, choice: Choice, text: str, shown: Mapping[str, Any]) -> list[LaneEvent]:
+        """What of a choice that has ended isn't told."""
+        growing = self._growing(choice.index)
+        ids, more = choice.token_ids[growing.told :].tolist(), text[growing.characters :]
+        if not ids and not more:
+            return []
+        logprobs = shown["logprobs"] if isinstance(self._body, ChatBody) else None
+        if logprobs is not None:
+            logprobs = {**logprobs, "content": logprobs["content"][growing.told :]}
+        return [self._tokens(choice.index, ids, more, logprobs)]
+
+    def _tokens(self, choice: int, ids: Sequence[int], text: str, logprobs: dict[str, Any] | None) -> TokensEvent:
+        return TokensEvent(self.request.id, self.request.attempt, self._next(), choice, tuple(ids), text, logprobs)
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence - 1
+
+    def _growing(self, choice: int) -> _Growing:
+        if choice not in self._choices:
+            self._choices[choice] = _Growing(IncrementalDetokenizer(self._tokenizer, self._prompt), self._keep)
+        return self._choices[choice]
+
+
+def refusal(request: LaneRequest, error: RowError, sequence: int = 0) -> list[LaneEvent]:
+    """The end of a request that gets no answer."""
+    status = STATUS_CODES[error.code]
+    return [ErrorEvent(request.id, request.attempt, sequence, error.code.value, error.message, status, error.param)]

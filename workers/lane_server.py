@@ -1,0 +1,381 @@
+"""A worker on the lane: requests whose callers wait, in the running batch beside the rows of shards.
+
+Two threads of its own. One takes requests and prepares them. The other tells: it makes events of what the engine gave,
+hands them over in batches, and says every few seconds which requests are held here; from the answers it learns which of
+them nobody wants any more. In between, on the thread that steps the engine, the loop asks once a turn (`Beside`).
+
+A request ends with a response, an error, or by being handed back; if the process dies, the lane notices. One whose step
+failed is computed once more: another row may have been to blame, and is found by then (`workers.trials`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Final
+
+import structlog
+
+from engine.errors import ContextLengthExceeded, RequestRefused
+from engine.request import Completion, FinishReason
+from pipeline.availability import ServiceUnavailable
+from pipeline.lane import LaneSettings, LaneWorker
+from pipeline.ports import Clock
+from schemas.errors import RowError, RowErrorCode
+from schemas.lane import LaneEvent, LaneRequest, closes_attempt
+from workers.lane_answers import LaneAnswer, refusal
+from workers.lane_requests import PREFIX, LaneReader, LaneRules
+from workers.model_host import LoadedModel
+from workers.responses import Envelope, ResponseBuilder
+from workers.resumption import resume_failed
+from workers.rows import PreparedRow
+
+_TAKE_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 1.0
+_END_SECONDS: Final = 5.0
+_MOST_AT_ONCE: Final = 256
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneServing:
+    """How a worker serves the lane; seconds.
+
+    Attributes:
+        most: requests that it has at once; None: as many as its batch has rows.
+        tell_seconds: between two events of a request. Its first token is told at once.
+        grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
+        tries: in the engine, for a request whose step fails.
+    """
+
+    most: int | None = None
+    tell_seconds: float = 0.1
+    grace: float = 20.0
+    tries: int = 2
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request here. `given`: choice -> tokens that were passed on; `begun`: whether there were any."""
+
+    answer: LaneAnswer
+    row: PreparedRow
+    given: dict[int, int] = field(default_factory=dict)
+    begun: bool = False
+    tries: int = 1
+
+    @property
+    def request(self) -> LaneRequest:
+        return self.answer.request
+
+
+_Telling = Callable[[], Sequence[LaneEvent]]
+"""Makes events on the teller's thread."""
+
+
+class LaneServer:
+    """`workers.beside.Beside` for the requests of one lane and one loaded model."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        lane: LaneWorker,
+        clock: Clock,
+        rules: LaneRules | None = None,
+        serving: LaneServing | None = None,
+        lane_settings: LaneSettings | None = None,
+    ) -> None:
+        """`lane_settings`: the lane's own."""
+        self._model = model
+        self._engine = model.engine
+        self._lane = lane
+        self._clock = clock
+        self._reader = LaneReader(model, rules)
+        self._builder = ResponseBuilder(model.tokenizer)
+        self._serving = serving or LaneServing()
+        self._most = self._serving.most or model.max_num_seqs
+        self._key = model.pin().key
+        self._hold_every = (lane_settings or LaneSettings()).lifetime / 3
+        self._zero = clock.now() - timedelta(seconds=self._engine.clock())
+        # Between the threads.
+        self._changed = threading.Condition()
+        self._held: dict[str, int] = {}  # request -> attempt, from being taken until its end is told
+        self._unwanted: set[tuple[str, int]] = set()
+        self._arrived: deque[_Open] = deque()
+        self._preparing = False
+        self._admitting = True
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._news: queue.SimpleQueue[_Telling | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        # The loop's own.
+        self._open: dict[str, _Open] = {}  # by the engine's name
+        self._next_tell = 0.0
+
+    @contextmanager
+    def running(self, stop: threading.Event) -> Iterator[LaneServer]:
+        """Serve until the block ends; when `stop` is set nothing new is taken."""
+        taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
+        teller = threading.Thread(target=self._guarded, args=(self._tell_all,), name="lane-teller")
+        teller.start()
+        taker.start()
+        try:
+            yield self
+        finally:
+            self._closed.set()
+            taker.join()
+            for left in [*self._open.values(), *self._arrived]:  # the loop ended with an error
+                self._news.put(left.answer.handed_back)
+            self._news.put(None)
+            teller.join()
+
+    # -- on the loop's thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether something of it is in the engine, or about to enter."""
+        return bool(self._open or self._arrived or self._preparing)
+
+    @property
+    def grace(self) -> float:
+        """Seconds that requests have to come to their end when the worker is told to stop."""
+        return self._serving.grace
+
+    def turn(self, *, admit: bool) -> None:
+        """See `Beside.turn`. Raises what ended one of the threads."""
+        if self._failure is not None:
+            raise self._failure
+        self._admitting = admit
+        if self._unwanted:
+            self._drop_unwanted()
+        if self._open:
+            self._pass_on()
+        while admit and self._arrived:
+            self._add(self._arrived.popleft())
+
+    def take(self, completion: Completion) -> bool:
+        """Whether it is one of the lane's requests that has ended."""
+        if not completion.request_id.startswith(PREFIX):
+            return False
+        opened = self._open.pop(completion.request_id, None)
+        if opened is None:  # nobody wanted it any more
+            return True
+        failed = any(choice.finish_reason is FinishReason.ERROR for choice in completion.choices)
+        if failed and opened.tries < self._serving.tries:
+            opened.tries += 1
+            opened.row = resume_failed(opened.row, completion)
+            self._arrived.append(opened)
+        else:
+            self._news.put(partial(self._ended, opened, completion))
+        return True
+
+    def rest(self, seconds: float) -> None:
+        """Wait until something comes, or so long."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def close(self) -> None:
+        """Nothing new is taken from now on."""
+        self._closed.set()
+
+    def hand_back(self) -> None:
+        """See `Beside.hand_back`."""
+        self._pass_on(everything=True)
+        for name, opened in self._open.items():
+            self._engine.cancel(name)
+            self._news.put(opened.answer.handed_back)
+        self._open.clear()
+        while self._arrived:
+            self._news.put(self._arrived.popleft().answer.handed_back)
+
+    def _add(self, opened: _Open) -> None:
+        """Into the engine, unless nobody wants it; an earlier attempt at the same request leaves it."""
+        request, row = opened.request, opened.row
+        for name in [name for name, other in self._open.items() if other.request.id == request.id]:
+            self._forget(name)
+        if (request.id, request.attempt) in self._unwanted:
+            self._release(request)
+            return
+        left = self._reader.deadline(request, self._clock.now())
+        try:
+            self._engine.add(
+                row.request if left is None else replace(row.request, deadline=self._engine.clock() + left)
+            )
+        except RequestRefused as error:
+            too_long = isinstance(error, ContextLengthExceeded)
+            code = RowErrorCode.CONTEXT_LENGTH_EXCEEDED if too_long else RowErrorCode.INVALID_REQUEST
+            self._news.put(partial(opened.answer.failed, RowError(code, str(error))))
+        else:
+            self._open[row.request.request_id] = opened
+
+    def _pass_on(self, everything: bool = False) -> None:
+        """New tokens of the requests in the engine, when it is time. What ends is told at its end."""
+        now = self._clock.monotonic()
+        due = everything or now >= self._next_tell
+        if due:
+            self._next_tell = now + self._serving.tell_seconds
+        for opened in self._open.values():
+            if opened.begun and not due:
+                continue
+            found = self._engine.partial(opened.row.request, opened.given)
+            new = [choice for choice in found if choice.finish_reason is None]
+            for choice in new:
+                opened.given[choice.index] = opened.given.get(choice.index, 0) + len(choice.token_ids)
+            if new:
+                opened.begun = True
+                self._news.put(partial(opened.answer.grown, new))
+
+    def _drop_unwanted(self) -> None:
+        with self._changed:
+            unwanted = set(self._unwanted)
+        for name in [n for n, o in self._open.items() if (o.request.id, o.request.attempt) in unwanted]:
+            self._forget(name)
+        with self._changed:  # those that are still being prepared stay on the list
+            self._unwanted = {pair for pair in self._unwanted if self._held.get(pair[0]) == pair[1]}
+
+    def _forget(self, name: str) -> None:
+        self._engine.cancel(name)
+        self._release(self._open.pop(name).request)
+
+    # -- on the taker's thread
+
+    def _take_all(self, stop: threading.Event) -> None:
+        while not (stop.is_set() or self._closed.is_set()):
+            room = self._room()
+            if not room:
+                continue
+            try:
+                taken = self._lane.take([self._key], room, _TAKE_SECONDS)
+            except ServiceUnavailable as error:
+                logger.warning("no requests can be taken", reason=str(error))
+                self._closed.wait(_PAUSE_SECONDS)
+                continue
+            self._preparing = bool(taken)
+            with self._changed:
+                self._held.update((request.id, request.attempt) for request in taken)
+            for request in taken:
+                self._prepare(request)
+            self._preparing = False
+
+    def _room(self) -> int:
+        """How many more may be taken; waits a while for some."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._admitting and len(self._held) < self._most, _TAKE_SECONDS)
+            return self._most - len(self._held) if self._admitting else 0
+
+    def _prepare(self, request: LaneRequest) -> None:
+        try:
+            row = self._reader.prepare(request)
+            answer = LaneAnswer(request, row, self._model.tokenizer)
+        except RowError as error:
+            self._news.put(partial(refusal, request, error))
+            return
+        except Exception as error:
+            logger.exception("a request could not be prepared", request=request.id)
+            self._news.put(partial(refusal, request, _unforeseen(error)))
+            return
+        given = {choice.index: len(choice.token_ids) for choice in row.request.partial}
+        self._arrived.append(_Open(answer, row, given))
+        self._wake.set()
+
+    # -- on the teller's thread
+
+    def _tell_all(self) -> None:
+        events: deque[LaneEvent] = deque()
+        ending, next_hold, give_up = False, 0.0, float("inf")
+        while not (ending and not events) and self._clock.monotonic() < give_up:
+            news, ended = self._gather(wait=not events)
+            if ended and not ending:
+                ending, give_up = True, self._clock.monotonic() + _END_SECONDS
+            for tell in news:
+                events += tell()
+            try:
+                while events:
+                    batch = [events[at] for at in range(min(len(events), _MOST_AT_ONCE))]
+                    self._emit(batch)
+                    for _ in batch:
+                        events.popleft()
+                if self._clock.monotonic() >= next_hold:
+                    next_hold = self._clock.monotonic() + self._hold_every
+                    self._hold()
+            except ServiceUnavailable as error:
+                logger.warning("the lane can't be told", events=len(events), reason=str(error))
+                self._clock.sleep(_PAUSE_SECONDS)
+
+    def _gather(self, *, wait: bool) -> tuple[list[_Telling], bool]:
+        """What there is to tell, and whether that is all there will ever be; waits for the first, not for ever."""
+        news: list[_Telling] = []
+        try:
+            while True:
+                one = self._news.get(wait and not news, self._hold_every / 2)
+                if one is None:
+                    return news, True
+                news.append(one)
+        except queue.Empty:
+            return news, False
+
+    def _ended(self, opened: _Open, completion: Completion) -> Sequence[LaneEvent]:
+        request = opened.request
+        envelope = Envelope(f"{PREFIX}{request.id}", self._clock.now(), request.attempt, self._wall)
+        try:
+            return opened.answer.ended(opened.row, completion, self._builder, envelope)
+        except Exception as error:
+            logger.exception("a response could not be made", request=request.id)
+            return opened.answer.failed(_unforeseen(error))
+
+    def _wall(self, seconds: float) -> datetime:
+        """UTC of a time on the engine's clock."""
+        return self._zero + timedelta(seconds=seconds)
+
+    def _emit(self, events: Sequence[LaneEvent]) -> None:
+        unwanted = self._lane.emit(events)
+        for event in events:
+            if closes_attempt(event):
+                self._release_pair(event.request, event.attempt)
+            elif event.request in unwanted:
+                self._unwant(event.request, event.attempt)
+
+    def _hold(self) -> None:
+        with self._changed:
+            held = dict(self._held)
+        if held:
+            for request_id in self._lane.hold(list(held)):
+                self._unwant(request_id, held[request_id])
+
+    def _unwant(self, request_id: str, attempt: int) -> None:
+        """Nobody wants it from this worker any more: have the loop take it out of the engine."""
+        with self._changed:
+            if self._held.get(request_id) == attempt:
+                self._unwanted.add((request_id, attempt))
+        self._wake.set()
+
+    # -- on any
+
+    def _release(self, request: LaneRequest) -> None:
+        self._release_pair(request.id, request.attempt)
+
+    def _release_pair(self, request_id: str, attempt: int) -> None:
+        """The request is no longer here: there is room for another."""
+        with self._changed:
+            if self._held.get(request_id) == attempt:
+                del self._held[request_id]
+                self._changed.notify_all()
+
+    def _guarded(self, work: Callable[..., None], *arguments: threading.Event) -> None:
+        """A thread whose failure is the loop's."""
+        try:
+            work(*arguments)
+        except BaseException as error:  # noqa: BLE001 - raised again by `turn`
+            self._failure = error
+            self._wake.set()
+
+
+def _unforeseen(error: Exception) -> RowError:
+    return RowError(RowErrorCode.ENGINE_ERROR, f"the worker failed with it: {type(error).__name__}: {error}"[:1000])
