@@ -9,6 +9,9 @@ OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 20000
 ROWS ?= 1000000
+SEED ?=
+FAULTS ?= 40
+WORKER ?= null
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,10 +19,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-servers chaos cluster simulate lint format bench fleet clean
+.PHONY: help install run test test-models test-all test-servers chaos cluster cluster-faults simulate lint format bench fleet clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.run.stamp  ## make .venv and install tokenmill in it
 
@@ -44,6 +47,9 @@ chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments
 
 cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes here, and send a file in by every door
 	$(PY) -m tests.cluster examples/requests.jsonl --model demo
+
+cluster-faults: $(VENV)/.dev.stamp  ## strike such a cluster with FAULTS=n faults drawn by SEED=n (WORKER=null|demo), and judge what is left
+	OMP_NUM_THREADS=1 $(PY) -m tests.cluster.faults $(if $(SEED),--seed $(SEED)) --faults $(FAULTS) --worker $(WORKER)
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of crashes, races and power cuts over all cores
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)

@@ -17,7 +17,8 @@ from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.ledger import JOBS, JobLedger
 from schemas.job import Manifest
-from tests.servers.kafka import KafkaBroker
+from tests.servers.faulty_http import FaultyHttp
+from tests.servers.kafka import BucketStorage, KafkaBroker
 from tests.servers.moto import MotoServer
 from tests.servers.process import ServerProcess
 from tests.servers.redis import RedisServer
@@ -36,6 +37,7 @@ class Cluster:
 
     Attributes:
         variables: settings of all processes.  engine: options of workers.
+        wire: what stands between the processes and S3 (SQS too), if anything does.
     """
 
     folder: Path
@@ -45,6 +47,7 @@ class Cluster:
     queue_url: str
     variables: dict[str, str]
     engine: tuple[str, ...]
+    wire: FaultyHttp | None = None
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -105,6 +108,7 @@ def running_cluster(
     engine: Sequence[str],
     processes: Sequence[str],
     s3_kind: type[S3Server] = MotoServer,
+    faulty: int | None = None,
     **variables: str,
 ) -> Iterator[Cluster]:
     """Servers and processes until the block ends.
@@ -112,6 +116,8 @@ def running_cluster(
     Args:
         processes: such as "worker-1", "null-1", "intake-1".
         s3_kind: one that has no SQS tells nobody of drops: they are found by listing.
+        faulty: the seed of what stands between processes and S3, which can fail; the broker then keeps its log in a
+            bucket, and can be killed. None: neither.
     """
     with ExitStack() as stack:
 
@@ -122,17 +128,25 @@ def running_cluster(
             stack.callback(made.close)
             return made
 
-        s3, kafka, redis = server(s3_kind, "s3"), server(KafkaBroker, "kafka"), server(RedisServer, "redis")
+        s3, redis = server(s3_kind, "s3"), server(RedisServer, "redis")
+        wire = storage = None
+        if faulty is not None:
+            wire = stack.enter_context(FaultyHttp(s3.endpoint, faulty, remember=False))
+            storage = _log_storage(
+                server(MotoServer, "kafka-s3")
+            )  # of its own: what befalls the other is not its fault
+        kafka = server(lambda place: KafkaBroker(place, storage), "kafka")
         s3.ensure_bucket(BUCKET)
         cluster = Cluster(
             folder, s3, kafka, redis, _queue_of_drops(s3) if isinstance(s3, MotoServer) else "",
+            wire=wire,
             variables={
                 "PYTHONPATH": str(ROOT),
                 "AWS_ACCESS_KEY_ID": "test",
                 "AWS_SECRET_ACCESS_KEY": "testtest",
                 "AWS_DEFAULT_REGION": "us-east-1",
                 "TOKENMILL_ROOT": f"s3://{BUCKET}",
-                "TOKENMILL_S3__ENDPOINT": s3.endpoint,
+                "TOKENMILL_S3__ENDPOINT": s3.endpoint if wire is None else wire.endpoint,
                 "TOKENMILL_REDIS_URL": redis.url,
                 "TOKENMILL_KAFKA__BOOTSTRAP": f'["{kafka.bootstrap}"]',
                 "TOKENMILL_KAFKA__URI_PREFIXES": f'{{"default": ["s3://{BUCKET}/"]}}',
@@ -171,6 +185,12 @@ def wait_for(what: Callable[[], Value], seconds: float, why: str) -> Value:
             raise TimeoutError(f"{why}: not within {seconds:.0f} s")
         time.sleep(0.2)
     return value
+
+
+def _log_storage(s3: MotoServer) -> BucketStorage:
+    """Where a broker keeps its log, so that it may be killed."""
+    s3.ensure_bucket("kafka")
+    return BucketStorage(s3.endpoint, "kafka", s3.access_key, s3.secret_key, s3.region)
 
 
 def _queue_of_drops(s3: MotoServer) -> str:

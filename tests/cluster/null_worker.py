@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
 import zlib
@@ -52,12 +53,20 @@ def prompt_number(prompt: TokenIds) -> int:
 
 
 class PromptRunner:
-    """Answers at once, or after `step_seconds`, with `next_tokens`."""
+    """Answers at once, or after `step_seconds`, with `next_tokens`. `meter`: int64 [1], to which what is sampled is
+    added."""
 
-    def __init__(self, rows: RowState, vocab_size: int, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        rows: RowState,
+        vocab_size: int,
+        step_seconds: float = 0.0,
+        meter: NDArray[np.int64] | None = None,
+    ) -> None:
         self._rows = rows
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self._meter = np.zeros(1, dtype=np.int64) if meter is None else meter
         self._prompts: NDArray[np.int64] = np.zeros(len(rows.num_known), dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -69,6 +78,7 @@ class PromptRunner:
         known = (plan.starts + plan.counts).astype(np.int64)
         last = self._rows.token_ids[plan.rows, known - 1].astype(np.int64)
         tokens = next_tokens(self._prompts[plan.rows], last, known, self._vocab_size)
+        self._meter += np.count_nonzero(plan.samples)
         token_ids = np.where(plan.samples, tokens, NO_TOKEN).astype(np.int32)
         return StepOutput(token_ids, np.zeros(len(plan.rows), dtype=np.bool_), {}, {}, {})
 
@@ -114,6 +124,16 @@ def _parsed(body: Mapping[str, Any]) -> ChatBody | CompletionBody:
     return parsed
 
 
+def open_meter(folder: Path) -> NDArray[np.int64]:
+    """A count in a file of this process, which outlives it however it ends."""
+    return np.memmap(folder / f"{os.getpid()}-{time.time_ns()}.sampled", dtype=np.int64, mode="w+", shape=(1,))
+
+
+def read_meters(folder: Path) -> int:
+    """Tokens that all workers with this folder have sampled."""
+    return sum(int(np.fromfile(path, dtype=np.int64)[0]) for path in folder.glob("*.sampled"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, action="append", help="MODEL or NAME=MODEL; may be repeated")
@@ -122,7 +142,9 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=0.0, help="that a step takes at least")
+    parser.add_argument("--meters", type=Path, default=None, help="a folder for a count of the tokens it samples")
     args = parser.parse_args()
+    meter = None if args.meters is None else open_meter(args.meters)
     settings = read_settings()
 
     def load(model: str) -> LoadedModel:
@@ -134,7 +156,7 @@ def main() -> None:
             config=EngineConfig(schedule=ScheduleConfig(args.max_num_seqs, args.max_num_batched_tokens)),
             num_blocks=NUM_BLOCKS,
             digest="sha256:" + hashlib.sha256(b"null\0" + model_digest(path).encode()).hexdigest(),
-            make_runner=partial(PromptRunner, step_seconds=args.step_ms / 1000),
+            make_runner=partial(PromptRunner, step_seconds=args.step_ms / 1000, meter=meter),
         )
         ends = [*loaded.limits.end_token_ids, loaded.tokenizer.eos_token_id or 0]
         if max(ends) >= FIRST_TOKEN:

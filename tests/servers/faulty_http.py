@@ -72,15 +72,24 @@ class FaultyHttp:
     Args:
         seed: of the faults' chances.
         watch: called with each method and path before anything happens to the request; may block, or kill things.
+        remember: keep all requests in `seen`; not for long runs.
     """
 
-    def __init__(self, upstream: str, seed: int = 0, watch: Callable[[str, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        seed: int = 0,
+        watch: Callable[[str, str], None] | None = None,
+        *,
+        remember: bool = True,
+    ) -> None:
         parts = urlsplit(upstream)
         assert parts.hostname is not None
         self.host, self.upstream_port = parts.hostname, parts.port or 80
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
         self.watch = watch
+        self.remember = remember
         self.strip: set[tuple[str, str]] = set()  # (method, header in small letters) that the server never gets
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -103,6 +112,11 @@ class FaultyHttp:
             self.faults.append(fault)
         return fault
 
+    def remove(self, fault: Fault) -> None:
+        """Let go of this one, if it is in force."""
+        with self._lock:
+            self.faults = [other for other in self.faults if other is not fault]
+
     def clear(self) -> None:
         """From now on everything is passed on."""
         with self._lock:
@@ -123,8 +137,9 @@ class FaultyHttp:
         return None
 
     def note(self, seen: Seen) -> None:
-        with self._lock:
-            self.seen.append(seen)
+        if self.remember:
+            with self._lock:
+                self.seen.append(seen)
 
     def __enter__(self) -> FaultyHttp:
         self._thread.start()

@@ -1,0 +1,97 @@
+"""What is judged after a run: what went in, what Kafka holds, and the jobs' papers and Parquet as a user has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tests.cluster.cluster import BUCKET, Cluster
+from tests.cluster.faults_plan import Sending
+
+QUIET_SECONDS: Final = 3.0
+"""A topic that has given nothing for so long is read to its end: this broker's end offsets can't be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an undisturbed run gives."""
+
+    text: str
+    finish_reason: str
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRecord:
+    """A record, wherever it lies. `place`: topic/partition/offset."""
+
+    place: str
+    key: bytes | None
+    value: bytes
+    headers: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the checker gets.
+
+    Attributes:
+        sent: the inputs.
+        reference: custom_id -> what the row must say if it succeeded.
+        jobs: a folder with ID/results/part-*.parquet, ID/manifest.json and ID/closing.json.
+        requests, references, results, letters: what Kafka's topics of requests, jobs, results and dead letters hold.
+        seen: "ID/results/part-…" -> sha256, of parts that a reader saw while the run was on.
+        complaints: what that reader found wrong.
+        sampled: tokens that all workers have sampled, if anything counted them.
+    """
+
+    sent: tuple[Sending, ...]
+    reference: Mapping[str, Answer]
+    jobs: Path
+    requests: tuple[TopicRecord, ...] = ()
+    references: tuple[TopicRecord, ...] = ()
+    results: tuple[TopicRecord, ...] = ()
+    letters: tuple[TopicRecord, ...] = ()
+    seen: Mapping[str, str] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()
+    sampled: int | None = None
+
+
+def copy_jobs(cluster: Cluster, to: Path) -> Path:
+    """The results and papers of all jobs, as `aws s3 sync` would bring them."""
+    s3 = cluster.s3.client()
+    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="jobs/"):
+        for entry in page.get("Contents", []):
+            _, job, rest = entry["Key"].split("/", 2)
+            if rest.startswith("results/") or rest in ("manifest.json", "closing.json"):
+                path = to / job / rest
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read())
+    return to
+
+
+def read_topic(cluster: Cluster, topic: str, at_least: int = 0, patience: float = 60.0) -> tuple[TopicRecord, ...]:
+    """All of a topic: until nothing more comes and `at_least` different results are there, or patience ends."""
+    from kafka import KafkaConsumer
+
+    consumer = KafkaConsumer(
+        topic, bootstrap_servers=cluster.kafka.bootstrap, auto_offset_reset="earliest", group_id=None
+    )
+    found: list[TopicRecord] = []
+    known: set[bytes] = set()
+    until, last = time.monotonic() + patience, time.monotonic()
+    try:
+        while time.monotonic() < last + QUIET_SECONDS or (len(known) < at_least and time.monotonic() < until):
+            for records in consumer.poll(500).values():
+                last = time.monotonic()
+                for record in records:
+                    headers = dict(record.headers)
+                    known.add(headers.get("result_id") or record.value)
+                    place = f"{record.topic}/{record.partition}/{record.offset}"
+                    found.append(TopicRecord(place, record.key, record.value, headers))
+    finally:
+        consumer.close()
+    return tuple(found)

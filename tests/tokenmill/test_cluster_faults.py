@@ -1,0 +1,28 @@
+"""A short run of faults on a whole installation: what `make cluster-faults` does at length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.faults import Setup, run
+from tests.cluster.faults_plan import Scale
+from tests.cluster.faults_report import document, show
+
+SMALL = Scale(rows=(60, 200), race_rows=400, max_tokens=(4, 24), expire_seconds=3, at_once=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_given_six_faults_when_jobs_come_by_all_doors_then_nothing_is_lost_doubled_or_changed(
+    place: Path, model_folder: Path
+) -> None:
+    outcome = run(Setup(seed=6, faults=6, worker="null", model=str(model_folder), folder=place / "run", scale=SMALL))
+    show(outcome)
+    assert outcome.broken == []
+    facts = json.loads(json.dumps(document(outcome)))
+    assert facts["faults"] == 6
+    assert facts["rows"]["succeeded"] > 0
+    assert facts["tokens"]["repeated"] <= facts["tokens"]["sampled"] - facts["tokens"]["committed"]
