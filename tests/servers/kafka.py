@@ -2,7 +2,12 @@
 
 In memory all is lost with the process. On S3, topics, records and offsets survive a kill; there, producers must not be
 idempotent (`enable_idempotence=False`): the broker remembers a sequence before its data, so a retry can be acknowledged
-without being stored. Groups wait about half of `session_timeout_ms` for members: keep it short in tests.
+without being stored.
+
+Groups have quirks of their own. While one forms, members are paused for whole seconds, about half of
+`session_timeout_ms`; one that is paused longer than that timeout is taken for dead, so it must be above 1 s, and short
+all the same. And a leader that leaves, in order, while its group forms stays its leader: nobody in that group is given
+a partition any more, whoever joins. Real brokers choose another. Tests let a group form before a member leaves it.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits
     with house.running(door):
         until(lambda: door.counts.rebalances == 1 and door.counts.pauses >= 2, "paused")
         house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(10)])
-        time.sleep(1.3)  # longer than the session's timeout
+        time.sleep(house.settings().session_timeout + 0.3)  # longer than the session's timeout
         assert house.jobs() == []
         gate.open.set()
         until(lambda: house.committed(0) == 5 and house.committed(1) == 5, "resumed")
@@ -194,7 +194,7 @@ def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_
     house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
     house.make_topics(house.requests, house.deadletter)
     house.produce([Said(request(f"a{n}")) for n in range(20)])
-    door = house.door(house.settings(batch_records=10, max_poll_interval=1.1))
+    door = house.door(house.settings(batch_records=10, session_timeout=1.0, max_poll_interval=1.1))
 
     with house.running(door):
         until(lambda: house.committed(0) == 20, "all stored")
