@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pipeline.doors.kafka_consumer import KafkaDoor
 from pipeline.doors.kafka_jobs import JobRecords, Pin
 from pipeline.doors.kafka_letters import KafkaLetters
@@ -41,16 +39,8 @@ def kafka_door(
     intake: Accepts,
     messages: Messages,
     pin: Pin,
-    *,
     limits: Limits | None = None,
-    around: Callable[[Handler], Handler] | None = None,
 ) -> KafkaDoor:
-    """A member of the group, ready to `run`; see `kafka_handlers`.
-
-    Args:
-        around: puts something between the door and what stores.
-    """
+    """A member of the group, ready to `run`; see `kafka_handlers`."""
     handlers = kafka_handlers(settings, world, intake, messages, pin, limits)
-    if around is not None:
-        handlers = {topic: around(handler) for topic, handler in handlers.items()}
     return KafkaDoor(settings, handlers, intake.room_for, world.clock)

@@ -1,9 +1,8 @@
 """A door in a process of its own that kills itself at a given moment, or runs until it is killed: run as
-`python -m tests.pipeline.doors.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …, "batch_records":
-…}'`.
+`python -m tests.pipeline.doors.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
 
 Moments: "before" the batch is created, its lines written; "batch": it is created, no job yet; "job": its first job is
-accepted; "stored": all is, and nothing committed; "never".
+accepted; "stored": all is, and the door hasn't heard of it; "committed": the offset is; "never".
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.doors.kafka_batches import INTAKE, Place
+from pipeline.doors.kafka_consumer import KafkaDoor
 from pipeline.doors.kafka_partition import Handler
 from pipeline.doors.kafka_records import Record
 from pipeline.intake import Intake, JobDraft
@@ -26,6 +27,8 @@ from tests.pipeline.doors.kafka_house import KafkaHouse
 
 
 def die() -> None:
+    """After a while, in which whatever the door does too early is done, such as a commit."""
+    time.sleep(0.7)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -81,6 +84,16 @@ class DyingHandler:
         return end
 
 
+class DyingDoor(KafkaDoor):
+    """Dies when it has committed an offset."""
+
+    def _commit(self, now: float) -> None:
+        durable = any(partition.durable is not None for partition in self._partitions.values())
+        super()._commit(now)
+        if durable:
+            die()
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     moment = given["moment"]
@@ -91,9 +104,12 @@ def main() -> None:
         lambda store: DyingStore(store, moment),  # type: ignore[return-value,arg-type]
     )
     settings = house.settings(batch_records=given.get("batch_records", 5_000))
-    around = DyingHandler if moment == "stored" else None
-    door = house.door(settings, DyingIntake(Intake(house.world), moment), around)
-    door.run(threading.Event())
+    intake = DyingIntake(Intake(house.world), moment)
+    handlers = house.handlers(settings, intake)
+    if moment == "stored":
+        handlers = {topic: DyingHandler(handler) for topic, handler in handlers.items()}
+    kind = DyingDoor if moment == "committed" else KafkaDoor
+    kind(settings, handlers, intake.room_for, house.world.clock).run(threading.Event())
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class KafkaHouse:
             group=f"{self.name}-intake",
             batch_seconds=0.3,
             poll_seconds=0.05,
-            session_timeout=1.0,
+            session_timeout=2.0,  # what the broker needs; see tests.servers.kafka
             heartbeat_every=0.2,
             retry_first=0.1,
             retry_most=0.5,
@@ -123,15 +123,10 @@ class KafkaHouse:
         """What becomes of each topic's records."""
         return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
-    def door(
-        self,
-        settings: KafkaDoorSettings | None = None,
-        intake: Accepts | None = None,
-        around: Callable[[Handler], Handler] | None = None,
-    ) -> KafkaDoor:
-        """A door on the house's topics; `around` puts something between it and what stores."""
+    def door(self, settings: KafkaDoorSettings | None = None, intake: Accepts | None = None) -> KafkaDoor:
+        """A door on the house's topics."""
         intake = intake or Intake(self.world)
-        return kafka_door(settings or self.settings(), self.world, intake, self.sender, pin_local, around=around)
+        return kafka_door(settings or self.settings(), self.world, intake, self.sender, pin_local)
 
     @contextmanager
     def running(self, door: KafkaDoor) -> Iterator[KafkaDoor]:
