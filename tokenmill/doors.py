@@ -70,16 +70,12 @@ def _bucket(root: Root, settings: Settings) -> Part:
 def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     from pipeline.adapters.kafka_producer import KafkaSender, ProducerSettings
     from pipeline.announcer import Announcer, AnnouncerSettings
-    from pipeline.doors.kafka_consumer import KafkaDoor
-    from pipeline.doors.kafka_jobs import JobRecords
-    from pipeline.doors.kafka_letters import KafkaLetters
-    from pipeline.doors.kafka_partition import Handler
-    from pipeline.doors.kafka_requests import RequestBatches
+    from pipeline.doors.kafka_door import kafka_door
     from pipeline.doors.kafka_settings import KafkaDoorSettings
 
     options = settings.kafka
     prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
-    door = KafkaDoorSettings(
+    reading = KafkaDoorSettings(
         kafka_connection(options),
         requests=options.requests or {f"{prefix}.requests": "default"},
         jobs=options.jobs or {f"{prefix}.jobs": "default"},
@@ -94,17 +90,14 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         uri_prefixes=options.uri_prefixes,
         session_timeout=options.session_timeout,
     )
-    sender = KafkaSender(ProducerSettings(door.connection, idempotence=options.idempotence))
-    letters = KafkaLetters(root.world, sender, door.deadletter_topic, door.deadletter_patience)
+    sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
     intake = Intake(root.world, intake_settings(settings))
-    batches = RequestBatches(root.world, intake, letters, door, settings.limits)
-    jobs = JobRecords(root.world, intake, letters, door, root.pin)
-    handlers: dict[str, Handler] = {**dict.fromkeys(door.requests, batches), **dict.fromkeys(door.jobs, jobs)}
+    door = kafka_door(reading, root.world, intake, sender, root.pin, settings.limits)
     announcing = AnnouncerSettings(
         f"{prefix}.results", f"{prefix}.events", reply_topics=reply_topics, all_jobs=options.announce_all
     )
     return {
-        "kafka": KafkaDoor(door, handlers, intake.room_for, root.world.clock).run,
+        "kafka": door.run,
         "announcer": Announcer(root.world, sender, announcing).run,
     }
 
