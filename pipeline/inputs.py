@@ -5,6 +5,7 @@ What else names an input (a presigned URL, another store) is refused here, befor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,9 @@ from schemas.job import InputRef
 if TYPE_CHECKING:
     from pipeline.adapters.s3_client import S3Connection
     from pipeline.adapters.s3_settings import S3Settings
+
+Pin = Callable[[str], InputRef]
+"""From a URI to what lies there now. Raises `InputError` when nothing that is an input does."""
 
 
 class PinnedInput(Protocol):

@@ -7,7 +7,7 @@ the job that it has made, whatever has changed since in settings or catalog.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from pipeline.active import mark
 from pipeline.backlog import Backlog
@@ -69,6 +69,14 @@ class IntakeSettings:
     plan: PlanSettings = field(default_factory=PlanSettings)
     tenant_tokens: int | None = None
     look_every: float = 5.0
+
+
+class Accepts(Protocol):
+    """What doors ask of an `Intake`."""
+
+    def accept(self, draft: JobDraft) -> Submitted: ...
+
+    def room_for(self, tenant: str) -> bool: ...
 
 
 class Intake:

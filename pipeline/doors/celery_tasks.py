@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -20,10 +20,9 @@ import structlog
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
 from pipeline.availability import BadAddress
-from pipeline.doors.drops import Accepts
-from pipeline.doors.kafka_jobs import check_uri
-from pipeline.doors.kafka_records import Unfit
-from pipeline.intake import NO_MODEL, IntakeRefused, JobDraft
+from pipeline.doors.unfit import Unfit, check_uri, first_mistake
+from pipeline.inputs import Pin
+from pipeline.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
 from pipeline.job_document import job_document
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.planner.api import InputError
@@ -40,9 +39,6 @@ CANCEL: Final = "tokenmill.cancel"
 _ASKED: Final = "uri_or_requests"
 _ID: Final = "id"
 _LONGEST_ID: Final = 1_024
-
-Pin = Callable[[str], InputRef]
-"""From a URI to what lies there now. Raises `InputError` when nothing that is an input does."""
 
 logger = structlog.get_logger(__name__)
 
@@ -214,7 +210,7 @@ class CeleryTasks:
             chosen = JobOptions.model_validate(options)
         except ValidationError as error:
             known = ", ".join(JobOptions.model_fields)
-            raise TaskRefused(f"invalid_options: {_first(error)} (options are {known})") from None
+            raise TaskRefused(f"invalid_options: {first_mistake(error)} (options are {known})") from None
         except (TypeError, ValueError) as error:
             raise TaskRefused(f"invalid_options: {error}") from None
         told = chosen.model_dump_json()
@@ -336,8 +332,3 @@ def _kind(value: Any) -> str:
 
 def _path(uri: str) -> str:
     return uri.removeprefix("file://")
-
-
-def _first(error: ValidationError) -> str:
-    detail = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"

@@ -32,23 +32,15 @@ from pipeline.doors.drop_options import (
     options_of,
     sidecars_of,
 )
-from pipeline.intake import NO_MODEL, IntakeRefused, JobDraft
+from pipeline.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.planner.source import SUFFIXES
 from pipeline.ports import PipelineError, World
-from pipeline.submit import Submitted, derived_job_id
+from pipeline.submit import derived_job_id
 from schemas.job import InputFormat, InputRef, Paper
 
 TAKEN: Final = "taken/"
 logger = structlog.get_logger(__name__)
-
-
-class Accepts(Protocol):
-    """What the door asks of `pipeline.intake.Intake`."""
-
-    def accept(self, draft: JobDraft) -> Submitted: ...
-
-    def room_for(self, tenant: str) -> bool: ...
 
 
 class StillWritten(PipelineError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pipeline.doors.kafka_consumer import KafkaDoor
-from pipeline.doors.kafka_jobs import JobRecords, Pin
+from pipeline.doors.kafka_jobs import JobRecords
 from pipeline.doors.kafka_letters import KafkaLetters
 from pipeline.doors.kafka_partition import Handler
-from pipeline.doors.kafka_requests import Accepts, RequestBatches
+from pipeline.doors.kafka_requests import RequestBatches
 from pipeline.doors.kafka_settings import KafkaDoorSettings
+from pipeline.inputs import Pin
+from pipeline.intake import Accepts
 from pipeline.messages import Messages
 from pipeline.ports import World
 from schemas.limits import Limits

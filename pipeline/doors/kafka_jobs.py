@@ -6,10 +6,8 @@ none of local files unless one says so.
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,26 +20,21 @@ from pipeline.doors.kafka_records import (
     Record,
     RecordRules,
     Refused,
-    Unfit,
     check_value,
     read_headers,
 )
-from pipeline.doors.kafka_requests import Accepts
 from pipeline.doors.kafka_settings import KafkaDoorSettings
-from pipeline.intake import NO_MODEL, IntakeRefused, JobDraft
+from pipeline.doors.unfit import Unfit, check_uri, first_mistake
+from pipeline.inputs import Pin
+from pipeline.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.planner.api import InputError
 from pipeline.ports import PipelineError, World
 from pipeline.submit import derived_job_id
-from schemas.job import InputRef
 from schemas.limits import Limits
 from schemas.options import JobOptions
 
 _MOST_BYTES: Final = 1 << 20
-_SCHEMES: Final = ("s3", "file")
-
-Pin = Callable[[str], InputRef]
-"""From a URI to what lies there now. Raises `InputError` when nothing that is an input does."""
 
 logger = structlog.get_logger(__name__)
 
@@ -121,25 +114,5 @@ class JobRecords:
         return asked, options, reply_to
 
 
-def check_uri(uri: str, prefixes: Collection[str]) -> None:
-    """Raises `Unfit` for a URI that isn't below one of `prefixes`, or that doesn't say plainly where it is."""
-    try:
-        parts = urlsplit(uri)
-    except ValueError as error:
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} is none: {error}") from None
-    if parts.scheme not in _SCHEMES:
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} must begin with s3:// or file://")
-    if parts.scheme == "file" and (
-        parts.netloc or unquote(parts.path) != parts.path or posixpath.normpath(parts.path) != parts.path
-    ):
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} must be file:/// and an absolute path without . , .. or %")
-    if not any(uri.startswith(prefix) and uri != prefix for prefix in prefixes):
-        allowed = ", ".join(prefixes) or "none is configured"
-        raise Unfit("forbidden_uri", f"uri {uri[:200]!r} is not below what this tenant may name ({allowed})")
-
-
 def _first(error: ValidationError | TypeError | ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return f"options.metadata: {error}"
-    detail = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+    return first_mistake(error) if isinstance(error, ValidationError) else f"options.metadata: {error}"

@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 from pydantic import ValidationError
 
+from pipeline.doors.unfit import Unfit
 from pipeline.planner.reader import BLANK, parse_json
 from schemas.errors import RowError
 from schemas.job import MetadataValue
@@ -99,14 +100,6 @@ class RecordRules:
     most_value_bytes: int
     reply_topics: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
-
-
-class Unfit(Exception):
-    """Why a record is refused: a short, stable code, and a message for people."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> Sorted:

@@ -9,7 +9,6 @@ have been compacted or shortened in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 
@@ -30,20 +29,11 @@ from pipeline.doors.kafka_letters import KafkaLetters, refuse_all
 from pipeline.doors.kafka_records import Record, RecordRules, sort_records
 from pipeline.doors.kafka_resends import ResendWindow
 from pipeline.doors.kafka_settings import KafkaDoorSettings
-from pipeline.intake import NO_MODEL, IntakeRefused, JobDraft
+from pipeline.intake import NO_MODEL, Accepts, IntakeRefused
 from pipeline.ports import PipelineError, World
-from pipeline.submit import Submitted
 from schemas.limits import Limits
 
 logger = structlog.get_logger(__name__)
-
-
-class Accepts(Protocol):
-    """What the door asks of `pipeline.intake.Intake`."""
-
-    def accept(self, draft: JobDraft) -> Submitted: ...
-
-    def room_for(self, tenant: str) -> bool: ...
 
 
 class OtherRecords(PipelineError):

@@ -26,9 +26,8 @@ from pipeline.doors.kafka_batches import KafkaBatch, load_batch
 from pipeline.doors.kafka_consumer import KafkaDoor
 from pipeline.doors.kafka_door import kafka_door, kafka_handlers
 from pipeline.doors.kafka_partition import Handler
-from pipeline.doors.kafka_requests import Accepts
 from pipeline.doors.kafka_settings import KafkaDoorSettings
-from pipeline.intake import Intake
+from pipeline.intake import Accepts, Intake
 from pipeline.jobs import find_ledgers
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input

@@ -8,13 +8,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from pipeline.doors.kafka_jobs import check_uri
-from pipeline.doors.kafka_records import Unfit
 from schemas.job import Tier
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, request, until
 from tests.servers.kafka import KafkaBroker
-
-PREFIXES = ("s3://bucket/team/", "file:///data/team/")
 
 
 @pytest.fixture
@@ -23,39 +19,6 @@ def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: P
     house.make_topics(house.requests, house.deadletter, f"{house.name}.jobs")
     yield house
     house.close()
-
-
-@pytest.mark.parametrize(
-    "uri", ["s3://bucket/team/a.jsonl", "s3://bucket/team/x/y z.parquet", "file:///data/team/a.jsonl"]
-)
-def test_given_a_uri_below_a_prefix_when_it_is_checked_then_it_passes(uri: str) -> None:
-    check_uri(uri, PREFIXES)
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "s3://bucket/team/",
-        "s3://bucket/teammate/a.jsonl",
-        "s3://other/team/a.jsonl",
-        "/data/team/a.jsonl",
-        "file:///etc/passwd",
-        "file:///data/team/../../etc/passwd",
-        "file:///data/team/%2e%2e/secret",
-        "file:///data/team//a.jsonl",
-        "file://host/data/team/a.jsonl",
-        "http://bucket/team/a.jsonl",
-        "s3://[bucket/a",
-    ],
-)
-def test_given_a_uri_that_leads_elsewhere_when_it_is_checked_then_it_is_refused(uri: str) -> None:
-    with pytest.raises(Unfit):
-        check_uri(uri, PREFIXES)
-
-
-def test_given_no_prefixes_when_a_local_file_is_named_then_it_is_refused() -> None:
-    with pytest.raises(Unfit, match="none is configured"):
-        check_uri("file:///data/a.jsonl", ())
 
 
 def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_job_or_a_dead_letter(

@@ -1,0 +1,43 @@
+"""What several doors check alike of what they are given, and how they say that it can't be used."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from pydantic import ValidationError
+
+_SCHEMES: Final = ("s3", "file")
+
+
+class Unfit(Exception):
+    """Why something is refused, however often it comes: a short, stable code, and a message for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check_uri(uri: str, prefixes: Collection[str]) -> None:
+    """Raises `Unfit` for a URI that isn't below one of `prefixes`, or that doesn't say plainly where it is."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} is none: {error}") from None
+    if parts.scheme not in _SCHEMES:
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} must begin with s3:// or file://")
+    if parts.scheme == "file" and (
+        parts.netloc or unquote(parts.path) != parts.path or posixpath.normpath(parts.path) != parts.path
+    ):
+        raise Unfit("bad_uri", f"uri {uri[:200]!r} must be file:/// and an absolute path without . , .. or %")
+    if not any(uri.startswith(prefix) and uri != prefix for prefix in prefixes):
+        allowed = ", ".join(prefixes) or "none is configured"
+        raise Unfit("forbidden_uri", f"uri {uri[:200]!r} is not below what this tenant may name ({allowed})")
+
+
+def first_mistake(error: ValidationError) -> str:
+    """What pydantic found first, and where."""
+    detail = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
