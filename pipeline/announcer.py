@@ -26,6 +26,7 @@ import structlog
 
 from pipeline.active import ACTIVE
 from pipeline.doors.kafka_batches import ORIGINS, KafkaBatch, Origin, group_records, load_batch, load_origin, origin_key
+from pipeline.doors.kafka_letters import OwedLetters
 from pipeline.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.ports import ObjectStore, PipelineError, World
@@ -47,16 +48,21 @@ class AnnouncerSettings:
     Attributes:
         reply_topics: topics that a record's `reply_to` may name; results for others go to `results_topic` alone.
         all_jobs: announce jobs of every door, not only of Kafka's.
+        owed_every, owed_again: how often dead letters are looked for whose messages are owed, and when again after one
+            could not be sent.
         every: how often is looked.  sweep_every: how often all jobs that ever were are looked at, with `all_jobs`.
         rows_at_once: results that are sent before the broker's word is waited for.
     """
 
     results_topic: str = "tokenmill.results"
     events_topic: str = "tokenmill.events"
+    deadletter_topic: str = "tokenmill.deadletter"
     reply_topics: frozenset[str] = frozenset()
     all_jobs: bool = False
     every: float = 0.5
     sweep_every: float = 3_600.0
+    owed_every: float = 15.0
+    owed_again: float = 300.0
     rows_at_once: int = 500
 
 
@@ -88,7 +94,8 @@ class Announcer:
         self._settings = settings or AnnouncerSettings()
         self._known: defaultdict[str, set[str]] = defaultdict(set)
         self._quiet: dict[str, _Quiet] = {}
-        self._sweep_at = float("-inf")
+        self._owed = OwedLetters(world, messages, self._settings.deadletter_topic)
+        self._sweep_at = self._owed_at = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
         """Announce until `stop`; what fails is tried again."""
@@ -112,7 +119,22 @@ class Announcer:
                 logger.error("not_announced", job=name, reason=str(error))
                 if isinstance(error, NotConfirmed) and not error.final:
                     break  # the others would only wait for the same brokers
+        self._send_owed()
         return ended
+
+    def _send_owed(self) -> None:
+        """Dead letters that Kafka's door could not tell of when it read them."""
+        clock = self._world.clock
+        if clock.monotonic() < self._owed_at:
+            return
+        again = self._settings.owed_every
+        try:
+            self._owed.send()
+        except PipelineError as error:
+            self.failures += 1
+            again = self._settings.owed_again
+            logger.error("dead_letters_still_owed", reason=str(error))
+        self._owed_at = clock.monotonic() + again
 
     def announce(self, ledger: JobLedger) -> bool:
         """Announce what is new of one job; True when it was its last.

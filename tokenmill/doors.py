@@ -94,7 +94,11 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     intake = Intake(root.world, intake_settings(settings))
     door = kafka_door(reading, root.world, intake, sender, root.pin, settings.limits)
     announcing = AnnouncerSettings(
-        f"{prefix}.results", f"{prefix}.events", reply_topics=reply_topics, all_jobs=options.announce_all
+        f"{prefix}.results",
+        f"{prefix}.events",
+        reading.deadletter_topic,
+        reply_topics=reply_topics,
+        all_jobs=options.announce_all,
     )
     return {
         "kafka": door.run,
