@@ -19,7 +19,7 @@ from typing import Final, Literal
 from pydantic import AwareDatetime
 
 from pipeline.ledger import read_paper
-from pipeline.ports import ObjectNotFound, PipelineError, World
+from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.submit import derived_job_id
 from schemas.job import Count, Paper
 
@@ -28,7 +28,8 @@ BUCKET_EVENTS: Final = "bucket-events"
 """The door of messages that should tell of uploads."""
 MOST_BYTES: Final = 16 << 20
 """Of an original that are kept; more than the longest line that is read."""
-_LONGEST_MESSAGE = 2_000
+LONGEST_MESSAGE: Final = 2_000
+"""Characters of a reason that are kept."""
 
 Headers = Sequence[tuple[str, bytes | None]]
 """In order; a name may come more than once."""
@@ -119,6 +120,11 @@ def letter_id(source: LetterSource) -> str:
     return f"dl-{made.removeprefix('job-')}"
 
 
+def letter_objects(store: ObjectStore, letter: str) -> list[ObjectInfo]:
+    """All objects of the letter of this id, and itself the last: as long as it stands the others can be found."""
+    return sorted(store.list(f"{LETTERS}{letter}."), key=lambda info: info.key == _letter_key(letter))
+
+
 class DeadLetters:
     """The dead letters of a root. Holds no state, so many may write and read.
 
@@ -158,7 +164,7 @@ class DeadLetters:
             at=source.at,
             recorded_at=self._world.clock.now(),
             reason_code=reason_code,
-            message=message[:_LONGEST_MESSAGE],
+            message=message[:LONGEST_MESSAGE],
             key=None if key is None else _text(key),
             headers=tuple((name, None if value is None else _text(value)) for name, value in headers),
             size=len(original),
@@ -199,8 +205,14 @@ class DeadLetters:
         return Found(self._read(letter), len(self._replays(letter)))
 
     def original(self, letter: DeadLetter) -> bytes:
-        """What was kept of the original."""
-        return self._store.read(_original_key(letter.id)) if letter.stored else b""
+        """What was kept of the original. Raises `NoSuchLetter` where it is gone: the letter is being removed."""
+        if not letter.stored:
+            return b""
+        key = _original_key(letter.id)
+        try:
+            return self._store.read(key)
+        except ObjectNotFound as error:
+            raise NoSuchLetter(f"{self._store.locate(key)}: has just been removed, as its letter is") from error
 
     def replay(self, letter: str, send: Send | None = None, *, again: bool = False) -> str:
         """Send the letter's original through its door again, and mark the letter; what became of it, for people.

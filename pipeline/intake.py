@@ -129,6 +129,7 @@ class Intake:
             tier=tier,
             deadline=options.deadline,
             refuse_late=options.refuse_late,
+            output_expires_after=options.output_expires_after,
             metadata=options.metadata,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.jobs import summarize_job
 from pipeline.ledger import RESULTS, JobLedger
-from schemas.job import Closing, Counts, JobStatus, Manifest, Usage
+from schemas.job import Closing, Counts, Job, JobStatus, Manifest, Usage
 
 _ENDED_AT = {
     JobStatus.COMPLETED: "completed_at",
@@ -64,12 +64,20 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
             "cost": None if manifest is None else manifest.cost,
             "repeated_tokens": usage.repeated,
             "results": ledger.place(RESULTS),
+            "results_expire_at": _expiry(job, manifest),
             "results_removed_at": (
                 None if summary.results_removed_at is None else summary.results_removed_at.isoformat()
             ),
             "retry_of": job.retry_of,
         },
     }
+
+
+def _expiry(job: Job, manifest: Manifest | None) -> str | None:
+    """Only where the job itself says how long: what the installation does is a matter of its settings."""
+    if manifest is None or job.output_expires_after is None:
+        return None
+    return (manifest.finished_at + job.output_expires_after).isoformat()
 
 
 def _ends(status: JobStatus, manifest: Manifest | None, closing: Closing | None) -> dict[str, int | None]:

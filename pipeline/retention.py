@@ -2,10 +2,12 @@
 
 What goes, and when:
 - of a job that has ended: what its attempts left, and shards of planners that lost a race, at once;
-- results, and the plan, of a job that ended longer ago than results are kept. A tombstone is made first, so that who
-  misses them can read why;
+- results, and the plan, of a job that ended longer ago than it, or else the installation, says that results are kept. A
+  tombstone is made first, so that who misses them can read why;
 - an intake's batch, which is a job's input that only we hold: when the job's results are gone, and it is so old that
   the door can't see the same events again;
+- an intake's ticket, by which a task is known again: when it is that old, and its job has ended or never was;
+- a dead letter, when it is older than dead letters are kept;
 - the marker of a dropped file: when the file is gone;
 - parts of uploads that nobody will end, where the store has such.
 
@@ -17,21 +19,27 @@ decided by what stands, so an interrupted collection is ended by the next one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Final, Protocol, runtime_checkable
+from itertools import takewhile
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from pipeline.active import ACTIVE, sweep
+from pipeline.dead_letters import DeadLetters, letter_objects
+from pipeline.doors.celery_tasks import INTAKE as TASKS
+from pipeline.doors.celery_tasks import TICKET, load_ticket
 from pipeline.doors.drops import file_hash, markers_of
 from pipeline.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ports import ObjectInfo, World
 from pipeline.records import Tombstone
-from schemas.job import Manifest
+from schemas.job import Job, Manifest
 
 INTAKE: Final = "intake/"
 INCOMING: Final = "incoming/"
+
+T = TypeVar("T")
 
 
 class Kind(StrEnum):
@@ -41,6 +49,8 @@ class Kind(StrEnum):
     LOST_PLAN = "lost_plan"
     RESULTS = "results"
     BATCH = "batch"
+    TICKET = "ticket"
+    LETTER = "letter"
     MARKER = "marker"
     UPLOAD = "upload"
 
@@ -50,14 +60,16 @@ class RetentionSettings:
     """How long things are kept.
 
     Attributes:
-        outputs: results, from the job's end; None: for ever.
-        batches: an intake's batches at least, from the job's acceptance. Longer than any door's source repeats: SQS
-            keeps 14 days at most, a Kafka topic what its retention says.
+        outputs: results, from the end of a job that doesn't say so itself; None: for ever.
+        letters: dead letters, from when they were written; None: for ever.
+        intake: an intake's batches, from the job's acceptance, and tickets, at least. Longer than any door's source
+            repeats: SQS keeps 14 days at most, a Kafka topic what its retention says.
         uploads: from the beginning of an upload in parts.
     """
 
     outputs: timedelta | None = None
-    batches: timedelta = timedelta(days=30)
+    letters: timedelta | None = None
+    intake: timedelta = timedelta(days=30)
     uploads: timedelta = timedelta(days=2)
 
 
@@ -80,13 +92,26 @@ class HoldsUploads(Protocol):
 
 
 class Collector:
-    """Collects what a root needs no more; `dry_run`: only counts. Several may run."""
+    """Collects what a root needs no more. Several may run.
 
-    def __init__(self, world: World, settings: RetentionSettings | None = None, *, dry_run: bool = False) -> None:
+    Args:
+        dry_run: only count.  stopped: asked between objects; once it says yes, the rest is left to the next collection.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        settings: RetentionSettings | None = None,
+        *,
+        dry_run: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._world = world
         self._store = world.store
         self._now = world.clock.now
         self._settings = settings or RetentionSettings()
         self._dry_run = dry_run
+        self._stopped = stopped
         self._collected = Collected()
 
     def run(self) -> Collected:
@@ -95,14 +120,19 @@ class Collector:
         self._collected = Collected()
         if not self._dry_run:
             sweep(self._store)
-        for prefix in self._store.folders(JOBS):
+        for prefix in self._unless_stopped(self._store.folders(JOBS)):
             self._collect_job(JobLedger(self._store, prefix))
+        self._collect_tickets()
+        self._collect_letters()
         self._collect_markers()
         if isinstance(self._store, HoldsUploads) and not self._dry_run:
             self._collected.objects[Kind.UPLOAD] += self._store.abort_stale_uploads(
                 self._now() - self._settings.uploads
             )
         return self._collected
+
+    def _unless_stopped(self, found: Iterable[T]) -> Iterator[T]:
+        return takewhile(lambda _: not self._stopped(), found)
 
     def _collect_job(self, ledger: JobLedger) -> None:
         # A marked job is open, or being ended; and what isn't marked is looked at before anything is touched.
@@ -112,7 +142,7 @@ class Collector:
         if manifest is None:
             return
         tombstone = ledger.tombstone()
-        if tombstone is None and not self._has_expired(manifest):
+        if tombstone is None and not self._has_expired(ledger.job(), manifest):
             self._collect_leftovers(ledger)
             return
         if tombstone is None:
@@ -124,8 +154,8 @@ class Collector:
                 self._remove(Kind.RESULTS, info)
         self._collect_batches(ledger)
 
-    def _has_expired(self, manifest: Manifest) -> bool:
-        kept = self._settings.outputs
+    def _has_expired(self, job: Job, manifest: Manifest) -> bool:
+        kept = self._settings.outputs if job.output_expires_after is None else job.output_expires_after
         return kept is not None and manifest.finished_at + kept <= self._now()
 
     def _collect_leftovers(self, ledger: JobLedger) -> None:
@@ -146,7 +176,7 @@ class Collector:
 
     def _collect_batches(self, ledger: JobLedger) -> None:
         job = ledger.job()
-        if job.created_at + self._settings.batches > self._now():
+        if job.created_at + self._settings.intake > self._now():
             return
         ours = self._store.locate(INTAKE.rstrip("/")) + "/"
         for file in job.input.files:
@@ -166,11 +196,38 @@ class Collector:
             for info in beside:
                 self._remove(Kind.BATCH, info)
 
+    def _collect_tickets(self) -> None:
+        """Of tasks that are so old that nobody brings them again. Lines that a task brought along are its job's input;
+        where no job came of it, they go with the ticket, and before it."""
+        for info in self._unless_stopped(list(self._store.list(TASKS))):
+            if not info.key.endswith(TICKET):
+                continue
+            ticket = load_ticket(self._store, info.key)
+            if ticket is None or ticket.at + self._settings.intake > self._now():
+                continue
+            ledger = JobLedger(self._store, f"{JOBS}{ticket.job_id}/")
+            if ledger.find_job() is None:
+                for beside in list(self._store.list(info.key.removesuffix(TICKET))):
+                    if beside.key != info.key:
+                        self._remove(Kind.BATCH, beside)
+            elif ledger.manifest() is None:
+                continue
+            self._remove(Kind.TICKET, info)
+
+    def _collect_letters(self) -> None:
+        if self._settings.letters is None:
+            return
+        before = self._now() - self._settings.letters
+        old = [found.letter.id for found in DeadLetters(self._world).letters() if found.letter.recorded_at <= before]
+        for letter in self._unless_stopped(old):
+            for info in letter_objects(self._store, letter):
+                self._remove(Kind.LETTER, info)
+
     def _collect_markers(self) -> None:
         """Of the root's own drop place: others' files can't be looked for from here, and their markers stay."""
         markers = markers_of(self._store.locate(INCOMING))
         there: set[str] | None = None
-        for info in self._store.list(markers):
+        for info in self._unless_stopped(self._store.list(markers)):
             if there is None:
                 there = {file_hash(self._store.locate(found.key)) for found in self._store.list(INCOMING)}
             if info.key.removeprefix(markers).partition("-")[0] not in there:

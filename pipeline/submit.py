@@ -50,6 +50,7 @@ class Order:
     tier: Tier = Tier.STANDARD
     deadline: datetime | timedelta | None = None
     refuse_late: bool = False
+    output_expires_after: timedelta | None = None
     retry_of: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -86,7 +87,8 @@ def submit(
         job = Job(
             id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
             models=order.models, settings=order.settings, created_at=now, deadline=deadline,
-            refuse_late=order.refuse_late, retry_of=order.retry_of, metadata=order.metadata,
+            refuse_late=order.refuse_late, output_expires_after=order.output_expires_after,
+            retry_of=order.retry_of, metadata=order.metadata,
         )  # fmt: skip
         mark(ledger)
         if ledger.create_job(job):
@@ -205,6 +207,7 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
     yield "settings.rows", order.settings.rows and str(order.settings.rows)
     yield "tenant", order.tenant
     yield "tier", order.tier.value
+    yield "output_expires_after", order.output_expires_after and str(order.output_expires_after)
     yield "retry_of", order.retry_of
     yield from _flat("metadata", order.metadata)
 

@@ -5,7 +5,7 @@ All carry `version`; a reader that meets a later one must refuse it rather than 
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Literal
@@ -157,6 +157,7 @@ class Job(Paper):
     Attributes:
         deadline: rows that have no answer by then expire.
         refuse_late: if it can't be done by then, as it looks before it is planned, nothing of it is done.
+        output_expires_after: how long the results are kept after the end; None: as the installation says.
     """
 
     version: Literal[1] = 1
@@ -169,6 +170,7 @@ class Job(Paper):
     created_at: AwareDatetime
     deadline: AwareDatetime | None = None
     refuse_late: bool = False
+    output_expires_after: timedelta | None = None
     retry_of: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 

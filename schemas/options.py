@@ -7,7 +7,7 @@ import re
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Final
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from schemas.job import MetadataKey, MetadataValue, OnInvalid, Tier
 
@@ -27,6 +27,18 @@ def parse_amount(text: str) -> timedelta:
     return amount
 
 
+def _amount(given: Any) -> Any:
+    if isinstance(given, str):
+        return parse_amount(given)
+    if isinstance(given, (int, float)):  # pydantic would take seconds
+        raise ValueError("an amount of time is text, such as 30d")  # noqa: TRY004
+    return given
+
+
+Amount = Annotated[timedelta, BeforeValidator(_amount)]
+"""An amount of time, written as `parse_amount` reads it."""
+
+
 class JobOptions(BaseModel):
     """Everything is optional; the installation's settings stand in.
 
@@ -40,6 +52,7 @@ class JobOptions(BaseModel):
         on_invalid: what an invalid line does.
         limit: read only so many rows.
         max_output_tokens: a request that asks for more is refused; no more than the tier's cap.
+        output_expires_after: how long the results are kept after the job's end; else it is as the installation says.
         metadata: 16 pairs at most, kept with the job.
     """
 
@@ -53,6 +66,7 @@ class JobOptions(BaseModel):
     on_invalid: OnInvalid | None = None
     limit: Annotated[int, Field(ge=1)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    output_expires_after: Amount | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 
     @field_validator("deadline", mode="before")

@@ -8,6 +8,7 @@ current folder is read when it exists.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from pydantic_settings import (
 
 from schemas.job import Tier
 from schemas.limits import Limits, PlanSettings, Positive
+from schemas.options import Amount
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
@@ -163,6 +165,24 @@ class LaneOptions(BaseModel):
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
 
 
+class RetentionOptions(BaseModel):
+    """How long things are kept: amounts of time, such as "30d".
+
+    Attributes:
+        outputs: results, from the end of a job that doesn't say so itself; None: for ever.
+        deadletters: from when they were written; None: for ever.
+        intake: what intakes wrote down to know an event again. Longer than any source repeats its events.
+        every: between two collections by `serve` and `dispatcher`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    outputs: Amount | None = None
+    deadletters: Amount | None = None
+    intake: Amount = timedelta(days=30)
+    every: Amount = timedelta(days=1)
+
+
 class Settings(BaseSettings):
     """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
 
@@ -179,6 +199,7 @@ class Settings(BaseSettings):
         tenant_tokens: a tenant with so many tokens in open jobs is taken no more from; None: no limit.
         tenant_weights: in the sharing of what is computed; others have 1.
         planners: jobs planned at once by one dispatcher.
+        retention: how long things are kept.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
@@ -213,6 +234,7 @@ class Settings(BaseSettings):
     tenant_tokens: Positive | None = None
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     planners: Positive = 2
+    retention: RetentionOptions = RetentionOptions()
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -28,7 +28,10 @@ LEASE_SECONDS: Final = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What carries hints between the parts: nothing that is lost here is lost for good."""
+    """What carries hints between the parts: nothing that is lost here is lost for good.
+
+    `lease`, `housekeeping`: of who dispatches, and of who has collected lately.
+    """
 
     queue: ShardQueue
     heartbeats: Heartbeats
@@ -36,6 +39,7 @@ class Hints:
     look_seconds: float
     settle: float = 0.0
     lease: Lease | None = None
+    housekeeping: Lease | None = None
 
 
 def hints_in_process(root: Root) -> Hints:
@@ -63,8 +67,13 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
         closing.callback(heartbeats.close)
         queue = CeleryQueue(CeleryQueueSettings(broker_url), SystemClock())
         closing.callback(queue.close)
-        lease = RedisLease(RedisSettings(redis_url), "dispatcher", LEASE_SECONDS, SystemClock(), SystemRandomness())
-        closing.callback(lease.close)
+        every = settings.retention.every.total_seconds()
+        leases = [
+            RedisLease(RedisSettings(redis_url), name, lifetime, SystemClock(), SystemRandomness())
+            for name, lifetime in (("dispatcher", LEASE_SECONDS), ("housekeeping", every))
+        ]
+        for lease in leases:
+            closing.callback(lease.close)
         lane = RedisLane(RedisSettings(redis_url), SystemClock())
         closing.callback(lane.close)
-        yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, settle=2 * HEARTBEAT_SECONDS, lease=lease)
+        yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from pipeline.inputs import PinnedInput, open_pinned, pin_uri
 from pipeline.intake import IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
+from pipeline.retention import RetentionSettings
 from schemas.job import InputRef, Tier
 from tokenmill.errors import UserError
 
@@ -95,4 +97,19 @@ def intake_settings(settings: Settings) -> IntakeSettings:
         limits=settings.limits,
         plan=settings.plan,
         tenant_tokens=settings.tenant_tokens,
+    )
+
+
+def retention_settings(
+    settings: Settings,
+    outputs: timedelta | None = None,
+    letters: timedelta | None = None,
+    intake: timedelta | None = None,
+) -> RetentionSettings:
+    """How long things are kept: as given, else as the settings say."""
+    chosen = settings.retention
+    return RetentionSettings(
+        outputs=chosen.outputs if outputs is None else outputs,
+        letters=chosen.deadletters if letters is None else letters,
+        intake=chosen.intake if intake is None else intake,
     )

@@ -14,12 +14,13 @@ from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import INCOMING, FolderInbox
 from pipeline.foreman import Foreman, ForemanSettings
+from pipeline.housekeeping import Housekeeper, HousekeepingSettings
 from pipeline.intake import Intake
 from schemas.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.hints import Hints
 from tokenmill.processes import Part
-from tokenmill.root import Root, intake_settings
+from tokenmill.root import Root, intake_settings, retention_settings
 
 FOLDER_SWEEP_SECONDS: Final = 1.0
 """A folder tells of nothing: it is listed often."""
@@ -33,6 +34,12 @@ def dispatcher_part(root: Root, hints: Hints, settings: Settings, price_per_hour
     dispatcher = Dispatcher(root.world, hints.queue, hints.heartbeats, settings=dispatching)
     foreman = Foreman(root.world, dispatcher, root.open_input, ForemanSettings(planners=settings.planners), hints.lease)
     return foreman.run
+
+
+def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:
+    """Removes what nobody needs any more, every now and then."""
+    every = HousekeepingSettings(settings.retention.every.total_seconds())
+    return Housekeeper(root.world, retention_settings(settings), every, hints.housekeeping).run
 
 
 def folder_part(root: Root, settings: Settings, settle: float) -> Part:

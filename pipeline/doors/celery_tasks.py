@@ -26,13 +26,15 @@ from pipeline.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
 from pipeline.job_document import job_document
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.planner.api import InputError
-from pipeline.ports import PipelineError, World
+from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.submit import DifferentJob, derived_job_id
 from schemas.job import Closing, InputFile, InputFormat, InputRef, Paper, Sha256
 from schemas.options import JobOptions
 from schemas.queue import JobName
 
 INTAKE: Final = "intake/celery/"
+TICKET: Final = "-task.json"
+"""How the names of tickets end."""
 SUBMIT: Final = "tokenmill.submit"
 STATUS: Final = "tokenmill.status"
 CANCEL: Final = "tokenmill.cancel"
@@ -88,6 +90,11 @@ class TaskTicket(Paper):
     tenant: str
     at: AwareDatetime
     arguments: Sha256
+
+    @property
+    def job_id(self) -> str:
+        """Of the job that the task became, or is to become."""
+        return derived_job_id(self.at, "celery", self.tenant, self.task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +163,13 @@ class CeleryTasks:
 
     def _submit(self, tenant: str, task_id: str, asked: _Asked) -> str:
         ticket = self._find_ticket(tenant, task_id)
-        if ticket is None or not self._stands(_job_id(ticket)):
+        if ticket is None or not self._stands(ticket.job_id):
             if not self._intake.room_for(tenant):
                 raise TryLater("no_room: too much is queued already; submit again when some of it is done")
             ticket = ticket or self._make_ticket(tenant, task_id, asked)
         if ticket.arguments != asked.digest:
             raise TaskRefused(f"task_id_used: task {task_id[:80]!r} came before with other arguments; use another id")
-        job_id = _job_id(ticket)
+        job_id = ticket.job_id
         if self._stands(job_id):
             # Its input is pinned; what lies there now is of no interest. To accept it again would need one.
             return job_id
@@ -180,10 +187,7 @@ class CeleryTasks:
         return self._ledger(job_id).find_job() is not None
 
     def _find_ticket(self, tenant: str, task_id: str) -> TaskTicket | None:
-        key = _ticket_key(tenant, task_id)
-        if self._world.store.info(key) is None:
-            return None
-        return read_paper(self._world.store.locate(key), self._world.store.read(key), TaskTicket)
+        return load_ticket(self._world.store, _ticket_key(tenant, task_id))
 
     def _make_ticket(self, tenant: str, task_id: str, asked: _Asked) -> TaskTicket:
         if not task_id or len(task_id) > _LONGEST_ID:
@@ -213,7 +217,7 @@ class CeleryTasks:
             raise TaskRefused(f"invalid_options: {first_mistake(error)} (options are {known})") from None
         except (TypeError, ValueError) as error:
             raise TaskRefused(f"invalid_options: {error}") from None
-        told = chosen.model_dump_json()
+        told = chosen.model_dump_json(exclude_defaults=True)  # the same, whatever options there will be later
         if isinstance(wanted, str):
             self._check_uri(tenant, wanted)
             return _Asked(chosen, _digest(b"uri", wanted.encode(), told.encode()), uri=wanted)
@@ -283,12 +287,17 @@ class CeleryTasks:
         return JobLedger(self._world.store, f"{JOBS}{job_id}/")
 
 
-def _job_id(ticket: TaskTicket) -> str:
-    return derived_job_id(ticket.at, "celery", ticket.tenant, ticket.task)
+def load_ticket(store: ObjectStore, key: str) -> TaskTicket | None:
+    """A ticket; None when it has gone. Raises `LedgerError` for a damaged one."""
+    try:
+        data = store.read(key)
+    except ObjectNotFound:
+        return None
+    return read_paper(store.locate(key), data, TaskTicket)
 
 
 def _ticket_key(tenant: str, task_id: str) -> str:
-    return f"{_beginning(tenant, task_id)}-task.json"
+    return f"{_beginning(tenant, task_id)}{TICKET}"
 
 
 def _beginning(tenant: str, task_id: str) -> str:

@@ -75,6 +75,7 @@ class KafkaGroup(Paper):
     tier: str | None = None
     model: str | None = None
     deadline: str | None = None
+    output_expires_after: str | None = None
     job: str | None = None
     lines: str
     size: Count
@@ -84,7 +85,7 @@ class KafkaGroup(Paper):
 
     @property
     def key(self) -> GroupKey:
-        return GroupKey(self.tier, self.model, self.deadline, self.job)
+        return GroupKey(self.tier, self.model, self.deadline, self.output_expires_after, self.job)
 
 
 class KafkaBatch(Paper):
@@ -226,8 +227,8 @@ def _store_group(store: ObjectStore, place: Place, first: int, key: GroupKey, ke
     records_key = _content_key(place, first, hashlib.sha256(records.getvalue()).hexdigest(), "parquet")
     store.create(records_key, records.getvalue())
     return KafkaGroup(
-        tier=key.tier, model=key.model, deadline=key.deadline, job=key.job, lines=lines_key, size=len(lines),
-        sha256=digest, rows=len(kept), records=records_key,
+        tier=key.tier, model=key.model, deadline=key.deadline, output_expires_after=key.output_expires_after,
+        job=key.job, lines=lines_key, size=len(lines), sha256=digest, rows=len(kept), records=records_key,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from schemas.options import JobOptions
 
 JOB_LABEL: Final = "job"
 REPLY_TO: Final = "reply_to"
-OPTION_HEADERS: Final = ("tier", "model", "deadline")
+OPTION_HEADERS: Final = ("tier", "model", "deadline", "output_expires_after")
 OWN_HEADERS: Final = (*OPTION_HEADERS, JOB_LABEL, REPLY_TO)
 DIGEST_BYTES: Final = 16
 _LONGEST_LABEL: Final = 512
@@ -55,6 +55,7 @@ class GroupKey:
     tier: str | None = None
     model: str | None = None
     deadline: str | None = None
+    output_expires_after: str | None = None
     job: str | None = None
 
     def options(self) -> JobOptions:

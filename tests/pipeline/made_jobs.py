@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +18,21 @@ from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardReport, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin, PlanSegment, RejectsRef, ShardRef, Tier, Usage
+from schemas.job import (
+    Counts,
+    InputFile,
+    InputFormat,
+    InputRef,
+    Job,
+    JobStatus,
+    Manifest,
+    ModelPin,
+    PlanSegment,
+    RejectsRef,
+    ShardRef,
+    Tier,
+    Usage,
+)
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import result_schema, shard_schema
 
@@ -26,6 +40,7 @@ MODEL = "tiny"
 PIN = ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32")
 MODELS = (PIN.key,)
 QUEUE = queue_name(PIN.key, Tier.STANDARD)
+JobEnd = Literal[JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED]
 EXPOSED = 150
 """Tokens that a worker's death may cost, as reports say."""
 
@@ -133,6 +148,23 @@ def report(work: ShardWork, seconds: float = 1.0) -> ShardReport:
         engine_finished_at=work.started_at + timedelta(seconds=seconds),
         engine={"block_size": 16},
         versions={"torch": "2.13.0"},
+    )
+
+
+def end_job(
+    ledger: JobLedger, at: datetime, status: JobEnd = JobStatus.CANCELLED, counts: Counts | None = None
+) -> None:
+    """The job ends at that moment. Nobody tidies: whoever ended it died."""
+    job = ledger.job()
+    ledger.create_manifest(
+        Manifest(
+            job=job.id,
+            status=status,
+            counts=counts or Counts(),
+            created_at=job.created_at,
+            finished_at=at,
+            wall_seconds=0.0,
+        )
     )
 
 

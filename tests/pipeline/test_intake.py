@@ -37,13 +37,14 @@ def draft(job_id: str = "job-a", tenant: str = "default", **options: Any) -> Job
 
 
 def test_the_same_event_is_one_job_though_settings_and_catalog_have_changed(world: World) -> None:
-    first = Intake(world).accept(draft(tier="bulk", deadline="6h", metadata={"k": "v"}))
+    first = Intake(world).accept(draft(tier="bulk", deadline="6h", output_expires_after="30d"))
     Catalog(world.store).publish(CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:3"}), max_model_len=10))
     world.clock.sleep(100)
     again = Intake(world, IntakeSettings(default_tier=Tier.BULK, default_model="tiny")).accept(draft(tier="standard"))
     assert (first.created, again.created) == (True, False)
     assert again.job == first.job
     assert (first.job.tier, first.job.deadline) == (Tier.BULK, START + timedelta(hours=6))
+    assert first.job.output_expires_after == timedelta(days=30)
     assert [ledger.name for ledger in open_jobs(world.store)] == ["job-a"]
 
 

@@ -25,14 +25,14 @@ from pipeline.ledger import JOBS, JobLedger, ResultsRemoved, shard_key
 from pipeline.ports import ObjectStore, World
 from pipeline.retention import Collector, Kind, RetentionSettings
 from pipeline.retry import choose_rows
-from pipeline.submit import submit
-from schemas.job import CatalogEntry, Counts, InputFile, InputFormat, InputRef, JobStatus, Manifest, ModelPin
+from pipeline.submit import DifferentJob, submit
+from schemas.job import CatalogEntry, InputFile, InputFormat, InputRef, JobStatus, ModelPin
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
-from tests.pipeline.made_jobs import order, plan_by_hand
+from tests.pipeline.made_jobs import end_job, order, plan_by_hand
 from tests.pipeline.simulation import MemoryStore, SeededRandomness, SimulatedClock, simulated_world
 
 DAY = 86_400.0
-KEEP = RetentionSettings(outputs=timedelta(days=7), batches=timedelta(days=30))
+KEEP = RetentionSettings(outputs=timedelta(days=7), intake=timedelta(days=30))
 PAPERS = {"job.json", "manifest.json", "tombstone.json"}
 
 
@@ -63,22 +63,6 @@ def planned(world: World, name: str, batch: str | None = None) -> JobLedger:
     return ledger
 
 
-def end(world: World, ledger: JobLedger, finished_at: datetime | None = None) -> None:
-    """The job ends; whoever ended it died before it tidied."""
-    now = finished_at or world.clock.now()
-    job = ledger.job()
-    ledger.create_manifest(
-        Manifest(
-            job=job.id,
-            status=JobStatus.CANCELLED,
-            counts=Counts(),
-            created_at=job.created_at,
-            finished_at=now,
-            wall_seconds=0.0,
-        )
-    )
-
-
 def below(store: ObjectStore, ledger: JobLedger) -> set[str]:
     return {info.key.removeprefix(ledger.prefix) for info in store.list(ledger.prefix)}
 
@@ -103,7 +87,7 @@ def test_given_an_open_job_when_collected_a_thousand_days_later_then_nothing_of_
 def test_given_a_job_that_has_ended_when_collected_then_only_what_nobody_needs_goes(world: World) -> None:
     ledger = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
     named = {shard.key for segment in ledger.segments() for shard in segment.shards}
-    end(world, ledger)
+    end_job(ledger, world.clock.now())
     found = run(world)
     assert found == {Kind.LOST_PLAN: 1}, "the sweep of markers has cleared the work"
     left = below(world.store, ledger)
@@ -121,7 +105,7 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_says_so_
     world: World, tmp_path: Path
 ) -> None:
     ledger = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
-    end(world, ledger)
+    end_job(ledger, world.clock.now())
     world.clock.sleep(6 * DAY)
     run(world)
     ledger.check_results()
@@ -152,22 +136,48 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_says_so_
 
 def test_given_results_without_an_end_of_time_then_they_stay(world: World) -> None:
     ledger = planned(world, "job-1")
-    end(world, ledger)
+    end_job(ledger, world.clock.now())
     world.clock.sleep(10_000 * DAY)
     run(world, RetentionSettings())
     assert "results/part-00001.parquet" in below(world.store, ledger)
+
+
+def test_given_jobs_that_say_how_long_when_collected_then_each_has_its_own_time_whatever_the_root_says(
+    world: World,
+) -> None:
+    for name, days in (("job-1", 2), ("job-2", 20), ("job-3", None)):
+        ledger = ledger_of(world.store, name)
+        kept = None if days is None else timedelta(days=days)
+        submit(order(output_expires_after=kept), ledger, world, job_id=name)
+        assert ledger.job().output_expires_after == kept
+        ledger.create("results/part-00000.parquet", b"rows")
+        end_job(ledger, world.clock.now())
+
+    gone = list[list[str]]()
+    for days in (1, 1, 5, 12, 1):
+        world.clock.sleep(days * DAY)
+        gone.append(Collector(world, KEEP).run().jobs)
+    assert gone == [[], ["job-1"], ["job-3"], [], ["job-2"]]
+
+    other = ledger_of(world.store, "job-4")
+    submit(order(output_expires_after=timedelta(days=2)), other, world, job_id="job-4")
+    end_job(other, world.clock.now())
+    world.clock.sleep(2 * DAY)
+    assert Collector(world, RetentionSettings()).run().jobs == ["job-4"], "also where all others are kept for ever"
+    with pytest.raises(DifferentJob, match="output_expires_after was 2 days, 0:00:00, now None"):
+        submit(order(), other, world)
 
 
 def test_given_two_jobs_of_one_batch_when_one_is_old_then_what_lies_beside_stays_for_the_other(world: World) -> None:
     one = planned(world, "job-1", "intake/kafka/c/t/00000/lines/0-a.jsonl")
     planned(world, "job-2", "intake/kafka/c/t/00000/lines/0-b.jsonl")
     planned(world, "job-3", "intake/kafka/c/t/00000/lines/01-b.jsonl")
-    end(world, one)
+    end_job(one, world.clock.now())
     world.clock.sleep(40 * DAY)
     assert run(world)[Kind.BATCH] == 1
     left = [info.key.rpartition("/")[2] for info in world.store.list("intake/")]
     assert left == ["0-ax.parquet", "0-b.jsonl", "0-bx.parquet", "01-b.jsonl", "01-bx.parquet"]
-    end(world, ledger_of(world.store, "job-2"))
+    end_job(ledger_of(world.store, "job-2"), world.clock.now())
     world.clock.sleep(40 * DAY)
     assert run(world)[Kind.BATCH] == 3
 
@@ -182,7 +192,7 @@ def test_given_a_job_whose_input_is_the_users_when_collected_then_the_input_stay
         ledger = ledger_of(store, "job-1")
         found = InputRef(uri=file.uri, format=InputFormat.JSONL, files=(file,))
         submit(order(input=found), ledger, world, job_id="job-1")
-        end(world, ledger)
+        end_job(ledger, world.clock.now())
         world.clock.sleep(100 * DAY)
         run(world)
         assert ledger.tombstone() is not None
@@ -218,7 +228,7 @@ def test_given_dropped_files_when_one_has_gone_then_its_marker_goes_and_no_other
 
 def test_given_foreign_objects_in_a_jobs_folder_when_its_results_go_then_they_stay(world: World) -> None:
     ledger = planned(world, "job-1")
-    end(world, ledger)
+    end_job(ledger, world.clock.now())
     ledger.create("notes.txt", b"mine")
     world.clock.sleep(8 * DAY)
     run(world)
@@ -269,7 +279,7 @@ def test_given_any_root_when_collections_are_cut_off_anywhere_then_open_jobs_are
         world.clock.sleep(chance.choice([0.0, 10 * DAY]))
         ledger = planned_in_memory(world, name, batch)
         if chance.random() < 0.6:
-            end(world, ledger)
+            end_job(ledger, world.clock.now())
             if chance.random() < 0.5:
                 store.delete(f"active/{name}")
         else:

@@ -13,8 +13,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.retention import Collector, Kind, RetentionSettings
 from pipeline.submit import submit
-from schemas.job import Counts, JobStatus, Manifest
-from tests.pipeline.made_jobs import order
+from tests.pipeline.made_jobs import end_job, order
 from tests.servers.moto import MotoServer
 
 
@@ -36,17 +35,7 @@ def test_given_a_root_in_a_bucket_when_collected_then_old_results_and_uploads_go
             submit(order(), ledger, world, job_id=ledger.name)
             ledger.create("results/part-00001.parquet", b"rows")
             ledger.create("work/00001/log", b"log")
-        job, now = ended.job(), world.clock.now()
-        ended.create_manifest(
-            Manifest(
-                job=job.id,
-                status=JobStatus.CANCELLED,
-                counts=Counts(),
-                created_at=job.created_at,
-                finished_at=now - timedelta(hours=1),
-                wall_seconds=0.0,
-            )
-        )
+        end_job(ended, world.clock.now() - timedelta(hours=1))
         client = s3_server.client()
         client.create_multipart_upload(Bucket=bucket, Key="root/jobs/job-1/results/part-00009.parquet")
         client.create_multipart_upload(Bucket=bucket, Key="elsewhere/large")

@@ -17,8 +17,8 @@ from pipeline.pinning import pin_input, source_files
 from pipeline.planner import InputError
 from pipeline.ports import World
 from pipeline.submit import DifferentJob, Submitted, clear, new_job_id, submit
-from schemas.job import Counts, InputFile, InputFormat, InputRef, JobSettings, JobStatus, Manifest, ModelPin, Tier
-from tests.pipeline.made_jobs import order, plan_by_hand
+from schemas.job import InputFile, InputFormat, InputRef, JobSettings, JobStatus, ModelPin, Tier
+from tests.pipeline.made_jobs import end_job, order, plan_by_hand
 from tests.pipeline.simulation import START, SeededRandomness, simulated_world
 
 
@@ -198,13 +198,8 @@ def test_a_foreign_file_among_the_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_that_was_refused_as_a_whole_does_not_stand_in_the_way(world: World, ledger: JobLedger) -> None:
-    refused = submit(order(), ledger, world).job
-    ledger.create_manifest(
-        Manifest(
-            job=refused.id, status=JobStatus.FAILED, counts=Counts(), created_at=START, finished_at=START,
-            wall_seconds=0,
-        )
-    )  # fmt: skip
+    submit(order(), ledger, world)
+    end_job(ledger, START, JobStatus.FAILED)
     corrected = submit(order(input=input_of("2" * 64)), ledger, world)
     assert corrected.created
     assert ledger.manifest() is None

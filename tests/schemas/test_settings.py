@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def test_a_named_file_is_read_and_must_exist(tmp_path: Path, monkeypatch: pytest
     assert load_settings().max_output_tokens.of(Tier.BULK) == 5
 
 
+def test_amounts_of_time_are_written_as_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().retention.outputs is None
+    Path("tokenmill.toml").write_text("[retention]\noutputs = '30d'\nintake = '2d'\n")
+    monkeypatch.setenv("TOKENMILL_RETENTION__DEADLETTERS", "90d")
+    monkeypatch.setenv("TOKENMILL_RETENTION__INTAKE", "12h")
+    kept = load_settings().retention
+    assert (kept.outputs, kept.deadletters) == (timedelta(days=30), timedelta(days=90))
+    assert (kept.intake, kept.every) == (timedelta(hours=12), timedelta(days=1))
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
@@ -44,6 +55,8 @@ def test_a_named_file_is_read_and_must_exist(tmp_path: Path, monkeypatch: pytest
         ("[plan]\nshard_tokens = 0", r"setting plan\.shard_tokens is wrong"),
         ("default_max_tokens = 'many'", "setting default_max_tokens is wrong"),
         ("price_per_hour = -1", "setting price_per_hour is wrong"),
+        ("[retention]\noutputs = 30", r"setting retention\.outputs is wrong: .*text, such as 30d"),
+        ("[retention]\noutputs = '30 days'", r"setting retention\.outputs is wrong: .*no amount of time"),
         ("default_max_tokens", "can't be read as TOML"),
     ],
 )

@@ -15,13 +15,15 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemRandomness
 from pipeline.catalog import Catalog
 from pipeline.dead_letters import DeadLetters, LetterSource
+from pipeline.doors.celery_tasks import CeleryTasks
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import FolderInbox
 from pipeline.intake import Intake
 from pipeline.jobs import find_ledgers
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from schemas.job import CatalogEntry, Counts, JobStatus, Manifest, ModelPin
+from schemas.job import CatalogEntry, InputRef, ModelPin
+from tests.pipeline.made_jobs import end_job
 from tests.pipeline.simulation import SimulatedClock
 from tests.servers.kafka import KafkaBroker
 
@@ -138,17 +140,7 @@ def test_given_an_old_job_when_collected_then_its_results_go_and_jobs_show_says_
         (ledger,) = find_ledgers(store)
         job = ledger.job()
         ledger.create("results/part-00000.parquet", b"rows")
-        before = datetime.now(UTC) - timedelta(days=3)
-        ledger.create_manifest(
-            Manifest(
-                job=job.id,
-                status=JobStatus.CANCELLED,
-                counts=Counts(),
-                created_at=job.created_at,
-                finished_at=before,
-                wall_seconds=0.0,
-            )
-        )
+        end_job(ledger, datetime.now(UTC) - timedelta(days=3))
     kept = tokenmill("gc", "--root", root, "--json").json()
     assert kept["jobs"] == []
     would = tokenmill("gc", "--root", root, "--output-expires-after", "2d", "--dry-run", "--json").json()
@@ -166,3 +158,32 @@ def test_given_an_old_job_when_collected_then_its_results_go_and_jobs_show_says_
     (listed,) = tokenmill("jobs", "list", root, "--json").json()
     assert listed["status"] == "cancelled"
     assert listed["results_removed_at"] is not None
+
+
+def test_given_dead_letters_and_tickets_when_collected_then_they_go_by_their_age(
+    tokenmill: Cli, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FolderStore(root) as store:
+        clock = SimulatedClock()  # 2026 begins
+        world = World(store, clock, SystemRandomness(), store.scratch)
+        line = {"custom_id": "a", "url": "/v1/completions"}
+        job = CeleryTasks(world, Intake(world), pin_nothing).submit("team", "task", [[line]], {})
+        end_job(JobLedger(store, f"{JOBS}{job}/"), clock.now())
+
+    def collected(*more: object) -> dict[str, int]:
+        objects: dict[str, int] = tokenmill("gc", "--root", root, "--json", *more).json()["objects"]
+        return objects
+
+    never = ("--intake-expires-after", "3650d")
+    assert "letter" not in collected(*never)
+    assert collected(*never, "--deadletters-expire-after", "3650d") == {}
+    monkeypatch.setenv("TOKENMILL_RETENTION__DEADLETTERS", "1d")
+    monkeypatch.setenv("TOKENMILL_RETENTION__INTAKE", "3650d")
+    assert collected() == {"letter": 1}
+    assert tokenmill("deadletters", "list", "--root", root, "--json").json()["letters"] == []
+    assert collected("--intake-expires-after", "1d") == {"ticket": 1}
+    assert collected("--intake-expires-after", "1d") == {}
+
+
+def pin_nothing(uri: str) -> InputRef:
+    raise AssertionError(uri)

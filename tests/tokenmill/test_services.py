@@ -94,10 +94,12 @@ def test_what_is_dropped_is_answered_as_run_would_and_the_end_is_orderly(
     assert tiers == {"standard", "bulk"}
     served.send_signal(signal.SIGTERM)
     assert served.wait(30) == 0
-    # Started again it finds nothing to do: the same files are no new jobs.
-    again = start("serve", "--data", "data", "--settle", 0.2, *engine)
-    wait_until(lambda: "serving" in (place / "process-1.log").read_text(), again)
-    time.sleep(1.5)
+    # Started again it finds nothing to do: the same files are no new jobs, also when their results have gone.
+    brief = {"TOKENMILL_RETENTION__EVERY": "1s", "TOKENMILL_RETENTION__OUTPUTS": "1s"}
+    again = start("serve", "--data", "data", "--settle", 0.2, *engine, **brief)
+    wait_until(lambda: len(list(root.glob("jobs/*/tombstone.json"))) == 2, again)
+    wait_until(lambda: not list(root.glob("jobs/*/results/*")), again)
+    time.sleep(1.0)
     assert len(list(root.glob("jobs/*"))) == 2
 
 

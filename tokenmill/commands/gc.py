@@ -20,23 +20,44 @@ def collect(
         typer.Option(
             parser=amount_of_time,
             metavar="TIME",
-            help="Remove results of jobs that ended longer ago, such as 30d. Default: results are kept.",
+            help="Remove results of jobs that ended longer ago, such as 30d, unless the job itself says how long they "
+            "are kept. Default: TOKENMILL_RETENTION__OUTPUTS, else they are kept.",
+        ),
+    ] = None,
+    deadletters_expire_after: Annotated[
+        timedelta | None,
+        typer.Option(
+            parser=amount_of_time,
+            metavar="TIME",
+            help="Remove dead letters that are older. Default: TOKENMILL_RETENTION__DEADLETTERS, else they are kept.",
+        ),
+    ] = None,
+    intake_expires_after: Annotated[
+        timedelta | None,
+        typer.Option(
+            parser=amount_of_time,
+            metavar="TIME",
+            help="Remove what intakes keep to know an event again, when it is older: longer than any source repeats "
+            "events. Default: TOKENMILL_RETENTION__INTAKE, 30d.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Remove what nobody needs any more: leftovers of jobs that have ended and, if asked for, results that are old.
+    """Remove what nobody needs any more: leftovers of jobs that have ended, results whose time is over and, if asked
+    for, older results and dead letters.
 
     A job that is open is never touched, and a job's order and outcome stay for ever. It may be stopped at any moment;
-    the next one goes on. Safe while everything else runs.
+    the next one goes on. Safe while everything else runs; 'serve' and 'dispatcher' do it once a day by themselves.
     """
-    from pipeline.retention import Collector, RetentionSettings
-    from tokenmill.root import open_root
+    from pipeline.retention import Collector
+    from tokenmill.root import open_root, retention_settings
 
-    with open_root(root_url, read_settings()) as root:
-        found = Collector(root.world, RetentionSettings(outputs=output_expires_after), dry_run=dry_run).run()
+    settings = read_settings()
+    kept = retention_settings(settings, output_expires_after, deadletters_expire_after, intake_expires_after)
+    with open_root(root_url, settings) as root:
+        found = Collector(root.world, kept, dry_run=dry_run).run()
     if as_json:
         output.print_json(
             {

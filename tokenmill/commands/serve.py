@@ -94,7 +94,8 @@ def serve(
         work = Worker(root, hints, _loads(model, settings, options, chat_template), settings, switch_after)
         say(f"serving {', '.join(work.models)}: drop files into {data.expanduser() / 'incoming'}; Ctrl-C ends in order")
         dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
-        run_together(stop, work, {"dispatcher": dispatching, "folder": folders})
+        keeping = service.housekeeping_part(root, hints, settings)
+        run_together(stop, work, {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping})
 
 
 def worker(
@@ -135,7 +136,8 @@ def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _d
     settings = read_settings()
     with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
         say(f"dispatching for {root.url}")
-        run_together(stop, service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings)), {})
+        dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
+        run_together(stop, dispatching, {"housekeeping": service.housekeeping_part(root, hints, settings)})
 
 
 def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:

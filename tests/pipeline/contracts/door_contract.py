@@ -19,8 +19,9 @@ from pipeline.doors.drops import TAKEN, DropDoor
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import PipelineError, World
-from schemas.job import CatalogEntry, Counts, Job, JobStatus, Manifest, ModelPin, Tier
+from schemas.job import CatalogEntry, Job, ModelPin, Tier
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
+from tests.pipeline.made_jobs import end_job
 
 MODEL = "tiny"
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "hello"}}\n'
@@ -78,17 +79,7 @@ class Drops(ABC):
     def end(self, job: Job) -> None:
         """The job ends."""
         ledger = JobLedger(self.world.store, f"{JOBS}{job.id}/")
-        now = self.world.clock.now()
-        ledger.create_manifest(
-            Manifest(
-                job=job.id,
-                status=JobStatus.CANCELLED,
-                counts=Counts(),
-                created_at=job.created_at,
-                finished_at=now,
-                wall_seconds=0.0,
-            )
-        )
+        end_job(ledger, self.world.clock.now())
         tidy(ledger)
 
     def letters(self) -> list[tuple[str, str]]:

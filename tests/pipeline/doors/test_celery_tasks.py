@@ -22,8 +22,8 @@ from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import StoreError, World
 from pipeline.retention import Collector, RetentionSettings
-from schemas.job import CatalogEntry, Counts, InputRef, Job, JobStatus, Manifest, Tier
-from tests.pipeline.made_jobs import PIN
+from schemas.job import CatalogEntry, Counts, InputRef, Job, JobStatus, Tier
+from tests.pipeline.made_jobs import PIN, end_job
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "é"}}
@@ -256,18 +256,13 @@ def test_without_room_or_a_model_the_task_is_for_later_and_then_done(tmp_path: P
         house.submit([LINE], task="task-2")
     assert house.submit([LINE]) == first  # that one is in
     ledger = JobLedger(house.world.store, f"jobs/{first}/")
-    now = house.world.clock.now()
-    ledger.create_manifest(
-        Manifest(
-            job=first, status=JobStatus.COMPLETED, counts=Counts(), created_at=now, finished_at=now, wall_seconds=0
-        )
-    )
+    end_job(ledger, house.world.clock.now(), JobStatus.COMPLETED)
     house.world.clock.sleep(2)
     assert house.submit([LINE], task="task-2") != first
 
 
 def test_a_job_is_told_of_as_a_batch_object_and_cancelled(house: House) -> None:
-    job_id = house.submit([LINE], deadline="1h", metadata={"k": "v"})
+    job_id = house.submit([LINE], deadline="1h", output_expires_after="2d", metadata={"k": "v"})
     told = house.tasks.status("acme", [], {"id": job_id})
     assert json.loads(json.dumps(told)) == told
     created = int(house.job(job_id).created_at.timestamp())
@@ -275,18 +270,18 @@ def test_a_job_is_told_of_as_a_batch_object_and_cancelled(house: House) -> None:
     assert told["expires_at"] == created + 3_600
     assert told["metadata"] == {"k": "v"}
     assert told["tokenmill"]["results"] == house.world.store.locate(f"jobs/{job_id}/results/")
+    assert told["tokenmill"]["results_expire_at"] is None, "it counts from the end"
     told = house.tasks.cancel("acme", [job_id], {})
     assert told["status"] == "cancelling"
     assert told["cancelling_at"] is not None
     assert house.tasks.cancel("acme", [job_id], {}) == told
     now = house.world.clock.now()
     counts = Counts(total=6, succeeded=3, failed=1, cancelled=2)
-    JobLedger(house.world.store, f"jobs/{job_id}/").create_manifest(
-        Manifest(job=job_id, status=JobStatus.CANCELLED, counts=counts, created_at=now, finished_at=now, wall_seconds=0)
-    )
+    end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), now, counts=counts)
     ended = house.tasks.cancel("acme", [job_id], {})
     assert ended["status"] == "cancelled"
     assert ended["cancelled_at"] == int(now.timestamp())
+    assert ended["tokenmill"]["results_expire_at"] == (now + timedelta(days=2)).isoformat()
     assert ended["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
 
 
@@ -301,13 +296,7 @@ def test_what_is_no_job_of_ours_is_not_found(house: House, wanted: Any) -> None:
 
 def test_what_was_sent_inline_goes_with_the_jobs_results(house: House) -> None:
     job_id = house.submit([LINE])
-    now = house.world.clock.now()
-    ledger = JobLedger(house.world.store, f"jobs/{job_id}/")
-    ledger.create_manifest(
-        Manifest(
-            job=job_id, status=JobStatus.COMPLETED, counts=Counts(), created_at=now, finished_at=now, wall_seconds=0
-        )
-    )
+    end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), house.world.clock.now(), JobStatus.COMPLETED)
     house.world.store.delete(f"active/{job_id}")
     house.world.clock.sleep(40 * 86_400)
     Collector(house.world, RetentionSettings(outputs=timedelta(days=1))).run()

@@ -23,6 +23,7 @@ def refusal(name: str, metadata: dict[str, str], *sidecars: bytes) -> IntakeRefu
 def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_programs_names_are_left_alone() -> None:
     metadata = {
         "tokenmill-model": "tiny", "deadline": "6h", "tokenmill-max-output-tokens": "50", "seed": "-3",
+        "tokenmill-output-expires-after": "30d",
         "On-Invalid": "job", "tokenmill-metadata": '{"team": "search"}', "s3cmd-attrs": "x", "mtime": "1",
     }  # fmt: skip
     assert options_of("bulk/a.jsonl", metadata, [], place=URI) == JobOptions(
@@ -30,6 +31,7 @@ def test_given_metadata_with_and_without_prefix_then_both_are_options_and_other_
         tier=Tier.BULK,
         deadline=timedelta(hours=6),
         max_output_tokens=50,
+        output_expires_after=timedelta(days=30),
         seed=-3,
         on_invalid=OnInvalid.JOB,
         metadata={"team": "search"},
@@ -70,6 +72,8 @@ def test_given_the_same_said_twice_then_it_counts_once() -> None:
         ("a.jsonl", {}, [b'{"tenant": "other"}'], "unknown_option", "tenant, given by sidecar 0, is no option"),
         ("a.jsonl", {"tier": "interactive"}, [], "invalid_option", "standard or bulk"),
         ("a.jsonl", {"deadline": "soon"}, [], "invalid_option", "deadline"),
+        ("a.jsonl", {}, [b'{"output_expires_after": 3600}'], "invalid_option", "text, such as 30d"),
+        ("a.jsonl", {"output-expires-after": "never"}, [], "invalid_option", "no amount of time"),
         ("a.jsonl", {"tokenmill-metadata": "x"}, [], "invalid_option", "not JSON"),
         ("a.jsonl", {}, [b"x" * (1 << 20) + b"x"], "invalid_option", "larger"),
     ],

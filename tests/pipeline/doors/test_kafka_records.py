@@ -29,6 +29,7 @@ GOOD_HEADERS = st.lists(
             ("tier", b"standard"),
             ("model", b"tiny"),
             ("deadline", b"6h"),
+            ("output_expires_after", b"30d"),
             ("job", b"nightly"),
             ("job", "Nächte".encode()),
             ("reply_to", b"replies"),
@@ -39,7 +40,14 @@ GOOD_HEADERS = st.lists(
     max_size=4,
 )
 BAD_HEADERS = st.sampled_from(
-    [("tier", b"interactive"), ("tier", b"\xff"), ("deadline", b"soon"), ("reply_to", b"elsewhere"), ("job", b"")]
+    [
+        ("tier", b"interactive"),
+        ("tier", b"\xff"),
+        ("deadline", b"soon"),
+        ("output_expires_after", b"30"),
+        ("reply_to", b"elsewhere"),
+        ("job", b""),
+    ]
 )
 LINES = st.builds(
     lambda name, text, indent: orjson.dumps(
@@ -126,7 +134,13 @@ def test_given_a_stored_batch_when_anybody_derives_its_jobs_then_they_are_the_sa
 def test_given_headers_when_jobs_are_derived_then_they_carry_them_and_the_tenant_is_the_topics(
     store: FolderStore,
 ) -> None:
-    headers = (("tier", b"bulk"), ("deadline", b"2h"), ("job", b"nightly"), ("tenant", b"somebody-else"))
+    headers = (
+        ("tier", b"bulk"),
+        ("deadline", b"2h"),
+        ("output_expires_after", b"9d"),
+        ("job", b"nightly"),
+        ("tenant", b"somebody-else"),
+    )
     value = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}'
 
     (draft,) = drafts(store, stored(store, [Record(100, 0, None, value, headers)]))
