@@ -94,6 +94,37 @@ KvDType = Literal["auto", "int8"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
 
+# How an engine runs: `run`, `serve` and `worker` share all of it.
+
+DTypeOption = Annotated[
+    DType, typer.Option(help="Of weights and arithmetic. auto: bfloat16 where the CPU has it, else float32.")
+]
+QuantizeOption = Annotated[
+    Quantize,
+    typer.Option(
+        help="Weights at load. int8: activations too, row by row, where that is faster; int8-weight-only: smaller, "
+        "nearer to the model."
+    ),
+]
+KvDTypeOption = Annotated[
+    KvDType, typer.Option(help="Of the KV cache. int8: half of bfloat16's bytes. auto: as --dtype.")
+]
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
+KvCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=num_bytes,
+        metavar="SIZE",
+        help="Most memory for the KV cache, such as 4GB. Default: half of what is free.",
+    ),
+]
+
 # What `run` and `jobs retry` share.
 
 OutputTo = Annotated[
@@ -108,7 +139,6 @@ Deadline = Annotated[
         help="Such as 6h, 30m or 2d, from when the job is made: rows without an answer by then expire.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
 MaxOutputTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Refuse requests that ask for more, and give no more to those that don't say."),
@@ -117,16 +147,12 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and
 PricePerHour = Annotated[
     float | None, typer.Option(parser=price, metavar="PRICE", help="Of this machine, for the cost in the summary.")
 ]
-ChatTemplate = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
-]
-MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
-KvCacheMemory = Annotated[
-    int | None,
+
+RootUrl = Annotated[
+    str | None,
     typer.Option(
-        parser=num_bytes,
-        metavar="SIZE",
-        help="Most memory for the KV cache, such as 4GB. Default: half of what is free.",
+        "--root",
+        metavar="ROOT",
+        help="The folder or s3://BUCKET/PREFIX that holds all jobs. Default: TOKENMILL_ROOT.",
     ),
 ]

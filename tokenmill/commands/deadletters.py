@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import output
-from tokenmill.commands.serve import RootUrl
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.options import Debug, Json
+from tokenmill.options import Debug, Json, RootUrl
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:

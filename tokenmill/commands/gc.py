@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.commands.serve import RootUrl
-from tokenmill.options import Debug, Json, amount_of_time
+from tokenmill.options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
 
 

@@ -11,13 +11,13 @@ from tokenmill.options import (
     ChatTemplate,
     Deadline,
     Debug,
-    Device,
-    DType,
+    DeviceOption,
+    DTypeOption,
     Fresh,
     Input,
     Json,
     KvCacheMemory,
-    KvDType,
+    KvDTypeOption,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
@@ -25,7 +25,7 @@ from tokenmill.options import (
     OnInvalid,
     OutputTo,
     PricePerHour,
-    Quantize,
+    QuantizeOption,
     Threads,
     Tier,
 )
@@ -43,20 +43,10 @@ def run(
     out: OutputTo,
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     deadline: Deadline = None,
-    dtype: Annotated[
-        DType, typer.Option(help="Of weights and arithmetic. auto: bfloat16 where the CPU has it, else float32.")
-    ] = "auto",
-    quantize: Annotated[
-        Quantize,
-        typer.Option(
-            help="Weights at load. int8: activations too, row by row, where that is faster; int8-weight-only: smaller, "
-            "nearer to the model."
-        ),
-    ] = "none",
-    kv_dtype: Annotated[
-        KvDType, typer.Option(help="Of the KV cache. int8: half of bfloat16's bytes. auto: as --dtype.")
-    ] = "auto",
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
+    dtype: DTypeOption = "auto",
+    quantize: QuantizeOption = "none",
+    kv_dtype: KvDTypeOption = "auto",
+    device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
     on_invalid: Annotated[
@@ -78,14 +68,13 @@ def run(
     The same command again goes on where the last one stopped; what was committed is never computed again. Every line
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
     """
+    from tokenmill.job_options import engine_options
     from tokenmill.running import execute
-    from tokenmill.wiring import EngineOptions
 
     settings = read_settings()
-    engine = EngineOptions(
-        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        settings.instruction_set,
-    )  # fmt: skip
+    engine = engine_options(
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
+    )
     plan = _plan(
         input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,

@@ -14,15 +14,16 @@ import typer
 from tokenmill.options import (
     ChatTemplate,
     Debug,
-    Device,
-    DType,
+    DeviceOption,
+    DTypeOption,
     KvCacheMemory,
-    KvDType,
+    KvDTypeOption,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     Models,
     PricePerHour,
-    Quantize,
+    QuantizeOption,
+    RootUrl,
     SwitchAfter,
     Threads,
     folder,
@@ -37,14 +38,6 @@ if TYPE_CHECKING:
     from tokenmill.wiring import EngineOptions
     from workers.model_host import LoadedModel
 
-RootUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--root",
-        metavar="ROOT",
-        help="The folder or s3://BUCKET/PREFIX that holds all jobs. Default: TOKENMILL_ROOT.",
-    ),
-]
 Data = Annotated[
     Path, typer.Option("--data", parser=folder, metavar="DIR", help="The folder that holds all jobs; made if missing.")
 ]
@@ -57,10 +50,10 @@ Settle = Annotated[
 def serve(
     model: Models = ["demo"],  # noqa: B006 - typer reads it, nobody writes
     data: Data = Path("tokenmill-data"),
-    dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
-    quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
-    kv_dtype: Annotated[KvDType, typer.Option(help="Of the KV cache.")] = "auto",
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
+    dtype: DTypeOption = "auto",
+    quantize: QuantizeOption = "none",
+    kv_dtype: KvDTypeOption = "auto",
+    device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
     max_num_seqs: MaxNumSeqs = 128,
@@ -80,6 +73,7 @@ def serve(
     from pipeline.adapters.locks import RunLock
     from tokenmill import service
     from tokenmill.hints import hints_in_process
+    from tokenmill.job_options import engine_options
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
@@ -87,7 +81,9 @@ def serve(
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
-    options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
+    options = engine_options(
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
+    )
     with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
         hints = hints_in_process(root)
         folders = service.folder_part(root, settings, settle)
@@ -101,10 +97,10 @@ def serve(
 def worker(
     model: Models,
     root_url: RootUrl = None,
-    dtype: Annotated[DType, typer.Option(help="Of weights and arithmetic.")] = "auto",
-    quantize: Annotated[Quantize, typer.Option(help="Weights at load.")] = "none",
-    kv_dtype: Annotated[KvDType, typer.Option(help="Of the KV cache.")] = "auto",
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto",
+    dtype: DTypeOption = "auto",
+    quantize: QuantizeOption = "none",
+    kv_dtype: KvDTypeOption = "auto",
+    device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
     max_num_seqs: MaxNumSeqs = 128,
@@ -117,10 +113,13 @@ def worker(
 
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
     """
+    from tokenmill.job_options import engine_options
     from tokenmill.working import run_worker
 
     settings = read_settings()
-    options = _options(settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype)  # fmt: skip  # noqa: E501
+    options = engine_options(
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
+    )
     run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after)
 
 
@@ -158,25 +157,6 @@ def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
         parts = door_parts(root, settings)
         say(f"taking in for {root.url}: {', '.join(parts)}")
         run_together(stop, _wait, parts)
-
-
-def _options(
-    settings: Settings,
-    dtype: DType,
-    device: Device,
-    threads: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_memory: int | None,
-    quantize: Quantize,
-    kv_dtype: KvDType,
-) -> EngineOptions:
-    from tokenmill.wiring import EngineOptions
-
-    return EngineOptions(
-        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        settings.instruction_set,
-    )  # fmt: skip
 
 
 def _loads(
