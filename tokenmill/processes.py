@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import structlog
@@ -55,7 +56,7 @@ def run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) 
 
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         for name, part in others.items():
-            pool.submit(part, stop).add_done_callback(lambda future, name=name: ended(name, future))  # type: ignore[misc]
+            pool.submit(part, stop).add_done_callback(partial(ended, name))
         try:
             main(stop)
         finally:
