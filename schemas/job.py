@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from schemas.limits import Limits, PlanSettings
+from schemas.names import Id
 from schemas.selection import RowSelection
 
 Count = Annotated[int, Field(ge=0)]
@@ -161,7 +162,7 @@ class Job(Paper):
     """
 
     version: Literal[1] = 1
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
+    id: Id
     tenant: Annotated[str, Field(min_length=1, max_length=256)] = "default"
     tier: Tier = Tier.STANDARD
     input: InputRef

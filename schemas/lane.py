@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AwareDatetime, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from schemas.job import Tier
+from schemas.names import Attempt, Id
 
 Text = Annotated[str, StringConstraints(max_length=4_096)]
-RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
-Attempt = Annotated[int, Field(ge=1, lt=2**31)]
 Sequence = Annotated[int, Field(ge=0, lt=2**53)]
 Choice = Annotated[int, Field(ge=0, lt=2**16)]
 TokenIds = tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
@@ -45,7 +44,7 @@ class LaneRequest:
 
     __pydantic_config__ = _STRICT
 
-    id: RequestId
+    id: Id
     model: Text
     body: dict[str, Any]
     url: Text = "/v1/chat/completions"
@@ -64,7 +63,7 @@ class TokensEvent:
 
     __pydantic_config__ = _STRICT
 
-    request: RequestId
+    request: Id
     attempt: Attempt
     sequence: Sequence
     choice: Choice = 0
@@ -80,7 +79,7 @@ class EndEvent:
 
     __pydantic_config__ = _STRICT
 
-    request: RequestId
+    request: Id
     attempt: Attempt
     sequence: Sequence
     response: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class ErrorEvent:
 
     __pydantic_config__ = _STRICT
 
-    request: RequestId
+    request: Id
     attempt: Attempt
     sequence: Sequence
     code: Text

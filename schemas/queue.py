@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import Field, StringConstraints, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from schemas.names import Attempt, Id
 
 COMPUTE_SHARD: Final = "tokenmill.compute_shard"
 """The task's name; its arguments are the job's id, the shard's number and the attempt's."""
 
-JobName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
 ShardNumber = Annotated[int, Field(ge=0, lt=2**31)]
-AttemptNumber = Annotated[int, Field(ge=1, lt=2**31)]
 NoKeywords = Annotated[dict[str, Any], Field(max_length=0)]
 
 
@@ -28,8 +28,8 @@ class ComputeShard:
 
 def task_arguments(body: bytes | str) -> ComputeShard:
     """The arguments in a message's body, `[[job, shard, attempt], {}, {…}]`; raises pydantic's ValidationError."""
-    adapter: TypeAdapter[tuple[tuple[JobName, ShardNumber, AttemptNumber], NoKeywords, Any]] = TypeAdapter(
-        tuple[tuple[JobName, ShardNumber, AttemptNumber], NoKeywords, Any]
+    adapter: TypeAdapter[tuple[tuple[Id, ShardNumber, Attempt], NoKeywords, Any]] = TypeAdapter(
+        tuple[tuple[Id, ShardNumber, Attempt], NoKeywords, Any]
     )
     arguments, _, _ = adapter.validate_json(body, strict=True)
     return ComputeShard(*arguments)

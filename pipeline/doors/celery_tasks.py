@@ -29,8 +29,8 @@ from pipeline.planner.api import InputError
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.submit import DifferentJob, derived_job_id
 from schemas.job import Closing, InputFile, InputFormat, InputRef, Paper, Sha256
+from schemas.names import Id
 from schemas.options import JobOptions
-from schemas.queue import JobName
 
 INTAKE: Final = "intake/celery/"
 TICKET: Final = "-task.json"
@@ -265,7 +265,7 @@ class CeleryTasks:
             raise TaskRefused(f"invalid_request: {task} takes {_ID} only, not {min(others)[:80]!r}")
         unknown = TaskRefused(f"job_not_found: there is no job {str(wanted)[:80]!r}; give the id that {SUBMIT} gave")
         try:
-            name = TypeAdapter[str](JobName).validate_python(wanted, strict=True)
+            name = TypeAdapter[str](Id).validate_python(wanted, strict=True)
         except ValidationError:
             raise unknown from None
         ledger = self._ledger(name)
