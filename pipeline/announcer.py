@@ -4,8 +4,7 @@ All that is sent is a function of committed objects (the order, parts, closing, 
 So what a death repeats is the same to the byte, and carries the same id. Messages are confirmed first; then a marker is
 created, and what has one is not sent again:
 
-    announced/results/JOB/PART   announced/replies/JOB/PART   announced/events/JOB/NAME   announced/jobs/JOB  (all of
-    it)
+    announced/results/JOB/PART   announced/replies/JOB/PART   announced/events/JOB/NAME   announced/jobs/JOB  (the end)
 
 Jobs that came through Kafka are found by their origins (`intake/origins/`), which stand from before the job until all
 is announced. Other jobs, where they are announced too, are found by their markers in `active/`, and by a sweep.

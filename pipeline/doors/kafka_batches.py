@@ -6,8 +6,7 @@ the same offset agree on the first one stored.
 
     intake/kafka/CLUSTER/TOPIC/PARTITION/FIRST.json          the batch
     intake/kafka/CLUSTER/TOPIC/PARTITION/lines/FIRST-HASH.*  .jsonl: input lines; .parquet: the records behind them
-    intake/origins/JOB.json                                  which batch (or record) a job came from, until it is
-    announced
+    intake/origins/JOB.json                                  which batch (or record) a job came from, until announced
 """
 
 from __future__ import annotations

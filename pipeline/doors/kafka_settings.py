@@ -31,13 +31,13 @@ class KafkaDoorSettings:
         reply_topics: topics that a message's `reply_to` may name.
         uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
         resend_window, resend_records: how long, and over how many of a partition's records, a request that comes again
-        is
-            known as the producer's resend. 0 records: only within a batch.
+            is known as the producer's resend. 0 records: only within a batch.
         deadletter_patience: how long the dead letters' topic is waited for. Then their objects in the store do alone.
         retry_first, retry_most: what fails for now is tried again after so long, doubling up to the most.
         heartbeat_every: or a third of the session's timeout, if that is less.
         max_poll_interval: the broker takes a member for dead that hasn't polled for so long; the door polls all the
-        time. store_threads: how many partitions' batches are stored side by side.
+            time.
+        store_threads: how many partitions' batches are stored side by side.
     """
 
     connection: KafkaConnection
