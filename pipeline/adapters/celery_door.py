@@ -27,8 +27,8 @@ from celery.concurrency.thread import TaskPool
 from celery.exceptions import Ignore, Reject, WorkerShutdown
 from celery.worker import WorkController
 from celery.worker import state as worker_state
-from kombu import Connection
 
+from pipeline.adapters.celery_app import REDIS, private_app, scheme_of, security, socket_options
 from pipeline.availability import BadAddress, redacted
 from pipeline.doors.celery_generate import GENERATE, GenerateCalls
 from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
@@ -38,7 +38,6 @@ _LOOK_SECONDS: Final = 0.1
 _LOOKS_PER_RESTORE: Final = 50
 _END_SECONDS: Final = 2.0
 """For how long a worker's loop may not look up."""
-_REDIS: Final = ("redis", "rediss")
 
 logger = structlog.get_logger(__name__)
 
@@ -95,7 +94,7 @@ def make_app(
     Raises:
         BadAddress: Celery can't use the broker, or no place for results is named.
     """
-    app = Celery("tokenmill", set_as_current=False, autofinalize=False)
+    app = private_app(settings.broker_url)
     app.conf.update(_configuration(queue, settings))
 
     def wait(tries: int) -> float:
@@ -279,16 +278,9 @@ def _end(worker: WorkController) -> None:
 
 
 def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
-    scheme = _scheme(settings.broker_url)
-    place = redacted(settings.broker_url)
-    try:
-        Connection(settings.broker_url).get_transport_cls()
-    except (KeyError, TypeError, ValueError, ImportError) as error:
-        raise BadAddress(
-            f"{place}: Celery can't use this broker (no such transport, or its package isn't installed); "
-            "give a URL such as redis://host:6379/0"
-        ) from error
-    if settings.result_url is None and scheme not in _REDIS:
+    scheme = scheme_of(settings.broker_url)
+    if settings.result_url is None and scheme not in REDIS:
+        place = redacted(settings.broker_url)
         raise BadAddress(f"{place}: keeps no results; name a place for them, such as redis://host:6379/1")
     if settings.longest_wait >= settings.visibility_timeout:
         raise BadAddress("longest_wait must be below visibility_timeout, or tasks that wait are delivered twice")
@@ -298,17 +290,16 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
         "broker_read_url": settings.broker_url,
         "broker_write_url": settings.broker_url,
         "broker_transport_options": _transport_options(scheme, queue, settings),
+        "broker_use_ssl": security(settings.broker_url),
         "broker_connection_timeout": timeout,
         "broker_connection_retry": False,
         "broker_connection_retry_on_startup": False,
         "result_backend": results,
+        "redis_backend_use_ssl": security(results),
         "result_expires": settings.result_expires,
         "redis_socket_timeout": timeout,
         "redis_socket_connect_timeout": timeout,
-        "accept_content": ["json"],
         "result_accept_content": ["json"],
-        "task_serializer": "json",
-        "result_serializer": "json",
         "task_acks_late": True,
         "task_default_queue": queue,
         "worker_prefetch_multiplier": settings.prefetch,
@@ -318,19 +309,12 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
 
 
 def _transport_options(scheme: str, queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
-    if scheme in _REDIS:
-        return {
+    if scheme in REDIS:
+        return socket_options(settings.timeout) | {
             "visibility_timeout": settings.visibility_timeout,
             "unacked_restore_throttle": 1,
             "unacked_key": f"{queue}.unacked",
             "unacked_index_key": f"{queue}.unacked_index",
             "unacked_mutex_key": f"{queue}.unacked_mutex",
-            "socket_timeout": settings.timeout,
-            "socket_connect_timeout": settings.timeout,
-            "socket_keepalive": True,
         }
     return {"visibility_timeout": settings.visibility_timeout} if scheme == "sqs" else {}
-
-
-def _scheme(url: str) -> str:
-    return url.partition(":")[0].partition("+")[0]

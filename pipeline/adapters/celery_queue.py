@@ -12,7 +12,6 @@ is put again by the dispatcher.
 
 from __future__ import annotations
 
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,11 +20,11 @@ from datetime import datetime
 from typing import Any, Final
 
 import structlog
-from celery import Celery
 from kombu import Connection, Exchange, Queue
 from kombu.exceptions import KombuError
 
-from pipeline.availability import BadAddress, ServiceUnavailable, redacted
+from pipeline.adapters.celery_app import REDIS, private_app, scheme_of, security, socket_options
+from pipeline.availability import ServiceUnavailable, redacted
 from pipeline.ports import Clock, ShardTask
 from schemas.queue import COMPUTE_SHARD, task_arguments
 
@@ -71,18 +70,8 @@ class CeleryQueue:
         self._settings = settings
         self._clock = clock
         self._place = redacted(settings.url)
-        try:
-            Connection(settings.url).get_transport_cls()
-        except (KeyError, TypeError, ValueError, ImportError) as error:
-            raise BadAddress(
-                f"{self._place}: Celery can't use this broker (no such transport, or its package isn't installed); "
-                "give a URL such as redis://host:6379/0"
-            ) from error
-        # An app of its own, that no other Celery code in the process sees or configures.
-        self._app = Celery("tokenmill", broker=settings.url, set_as_current=False, autofinalize=False)
-        self._app.conf.update(
-            accept_content=["json"], task_serializer="json", result_serializer="json", task_ignore_result=True
-        )
+        self._app = private_app(settings.url)
+        self._app.conf.update(task_ignore_result=True)
         self._puts = _Line(self._connect)
         self._takes = _Line(self._connect)
         self._seen_empty: dict[str, float] = {}  # queue -> when (monotonic)
@@ -194,7 +183,7 @@ class CeleryQueue:
         connection = Connection(
             self._settings.url,
             connect_timeout=self._settings.timeout,
-            ssl=_security(self._settings.url),
+            ssl=security(self._settings.url),
             transport_options=_options(self._settings.url, self._settings.timeout)
             | dict(self._settings.transport_options),
         )
@@ -257,21 +246,11 @@ class _Line:
                 connection.release()
 
 
-def _security(url: str) -> dict[str, Any] | None:
-    """TLS for Redis: kombu alone would take any certificate. What the URL says of it (`?ssl_ca_certs=…`) goes first."""
-    return {"ssl_cert_reqs": ssl.CERT_REQUIRED} if url.startswith("rediss:") else None
-
-
 def _options(url: str, timeout: float) -> dict[str, Any]:
     """What makes each kind of transport answer or fail in time."""
-    scheme = url.partition(":")[0].partition("+")[0]
-    if scheme in ("redis", "rediss", "sentinel"):
-        return {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "socket_keepalive": True,
-            "priority_steps": [0],  # one list a queue
-        }
+    scheme = scheme_of(url)
+    if scheme in (*REDIS, "sentinel"):
+        return socket_options(timeout) | {"priority_steps": [0]}  # one list a queue
     if scheme in ("amqp", "amqps", "pyamqp"):
         return {"read_timeout": timeout, "write_timeout": timeout, "confirm_publish": True}
     return {}

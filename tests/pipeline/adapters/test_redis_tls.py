@@ -10,17 +10,24 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
+from celery import Celery
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
+from pipeline.adapters.celery_door import CeleryDoorSettings, make_app
 from pipeline.adapters.celery_queue import CeleryQueue, CeleryQueueSettings
 from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_heartbeats import RedisHeartbeats
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import ServiceUnavailable
-from pipeline.ports import ShardTask
+from pipeline.doors.celery_tasks import CeleryTasks
+from pipeline.inputs import pin_uri
+from pipeline.intake import Intake
+from pipeline.ports import ShardTask, World
 
 
 @pytest.fixture
@@ -98,4 +105,31 @@ def test_a_server_that_nobody_vouches_for_hears_nothing(listener: Listener, ask:
 def test_one_that_is_vouched_for_is_talked_to(listener: Listener, certificate: Path, ask: Ask) -> None:
     with pytest.raises(ServiceUnavailable):  # it is no Redis
         ask(f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0?ssl_ca_certs={certificate}")
+    assert b"AUTH" in listener.heard
+
+
+def reach_broker(app: Celery) -> None:
+    with app.connection_for_read() as connection:
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=1.0)
+
+
+def reach_backend(app: Celery) -> None:
+    app.backend.client.ping()
+
+
+@pytest.mark.parametrize("reach", [reach_broker, reach_backend])
+def test_the_door_of_tasks_tells_such_a_server_nothing_either(
+    listener: Listener, certificate: Path, world: World, reach: Callable[[Celery], None]
+) -> None:
+    place = f"rediss://me:s3cret@localhost:{listener.server_address[1]}/0"
+    tasks = CeleryTasks(world, Intake(world), pin_uri)
+
+    def app(url: str) -> Celery:
+        return make_app(tasks, "q", "default", CeleryDoorSettings(url, timeout=1.0), SystemRandomness())
+
+    with pytest.raises((OperationalError, RedisError), match=r"(?i)certificate"):
+        reach(app(place))
+    assert listener.heard == b""
+    with pytest.raises((OperationalError, RedisError)):  # it is no Redis
+        reach(app(f"{place}?ssl_ca_certs={certificate}"))
     assert b"AUTH" in listener.heard
