@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.ledger import JobLedger
+from pipeline.ports import World
 from tests.pipeline.simulated_house import House
 from tests.pipeline.simulation import simulated_world
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    world = simulated_world(tmp_path)
+def world(tmp_path: Path) -> World:
+    """A world in memory."""
+    return simulated_world(tmp_path)
+
+
+@pytest.fixture
+def house(world: World) -> House:
     return House(world, JobLedger(world.store))

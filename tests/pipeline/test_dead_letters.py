@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,6 @@ from pipeline.dead_letters import CannotReplay, DeadLetter, DeadLetters, LetterS
 from pipeline.ports import PipelineError, World
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.simulation import START, simulated_world
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
 
 
 def source(position: int = 7) -> LetterSource:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-
-import pytest
 
 from pipeline.active import unmark
 from pipeline.availability import ServiceUnavailable
@@ -18,15 +15,9 @@ from pipeline.retention import RetentionSettings
 from pipeline.submit import submit
 from tests.pipeline.dying_store import WatchedStore
 from tests.pipeline.made_jobs import end_job, order
-from tests.pipeline.simulation import simulated_world
 
 DAY = 86_400.0
 KEEP = RetentionSettings(outputs=timedelta(days=7))
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
 
 
 def ended(world: World, name: str = "job-1") -> JobLedger:
@@ -98,11 +89,11 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
             world.clock.sleep(60.0)
             done.extend(name for name, keeper in keepers.items() if keeper.look(stop))
 
-    go(3.0)
+    go(2.1)
     assert len(done) == 3
     del keepers[done[-1]]
     keepers["c"] = Housekeeper(world, KEEP, lease=shared.of("c"))  # started again, at once: that is no reason to
-    go(0.9)
+    go(0.8)
     assert len(done) == 3
     go(0.2)
     assert len(done) == 4
@@ -118,7 +109,9 @@ def test_given_a_failure_when_it_is_over_then_it_is_tried_again_soon(world: Worl
 
     shared = Shared(world, DAY)
     there = replace(world, store=WatchedStore(world.store, fails))
-    keeper = Housekeeper(there, RetentionSettings(outputs=timedelta(0)), HousekeepingSettings(again=60.0), shared.of("a"))
+    keeper = Housekeeper(
+        there, RetentionSettings(outputs=timedelta(0)), HousekeepingSettings(again=60.0), shared.of("a")
+    )
     world.clock.sleep(61.0)
     assert not keeper.look(stop)
     failing, shared.away = False, True

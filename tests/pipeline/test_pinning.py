@@ -16,7 +16,6 @@ from pipeline.ports import World
 from pipeline.submit import DifferentJob, submit
 from schemas.job import InputFile, InputRef
 from tests.pipeline.made_jobs import order
-from tests.pipeline.simulation import simulated_world
 
 
 @pytest.fixture
@@ -24,11 +23,6 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"one\n")
     return path
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
 
 
 def marked(pinned: InputRef) -> InputRef:

@@ -36,11 +36,6 @@ KEEP = RetentionSettings(outputs=timedelta(days=7), intake=timedelta(days=30))
 PAPERS = {"job.json", "manifest.json", "tombstone.json"}
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
-
-
 def ledger_of(store: ObjectStore, name: str) -> JobLedger:
     return JobLedger(store, f"{JOBS}{name}/")
 

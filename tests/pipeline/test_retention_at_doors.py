@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -18,15 +17,9 @@ from pipeline.retention import Collector, Kind, RetentionSettings
 from schemas.job import CatalogEntry, InputRef
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.made_jobs import PIN, end_job
-from tests.pipeline.simulation import simulated_world
 
 DAY = 86_400.0
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
 
 
 def pin_nothing(uri: str) -> InputRef:

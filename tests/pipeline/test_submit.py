@@ -19,12 +19,7 @@ from pipeline.ports import World
 from pipeline.submit import DifferentJob, Submitted, clear, new_job_id, submit
 from schemas.job import InputFile, InputFormat, InputRef, JobSettings, JobStatus, ModelPin, Tier
 from tests.pipeline.made_jobs import end_job, order, plan_by_hand
-from tests.pipeline.simulation import START, SeededRandomness, simulated_world
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return simulated_world(tmp_path)
+from tests.pipeline.simulation import START, SeededRandomness
 
 
 @pytest.fixture

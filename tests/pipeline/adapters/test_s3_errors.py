@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,6 @@ from tests.servers.process import free_port
 from tests.servers.seaweedfs import SeaweedServer
 
 SECRET = "hush-hush-hush"
-
-
-@pytest.fixture
-def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
-    return s3_server.make_bucket(unique_name())
-
-
-@pytest.fixture
-def proxy(s3_server: MotoServer) -> Iterator[FaultyHttp]:
-    with FaultyHttp(s3_server.endpoint) as proxy:
-        yield proxy
 
 
 def refusal(open_it: Callable[[], object]) -> str:

@@ -6,7 +6,7 @@ import io
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,17 +20,6 @@ from tests.pipeline.s3_stores import open_s3, settings_for
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
-
-
-@pytest.fixture
-def bucket(s3_server: MotoServer, unique_name: Callable[[], str]) -> str:
-    return s3_server.make_bucket(unique_name())
-
-
-@pytest.fixture
-def proxy(s3_server: MotoServer) -> Iterator[FaultyHttp]:
-    with FaultyHttp(s3_server.endpoint) as proxy:
-        yield proxy
 
 
 def test_keys_lie_below_the_prefix_and_are_named_by_their_url(
