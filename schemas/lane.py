@@ -108,7 +108,7 @@ class HandBackEvent:
 
     __pydantic_config__ = _STRICT
 
-    request: RequestId
+    request: Id
     attempt: Attempt
     sequence: Sequence
     kind: Literal["hand_back"] = "hand_back"
