@@ -36,13 +36,15 @@ import pyarrow.parquet as pq
 from benchmarks.throughput import machine
 from pipeline.catalog import Catalog
 from pipeline.ledger import RESULTS
+from schemas.tables import result_schema
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster, wait_for
 
 PROCESSES = ("dispatcher-1", "intake-1", "null-1", "null-2")
 TOKENS = 60  # of an answer
 URGENT_ROWS, URGENT_DEADLINE = 50, "20s"
 STARTED = 120  # seconds that the processes have
-COLUMNS = ["status", "prompt_tokens", "completion_tokens", "started_at", "finished_at"]
+COLUMNS = ("status", "prompt_tokens", "completion_tokens", "started_at", "finished_at")
+NOTHING = pa.schema([result_schema().field(name) for name in COLUMNS]).empty_table()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ def rows_of(cluster: Cluster, dropped: Drop) -> pa.Table:
     for job in cluster.jobs():
         if cluster.ledger(job).job().input.uri.endswith("/" + dropped.key):
             keys = [info.key for info in store.list(f"jobs/{job}/{RESULTS}")]
-            tables = [pq.read_table(pa.BufferReader(store.read(key)), columns=COLUMNS) for key in keys]
-            return pa.concat_tables(tables)
-    return pa.table({name: [] for name in COLUMNS})
+            tables = [pq.read_table(pa.BufferReader(store.read(key)), columns=list(COLUMNS)) for key in keys]
+            return pa.concat_tables([NOTHING, *tables])
+    return NOTHING
 
 
 def whole(cluster: Cluster, dropped: Drop, rows: int) -> pa.Table:
@@ -158,7 +160,7 @@ def started(folder: Path, model: str, **variables: str) -> Any:
         folder,
         engine=("--model", f"null={model}", "--max-num-seqs", "64", "--step-ms", "25"),
         processes=PROCESSES,
-        TOKENMILL_PLAN__SHARD_TOKENS="8000",
+        TOKENMILL_PLAN__SHARD_TOKENS="3000",
         TOKENMILL_BUCKET__PLACES='{"incoming/": "default", "much/incoming/": "much", "little/incoming/": "little"}',
         TOKENMILL_BUCKET__SWEEP_SECONDS="2",
         **variables,
