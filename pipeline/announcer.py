@@ -26,9 +26,10 @@ import structlog
 from pipeline.active import ACTIVE
 from pipeline.doors.kafka_batches import ORIGINS, KafkaBatch, Origin, group_records, load_batch, load_origin, origin_key
 from pipeline.doors.kafka_letters import OwedLetters
+from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.messages import Message, Messages, NotConfirmed
-from pipeline.ports import ObjectStore, PipelineError, World
+from pipeline.ports import Lease, ObjectStore, PipelineError, World
 from pipeline.results import read_part
 from schemas.events import JobChanged, ShardCommitted
 from schemas.job import Counts, Job, JobStatus, Manifest
@@ -83,9 +84,20 @@ class _Quiet:
 
 
 class Announcer:
-    """Announces the jobs of a root. Several may run: each sends what it finds unmarked."""
+    """Announces the jobs of a root. Several may run: each sends what it finds unmarked, so without a lease that they
+    contend for most is sent by each of them.
 
-    def __init__(self, world: World, messages: Messages, settings: AnnouncerSettings | None = None) -> None:
+    Args:
+        lease: None: whoever else is there announces too.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        messages: Messages,
+        settings: AnnouncerSettings | None = None,
+        lease: Lease | None = None,
+    ) -> None:
         self.failures = 0
         self._world = world
         self._store: ObjectStore = world.store
@@ -95,12 +107,17 @@ class Announcer:
         self._quiet: dict[str, _Quiet] = {}
         self._owed = OwedLetters(world, messages, self._settings.deadletter_topic)
         self._sweep_at = self._owed_at = float("-inf")
+        self._leading = Leading(lease, world.clock, "announcing")
 
     def run(self, stop: threading.Event) -> None:
-        """Announce until `stop`; what fails is tried again."""
-        while not stop.is_set():
-            self.look()
-            stop.wait(self._settings.every)
+        """Announce until `stop`, while it is this one's turn; what fails is tried again."""
+        try:
+            while not stop.is_set():
+                if self._leading.now():
+                    self.look()
+                stop.wait(self._settings.every)
+        finally:
+            self._leading.give_up()
 
     def look(self) -> int:
         """Announce all that is new, and how many jobs were announced to their end. A failure is logged and counted, and
@@ -150,6 +167,8 @@ class Announcer:
         parts = [number for number in parts if f"whole/{number}" not in self._known[job.id]]
         source = self._source(job) if parts else {}
         for number in parts:
+            if not self._leading.now():  # a large job takes long: the lease is renewed meanwhile, or was lost
+                return False
             self._tell_part(ledger, job, number, source)
             self._known[job.id].add(f"whole/{number}")
         closing = ledger.closing()

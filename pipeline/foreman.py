@@ -17,9 +17,9 @@ from typing import Final
 import structlog
 
 from pipeline.active import is_open, marked_jobs, sweep, tidy
-from pipeline.availability import ServiceUnavailable
 from pipeline.dispatcher import Dispatcher
 from pipeline.inputs import PinnedInput, open_pinned
+from pipeline.leading import RENEW_SECONDS, Leading
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.planner import InputError, InputEstimate, InvalidInput
 from pipeline.planning import fail_job, measure_job, plan_job
@@ -54,7 +54,7 @@ class ForemanSettings:
     sweep_every: float = 3_600.0
     planners: int = 2
     retry_after: float = 15.0
-    renew_every: float = 2.0
+    renew_every: float = RENEW_SECONDS
     taking_up: float = 0.25
 
 
@@ -98,9 +98,8 @@ class Foreman:
         self._settings = settings or ForemanSettings()
         self._known: dict[str, _Known] = {}
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
-        self._lease = lease
-        self._leads = lease is None
-        self._next_look = self._next_sweep = self._next_renewal = 0.0
+        self._leading = Leading(lease, world.clock, "dispatching", self._settings.renew_every)
+        self._next_look = self._next_sweep = 0.0
 
     def run(self, stop: threading.Event) -> None:
         """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again."""
@@ -119,7 +118,7 @@ class Foreman:
         """Find what is open, plan what isn't planned, dispatch. Raises `PipelineError` when the store or the broker
         can't be reached."""
         now = self._world.clock.monotonic()
-        if not self._is_leading(now):
+        if not self._leading.now():
             return
         if now >= self._next_sweep:
             swept = sweep(self._world.store)
@@ -136,25 +135,7 @@ class Foreman:
     def close(self) -> None:
         """Wait for what is being planned; the rest is left to the next one."""
         self._planners.shutdown(wait=True, cancel_futures=True)
-        if self._lease is not None and self._leads:
-            try:
-                self._lease.release()
-            except ServiceUnavailable as error:
-                logger.warning("the lease can't be given back", reason=str(error))
-
-    def _is_leading(self, now: float) -> bool:
-        """Whether the work is ours. Without an answer it is: it is safe for all to do it, and wrong for none."""
-        if self._lease is not None and now >= self._next_renewal:
-            self._next_renewal = now + self._settings.renew_every
-            try:
-                leads = self._lease.renew()
-            except ServiceUnavailable as error:
-                logger.warning("the lease can't be asked for", reason=str(error))
-                leads = True
-            if leads is not self._leads:
-                logger.info("leading" if leads else "another leads")
-            self._leads = leads
-        return self._leads
+        self._leading.give_up()
 
     def _look(self) -> None:
         """Take up jobs that are new, and forget those that have ended. Markers tell of both; whether a job is open is

@@ -8,6 +8,7 @@ from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
 from pipeline.intake import Intake
 from tokenmill.errors import UserError
+from tokenmill.hints import announcers_lease
 from tokenmill.root import S3, Root, intake_settings
 
 if TYPE_CHECKING:
@@ -100,10 +101,12 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         reply_topics=reply_topics,
         all_jobs=options.announce_all,
     )
-    return {
-        "kafka": door.run,
-        "announcer": Announcer(root.world, sender, announcing).run,
-    }
+
+    def announce(stop: threading.Event) -> None:
+        with announcers_lease(settings, root.world) as lease:
+            Announcer(root.world, sender, announcing, lease).run(stop)
+
+    return {"kafka": door.run, "announcer": announce}
 
 
 def kafka_connection(options: KafkaOptions) -> KafkaConnection:

@@ -11,7 +11,7 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.lane import OpenLane
-from pipeline.ports import Heartbeats, Lease, ShardQueue
+from pipeline.ports import Heartbeats, Lease, ShardQueue, World
 from pipeline.worker_api import HEARTBEAT_SECONDS
 from schemas.settings import Settings
 from tokenmill.errors import UserError
@@ -23,7 +23,7 @@ SILENCE: Final = 4 * HEARTBEAT_SECONDS
 REMOTE_LOOK_SECONDS: Final = 0.2
 
 LEASE_SECONDS: Final = 6.0
-"""A dispatcher that is gone is followed by another after this long."""
+"""A dispatcher or an announcer that is gone is followed by another after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +77,20 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
         lane = RedisLane(RedisSettings(redis_url), SystemClock())
         closing.callback(lane.close)
         yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
+
+
+@contextmanager
+def announcers_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
+    """What announcers contend for; None where there is no Redis: then each of them sends everything."""
+    from pipeline.adapters.redis_connection import RedisSettings
+    from pipeline.adapters.redis_lock import RedisLease
+
+    if settings.redis_url is None:
+        yield None
+        return
+    connection = RedisSettings(settings.redis_url.get_secret_value())
+    lease = RedisLease(connection, "announcer", LEASE_SECONDS, world.clock, world.random)
+    try:
+        yield lease
+    finally:
+        lease.close()

@@ -147,6 +147,8 @@ def show(outcome: Outcome) -> None:
         f"tokens: {tokens.get('committed', 0)} in answers, {tokens.get('repeated', 0)} repeated, at most "
         f"{tokens.get('at most', 0)} with what nobody could log"
     )
+    if "sampled" in tokens:
+        print(f"counted beside it: {tokens['sampled']} sampled, {tokens['sampled'] - tokens['committed']} in no answer")
     told = facts["results_told"]
     print(f"results told on Kafka: {told['times']}, {told['repeats']} of them repeats")
     print(f"sent again by senders: {facts['sent_again']}; looks of the reader: {facts['looks_by_reader']}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
-from pipeline.adapters.system import SystemClock
+from pipeline.adapters.redis_connection import RedisSettings
+from pipeline.adapters.redis_lock import RedisLease
+from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.announcer import Announcer, AnnouncerSettings, result_id
 from pipeline.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.messages import Message, Messages, NotConfirmed
+from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
@@ -28,6 +33,7 @@ from schemas.job import Closing, JobStatus
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, request, until
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.servers.kafka import KafkaBroker
+from tests.servers.redis import RedisServer
 
 
 @pytest.fixture
@@ -56,6 +62,23 @@ class Dying:
         self._left -= 1
         if self._left < 0:
             raise KeyboardInterrupt
+
+
+class Counted:
+    """Sends for real, and keeps count of the results."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self.results: Counter[bytes] = Counter()
+
+    @property
+    def most_bytes(self) -> int:
+        return self._messages.most_bytes
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._messages.send(messages)
+        headers = [dict(message.headers) for message in messages]
+        self.results.update(found["result_id"] or b"" for found in headers if "result_id" in found)
 
 
 def settings(house: KafkaHouse, **changes: Any) -> AnnouncerSettings:
@@ -252,3 +275,44 @@ def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told
     events = [read_event(raw) for _, raw, _ in told(house, "events", 2)]
     assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
     assert events[1].at == job.created_at, "it says when it happened, not when it was told"
+
+
+def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_told_twice(
+    house: KafkaHouse, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(request(f"a{n}") + b"\n" for n in range(5)))
+    clock, random = SystemClock(), SystemRandomness()
+    redis = RedisSettings(redis_server.url, prefix=house.name)
+    leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
+    counted, stops = [Counted(house.sender) for _ in leases], [threading.Event() for _ in leases]
+    every = settings(house, all_jobs=True, every=0.02)
+    announcers = [
+        Announcer(house.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
+    ]
+
+    def told_of(name: str) -> int:
+        """Results of a new job, when all of it was announced."""
+        ledger = JobLedger(house.store, f"jobs/{name}/")
+        submit(order(input=pin_input(source)), ledger, house.world, job_id=name)
+        compute(house.world, ledger)
+        until(lambda: house.store.info(f"announced/jobs/{name}") is not None, f"{name} is announced")
+        manifest = ledger.manifest()
+        assert manifest is not None
+        return manifest.counts.total
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(announcer.run, stop) for announcer, stop in zip(announcers, stops, strict=True)]
+        try:
+            first = told_of("job-one")
+            (teller,) = [at for at, messages in enumerate(counted) if messages.results]
+            stops[teller].set()
+            running[teller].result()
+            second = told_of("job-two")
+        finally:
+            for stop in stops:
+                stop.set()
+    sent = counted[teller].results, counted[1 - teller].results
+    assert [found.total() for found in sent] == [len(found) for found in sent] == [first, second]
+    for lease in leases:
+        lease.close()
