@@ -56,16 +56,22 @@ class LaneRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensEvent:
-    """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back, and what
-    may be the beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
-    """
+class _Event:
+    """What all events of an answer say: whose they are, and where they stand."""
 
     __pydantic_config__ = _STRICT
 
     request: Id
     attempt: Attempt
     sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent(_Event):
+    """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back, and what
+    may be the beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
+    """
+
     choice: Choice = 0
     tokens: TokenIds = ()
     text: str = ""
@@ -74,27 +80,17 @@ class TokensEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class EndEvent:
+class EndEvent(_Event):
     """The answer is whole. `response`: OpenAI's response body, of all attempts together."""
 
-    __pydantic_config__ = _STRICT
-
-    request: Id
-    attempt: Attempt
-    sequence: Sequence
     response: dict[str, Any] = field(default_factory=dict)
     kind: Literal["end"] = "end"
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorEvent:
+class ErrorEvent(_Event):
     """There will be no (more of an) answer. `status`: as HTTP would answer; `param`: the field that is to blame."""
 
-    __pydantic_config__ = _STRICT
-
-    request: Id
-    attempt: Attempt
-    sequence: Sequence
     code: Text
     message: str
     status: Annotated[int, Field(ge=400, le=599)] = 500
@@ -103,14 +99,9 @@ class ErrorEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class HandBackEvent:
+class HandBackEvent(_Event):
     """The worker is being stopped, and will not go on with this attempt: the next one is the caller's to send."""
 
-    __pydantic_config__ = _STRICT
-
-    request: Id
-    attempt: Attempt
-    sequence: Sequence
     kind: Literal["hand_back"] = "hand_back"
 
 
