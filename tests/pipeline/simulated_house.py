@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
@@ -9,6 +10,7 @@ from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
+from pipeline.worker_api import ShardWork
 from schemas.job import Manifest
 from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore
@@ -55,6 +57,17 @@ def finish(house: House, client: ShardClient) -> Manifest:
     manifest = house.ledger.manifest()
     assert manifest is not None, "the job never ended"
     return manifest
+
+
+def taken(house: House, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
+    """A job of these shards, and a worker that has the first of them in its hands."""
+    plan_by_hand(house.ledger, house.world, shards)
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client(worker)
+    work = client.take(0)
+    assert work is not None
+    return client, work
 
 
 def broken_store(house: House) -> MemoryStore:

@@ -21,7 +21,7 @@ from pipeline.worker_api import ShardWork
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import JobStatus, Tier
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
+from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
 
 WEIGHTS = {
@@ -164,12 +164,7 @@ def test_a_lost_message_is_put_again_after_a_while_and_less_and_less_often(house
 
 
 def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    dies = house.client("dies")
-    work = dies.take(0)
-    assert work is not None
+    dies, work = taken(house, [[0]], "dies")
     dies.begin(work)
     house.dispatcher.tick()
     assert house.queue.tasks == []
@@ -182,12 +177,7 @@ def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:
 
 
 def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("slow")
-    work = client.take(0)
-    assert work is not None
+    client, work = taken(house, [[0]], "slow")
     for _ in range(100):
         house.world.clock.sleep(3.0)
         client.holding([work])

@@ -18,8 +18,8 @@ from pipeline.submit import submit
 from pipeline.worker_api import CheckpointWork, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.job import JobSettings, JobStatus
-from tests.pipeline.made_jobs import computed, order, plan_by_hand, report
-from tests.pipeline.simulated_house import House, broken_store, finish
+from tests.pipeline.made_jobs import computed, order, report
+from tests.pipeline.simulated_house import House, broken_store, finish, taken
 from tests.pipeline.simulation import simulated_world
 
 
@@ -34,12 +34,7 @@ def log(client: ShardClient, work: ShardWork) -> None:
 
 def outlived(house: House) -> tuple[ShardClient, ShardWork]:
     """An attempt that was slower than another, which ended the job."""
-    plan_by_hand(house.ledger, house.world, [[0, 1], [2]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    slow = house.client("slow")
-    work = slow.take(0)
-    assert work is not None
+    slow, work = taken(house, [[0, 1], [2]], "slow")
     slow.begin(work)
     log(slow, work)
     house.world.clock.sleep(11.0)
@@ -86,12 +81,7 @@ def test_given_a_slow_attempt_that_logs_after_the_end_and_dies_when_the_order_co
 
 
 def test_given_work_that_is_still_needed_when_another_attempt_gives_up_then_it_stays(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
-    work = client.take(0)
-    assert work is not None
+    client, work = taken(house, [[0, 1]], "w")
     client.begin(work)
     log(client, work)
     client.release(work, 12)

@@ -14,7 +14,7 @@ from pipeline.submit import submit
 from pipeline.worker_api import CheckpointWork, ShardReport
 from schemas.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, QUEUE, computed, order, plan_by_hand, report
-from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish
+from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import MemoryStore, simulated_world
 
 
@@ -47,12 +47,7 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0], [1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    client = house.client("w")
-    work = client.take(0)
-    assert work is not None
+    client, work = taken(house, [[0], [1]], "w")
     house.world.clock.sleep(7.0)
     client.commit(work, computed(work), report(work))
     house.world.clock.sleep(86_400.0)
@@ -61,12 +56,7 @@ def test_the_time_between_two_runs_is_not_billed(house: House) -> None:
 
 
 def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    dies = house.client("dies")
-    work = dies.take(0)
-    assert work is not None
+    dies, work = taken(house, [[0, 1]], "dies")
     dies.begin(work)
     house.world.clock.sleep(LIFETIME + 1)
     manifest = finish(house, house.client("w"))
@@ -76,12 +66,7 @@ def test_an_attempt_that_died_without_a_word_is_bounded(house: House) -> None:
 def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to_compute_then_it_is_bounded_too(
     house: House,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    dies = house.client("dies")
-    work = dies.take(0)
-    assert work is not None
+    dies, work = taken(house, [[0, 1]], "dies")
     dies.begin(work)
     dies.checkpoint(work, CheckpointWork(computed(work), [], generated=14, exposed=9))
     house.dispatcher.tick()
@@ -98,12 +83,7 @@ def test_given_a_death_after_all_was_logged_when_the_next_attempt_has_nothing_to
 def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_that_it_sampled_is_counted(
     house: House,
 ) -> None:
-    plan_by_hand(house.ledger, house.world, [[0, 1]])
-    house.dispatcher.add(house.ledger)
-    house.dispatcher.tick()
-    slow = house.client("slow")
-    work = slow.take(0)
-    assert work is not None
+    slow, work = taken(house, [[0, 1]], "slow")
     nothing = FinishedRows([], [])
     slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
