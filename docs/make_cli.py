@@ -13,6 +13,7 @@ import sys
 COMMANDS = (
     "",
     "run",
+    "submit",
     "estimate",
     "bench",
     "jobs list",

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, run, serve
+from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, run, serve, submit
 from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UserError
 from tokenmill.output import say
 
@@ -47,6 +47,7 @@ def root(
 
 
 app.command("run", short_help="Answer a file of requests, into Parquet.")(run.run)
+app.command("submit", short_help="Hand a file to an installation that runs elsewhere.")(submit.submit)
 app.command("serve", short_help="Answer what is dropped into a folder; all in one process.")(serve.serve)
 app.command("worker", short_help="Compute shards that a dispatcher hands out.")(serve.worker)
 app.command("dispatcher", short_help="Plan jobs and hand out their shards.")(serve.dispatcher)

@@ -68,19 +68,20 @@ def open_root(url: str | None, settings: Settings) -> Iterator[Root]:
     url = url or settings.root
     if not url:
         raise UserError("no root is named; give --root FOLDER or --root s3://BUCKET/PREFIX, or set TOKENMILL_ROOT")
-    s3 = _connection(settings) if url.startswith(S3) or settings.s3.endpoint else None
+    s3 = s3_connection(settings) if url.startswith(S3) or settings.s3.endpoint else None
     if url.startswith(S3):
         from pipeline.adapters.s3 import S3Store
         from pipeline.adapters.s3_url import split_url
 
-        with S3Store(*split_url(url), s3 or _connection(settings)) as bucket:
+        with S3Store(*split_url(url), s3 or s3_connection(settings)) as bucket:
             yield Root(url, World(bucket, SystemClock(), SystemRandomness(), bucket.scratch), s3)
         return
     with FolderStore(Path(url).expanduser()) as store:
         yield Root(str(store.root), World(store, SystemClock(), SystemRandomness(), store.scratch), s3)
 
 
-def _connection(settings: Settings) -> S3Connection:
+def s3_connection(settings: Settings) -> S3Connection:
+    """S3, as the settings say that it is reached."""
     from pipeline.adapters.s3_client import S3Connection
     from pipeline.adapters.s3_settings import S3Settings
 

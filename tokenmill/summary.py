@@ -42,13 +42,14 @@ def summary_table(manifest: Manifest) -> Table:
     return grid
 
 
-def last_line(counts: Counts, output: Path) -> str:
-    """The line that a run ends with: it always says how many rows failed."""
+def last_line(counts: Counts, output: Path | str) -> str:
+    """The line that a run ends with: it always says how many rows failed. `output`: the job's folder or URL."""
     not_good = counts.total - counts.succeeded
     what = [f"{count(counts.succeeded)} of {count(counts.total)} rows succeeded", f"{count(counts.failed)} failed"]
     if not_good > counts.failed:
         what.append(f"{count(not_good - counts.failed)} expired or cancelled")
-    return f"{output / 'results'}: {', '.join(what)}"
+    results = output / "results" if isinstance(output, Path) else f"{output}/results"
+    return f"{results}: {', '.join(what)}"
 
 
 def as_document(manifest: Manifest, output: Path) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""`tokenmill submit`: a file of requests to an installation that runs elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from tokenmill import output
+from tokenmill.errors import UserError
+from tokenmill.options import Debug, Json, MaxOutputTokens, OnInvalid, Tier, amount_of_time
+from tokenmill.settings import read_settings
+
+
+def _amount(given: str) -> str:
+    """Checked here, and sent as it was written: it counts from when the job is accepted."""
+    amount_of_time(given)
+    return given.strip()
+
+
+def submit(
+    input_: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT", help="JSONL or Parquet: a file; for a topic also a folder, or an s3:// or file:// URL."
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help="A root: s3://BUCKET/PREFIX, or the folder of 'tokenmill serve'; or a topic of jobs by reference: "
+            "kafka://HOST[:PORT][/TOPIC].",
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="As the installation calls it.")
+    ] = None,
+    tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: the installation's.")] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            parser=_amount,
+            metavar="TIME",
+            help="Such as 6h, 30m or 2d, from when the job is accepted: rows without an answer by then expire.",
+        ),
+    ] = None,
+    refuse_late: Annotated[
+        bool, typer.Option("--refuse-late", help="Rather compute nothing than miss the deadline.")
+    ] = False,
+    max_output_tokens: MaxOutputTokens = None,
+    on_invalid: Annotated[
+        OnInvalid | None, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Tell how the job stands until it has ended.")] = False,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Hand a file of requests to an installation, and print the job's id. Each time is a new job.
+
+    A file goes below incoming/ of the root; a topic gets a record that names it. With --watch the exit code is 0 when
+    all rows have ended, as for 'run', and Ctrl-C ends the watching only. S3 and Kafka are reached as TOKENMILL_S3__…
+    and TOKENMILL_KAFKA__… say.
+    """
+    from tokenmill import submitting
+
+    if refuse_late and deadline is None:
+        raise UserError("--refuse-late needs a --deadline")
+    chosen: dict[str, Any] = {
+        "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "seed": seed,
+        "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
+    }  # fmt: skip
+    settings = read_settings()
+    sent = submitting.send(input_, to, {name: value for name, value in chosen.items() if value is not None}, settings)
+    document: dict[str, Any] = {"job": sent.job, "submitted": sent.place, "root": sent.root}
+    if not watch:
+        output.print_json(document) if as_json else print(sent.job)
+        output.say(f"{sent.place}: submitted")
+        return
+    if not as_json:
+        print(sent.job, flush=True)
+    _tell(submitting.follow(sent, settings), document, as_json=as_json)
+
+
+def _tell(manifest: Any, document: dict[str, Any], *, as_json: bool) -> None:
+    """The outcome; raises `UserError` for a job that was refused as a whole."""
+    from schemas.job import JobStatus
+    from tokenmill import summary
+
+    if as_json:
+        output.print_json(document | {"manifest": manifest.model_dump(mode="json")})
+    if manifest.status is JobStatus.FAILED:
+        why = "; ".join(
+            f"line {wrong.line}: {wrong.message}" if wrong.line else wrong.message for wrong in manifest.errors
+        )
+        raise UserError(f"job {document['job']} failed: {why[:500] or 'see its manifest'}")
+    output.stderr().print(summary.summary_table(manifest))
+    place = f"{document['root']}/jobs/{document['job']}"
+    output.stderr().print(summary.last_line(manifest.counts, place), markup=False)
