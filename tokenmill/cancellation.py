@@ -24,6 +24,7 @@ from pipeline.planning import plan_job
 from pipeline.ports import OutputLocked, World
 from pipeline.records import RunRecord
 from schemas.job import Closing, Manifest
+from tokenmill.inputs import in_s3, open_input
 from tokenmill.output import say
 
 WAIT_SECONDS: Final = 60.0
@@ -87,9 +88,9 @@ def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manif
     job = ledger.job()
     # The time since the last run was nobody's work, and is not billed.
     ledger.record_run(world.random.token(8).hex(), RunRecord(started_at=world.clock.now()))
-    if ledger.wanted_parts() is None:
+    if ledger.wanted_parts() is None and not in_s3(job.input.uri):  # an object is only read as it was pinned
         job = job.model_copy(update={"input": pin_again(job.input)})
-    plan_job(ledger, job, world)
+    plan_job(ledger, job, world, open_input=open_input)
     nobody = MemoryHeartbeats(world.clock, 0.0)
     dispatcher = Dispatcher(world, MemoryQueue(), nobody, settings=DispatchSettings(price_per_hour=price_per_hour))
     dispatcher.add(ledger)

@@ -38,14 +38,13 @@ def choose_model(given: str, cache: Path) -> ChosenModel:
 
 
 def read_input(given: str, out: Path | None = None) -> InputRef:
-    """The input's files with their sizes and hashes, for a job in `out`; raises `InputError` or the pipeline's own."""
-    from pipeline.pinning import pin_input
+    """The input's files, and what tells them from later ones, for a job in `out`; raises `InputError` or the pipeline's
+    own."""
+    from tokenmill.inputs import pin
 
     if not given:
-        raise InputError("INPUT is empty; name a file or a folder")
-    if "://" in given:
-        raise InputError(f"{given}: only local files and folders can be read so far; download it first")
-    return pin_input(Path(given).expanduser(), None if out is None else known_input(out))
+        raise InputError("INPUT is empty; name a file, a folder, or s3://BUCKET/KEY")
+    return pin(given, None if out is None else known_input(out))
 
 
 def known_input(out: Path) -> InputRef | None:

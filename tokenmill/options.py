@@ -55,7 +55,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 Input = Annotated[
-    str, typer.Argument(metavar="INPUT", help="JSONL or Parquet: a file, or a folder of files. One request a line.")
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="JSONL or Parquet: a file, a folder of files, s3://BUCKET/KEY or s3://BUCKET/PREFIX/. One request a line.",
+    ),
 ]
 SwitchAfter = Annotated[
     float,

@@ -26,6 +26,7 @@ from pipeline.ledger import JobLedger
 from pipeline.planning import plan_job
 from pipeline.ports import PipelineError, World
 from schemas.job import InputRef, PlanSegment
+from tokenmill.inputs import open_input
 
 LOOK_SECONDS: Final = 0.5
 NICENESS: Final = 10
@@ -143,7 +144,8 @@ def main() -> None:
         with FolderStore(Path(task["folder"])) as store:
             ledger = JobLedger(store)
             job = ledger.job().model_copy(update={"input": InputRef.model_validate(task["inputs"])})
-            plan_job(ledger, job, World(store, SystemClock(), SystemRandomness(), store.scratch))
+            world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+            plan_job(ledger, job, world, open_input=open_input)
     except PipelineError as error:
         print(error)
         sys.exit(_FAILED)

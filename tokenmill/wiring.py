@@ -20,7 +20,6 @@ from engine.config import CacheConfig, Device, DType, EngineConfig, KVDType, Qua
 from engine.engine import resolve_device, resolve_dtype
 from engine.models.load import describe_model
 from pipeline.jobs import summarize_job
-from pipeline.pinning import source_files
 from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.shard_client import ShardClient
@@ -28,6 +27,7 @@ from pipeline.submit import Order, submit
 from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Progress, Tier
 from tokenmill.embedded import Output, dispatch, open_output
 from tokenmill.errors import ModelError
+from tokenmill.inputs import open_input
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.planner_process import PlannerProcess
 from tokenmill.tracker import RunTracker
@@ -146,7 +146,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     """
     tracker.phase("checking the model")
     path = model_path(plan.model.source.path)
-    open_source(source_files(plan.inputs), plan.inputs.format, plan.settings.limits, plan.model.name)
+    open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, plan.model.name)
     pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
     if plan.digest is not None and pin.digest != plan.digest:
         raise ModelError(
@@ -165,7 +165,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         if output.ledger.segment(0) is None:
             tracker.phase("planning")
             counter = token_counter(path, plan.chat_template)
-            plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1)
+            plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1, open_input=open_input)
         segments = list(output.ledger.segments())
         before, planner = 0, None
 

@@ -265,7 +265,7 @@ def test_given_something_that_cannot_run_when_it_is_run_then_one_line_says_what_
     cases = {
         ("nowhere.jsonl", tiny, place / "out"): "nowhere.jsonl: no such file or folder",
         (write_lines(name="notes.txt"), tiny, place / "out"): "no .jsonl or .parquet file",
-        ("s3://bucket/in.jsonl", tiny, place / "out"): "only local files",
+        ("ftp://host/in.jsonl", tiny, place / "out"): "inputs come from a path or from s3://bucket/key",
         (path, "nowhere", place / "out"): "no model at nowhere",
         (path, "tiny=", place / "out"): "give MODEL, or NAME=MODEL",
         (path, broken, place / "out"): "amba",

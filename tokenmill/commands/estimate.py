@@ -98,17 +98,17 @@ def _measure(inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *
     """The input, read and validated as planning would, in a temporary place."""
     from pipeline.adapters.folder import FolderStore
     from pipeline.adapters.system import SystemClock, SystemRandomness
-    from pipeline.pinning import source_files
     from pipeline.planner import measure, open_source
     from pipeline.ports import World
     from schemas.job import Job
+    from tokenmill.inputs import open_input
     from tokenmill.job_options import token_counter
 
     clock = SystemClock()
     job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
         world = World(store, clock, SystemRandomness(), Path(folder))
-        source = open_source(source_files(inputs), inputs.format, wanted.limits, pin.name)
+        source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
         return measure(source, job, world, counter=token_counter(path), exact=exact)
 
 

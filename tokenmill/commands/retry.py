@@ -32,7 +32,7 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.retry import Retry
-    from schemas.job import InputRef, Job, JobSettings
+    from schemas.job import InputFile, InputRef, Job, JobSettings
     from tokenmill.job_options import ChosenModel
 
 
@@ -149,12 +149,17 @@ def _first(out: Path, new: Path, only: list[Ended] | None, *, include_invalid: b
 
 def _same_input(job: Job, given: str | None) -> InputRef:
     """The input of the first job, which must hold the same bytes: rows are told by their index."""
-    from pipeline.pinning import pin_input
+    from tokenmill.inputs import pin
 
-    found = pin_input(Path(given or job.input.uri).expanduser(), job.input)
-    if [(file.size, file.sha256) for file in found.files] != [(file.size, file.sha256) for file in job.input.files]:
+    found = pin(given or job.input.uri, job.input)
+    if [_bytes_of(file) for file in found.files] != [_bytes_of(file) for file in job.input.files]:
         raise InputError(f"{found.uri}: is not what {job.id} read; put the old input back, or name it with --input")
     return found
+
+
+def _bytes_of(file: InputFile) -> tuple[int, str | None, str | None]:
+    """What tells the bytes of a file; an object in S3 isn't hashed."""
+    return file.size, file.sha256, None if file.sha256 is not None else file.etag
 
 
 def _model(job: Job, given: str | None, cache: Path) -> ChosenModel:
