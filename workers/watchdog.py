@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from workers.progress import WorkerProgress
+if TYPE_CHECKING:
+    from workers.progress import WorkerProgress
 
 STUCK_EXIT_CODE: Final = 70
 """EX_SOFTWARE of sysexits.h."""

@@ -361,7 +361,9 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_can_and_another_goes_on_
     print(f"all ended {time.monotonic() - began:.1f} s after the stop")
     assert [alike(response(events)) for events in heard] == alone
     assert {event.attempt for event in heard[0]} == {1}
-    assert {event.attempt for event in heard[1]} == {1, 2}
+    attempts = [event.attempt for event in heard[1]]
+    assert attempts[0] == 1
+    assert attempts[-1] > 1, "what the first still takes while it ends it hands back, too"
     tokens = [t for event in heard[1] if isinstance(event, TokensEvent) for t in event.tokens]
     assert len(tokens) == 100, "none twice, none missing"
     # And it took nothing new meanwhile.
