@@ -40,6 +40,7 @@ class DispatchSettings:
         backlog: shards in a queue that nobody has taken yet; short, so that order and priority can still change.
         patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time.
         settle: heartbeats must have been kept for so long before it counts that nobody holds a shard.
+        closing_for: of a tick, so long goes at most to making the parts of jobs that are being closed.
         tick_every: between two looks, in `run`.
         weights: of tenants, in the sharing of what is computed; the others have 1.
         isolate: a job that contradicts itself is logged and looked at no more, and the others go on; else `tick`
@@ -52,6 +53,7 @@ class DispatchSettings:
     sweep_every: float = 30.0
     cache_every: float = 2.0
     closing_every: float = 1.0
+    closing_for: float = 1.0
     grace: float = 10.0
     tick_every: float = 0.2
     price_per_hour: float | None = None
@@ -81,6 +83,7 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
+        self._closing_left = 0.0
         self._outlook = Outlook(self._settings.weights)
         self._next_outlook = self._next_closing = 0.0
         self._to_close: set[str] = set()
@@ -136,6 +139,7 @@ class Dispatcher:
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
+        self._closing_left = self._settings.closing_for
         for open_job in list(self._jobs.values()):
             try:
                 self._advance(open_job, held, now)
@@ -159,7 +163,7 @@ class Dispatcher:
     def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
         self._settle(open_job, open_job.look(held, now))
         if not open_job.whole:
-            self._settle(open_job, open_job.close(held, now, marked=open_job.ledger.name in self._to_close))
+            self._close(open_job, held, now)
         if not open_job.whole:
             open_job.tell(now)
             return
@@ -168,30 +172,45 @@ class Dispatcher:
             self._outcomes[open_job.job.id] = manifest
         del self._jobs[open_job.job.id]
 
+    def _close(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
+        """Make parts of a job that is being closed, for as long as this tick has time for that: others wait."""
+        clock, marked = self._world.clock, open_job.ledger.name in self._to_close
+        begun = clock.monotonic()
+        self._settle(open_job, open_job.close(held, now, marked=marked, until=begun + self._closing_left))
+        self._closing_left -= clock.monotonic() - begun
+
     def _put_missing(self, held: set[Shard], now: float) -> None:
         """Fill each queue's backlog."""
         waiting: defaultdict[str, int] = defaultdict(int)
         wanted: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
+        kept = self._heartbeats.since()
         for open_job in self._jobs.values():
             if not open_job.ready:
                 continue
-            self._put_again(open_job, held, now, waiting)
+            self._put_again(open_job, held, now, kept, waiting)
             for queue, numbers in self._unput(open_job, held).items():
                 wanted[queue].append((open_job, numbers))
         for queue in sorted(wanted, key=lambda queue: BY_URGENCY.index(wanted[queue][0][0].job.tier)):
-            self._fill(queue, wanted[queue], self._settings.backlog - waiting[queue], now)
+            self._fill(queue, wanted[queue], self._settings.backlog - waiting[queue])
 
-    def _put_again(self, open_job: OpenJob, held: set[Shard], now: float, waiting: defaultdict[str, int]) -> None:
-        """Shards that were put and seem to be lost; counts those that wait in a queue."""
-        trusted = self._heartbeats.since() >= self._settings.settle
+    def _put_again(
+        self, open_job: OpenJob, held: set[Shard], now: float, kept: float, waiting: defaultdict[str, int]
+    ) -> None:
+        """Shards that were put and seem to be lost; counts those that wait in a queue.
+
+        Heartbeats are `kept` for so many seconds. Where they were forgotten queues may have been, too: what was put
+        before is put again, without patience.
+        """
+        trusted = kept >= self._settings.settle
         for number, put in list(open_job.puts.items()):
             shard = open_job.open_shards[number]
             if (open_job.job.id, number) in held:
                 put.held = True
                 continue
-            lost = put.held or now - put.at >= self._settings.patience * 2 ** (put.times - 1)
-            if lost and trusted:
-                self._put(open_job, shard, put.times + (0 if put.held else 1), now)
+            gone = put.held or put.at < now - kept
+            late = now - put.at >= self._settings.patience * 2 ** (put.times - 1)
+            if (gone or late) and trusted:
+                self._put(open_job, shard, put.times + (0 if gone else 1))
             waiting[open_job.queue_of(shard)] += 1
 
     def _unput(self, open_job: OpenJob, held: set[Shard]) -> dict[str, list[int]]:
@@ -209,7 +228,7 @@ class Dispatcher:
             of_queue.reverse()
         return found
 
-    def _fill(self, queue: str, jobs: list[tuple[OpenJob, list[int]]], room: int, now: float) -> None:
+    def _fill(self, queue: str, jobs: list[tuple[OpenJob, list[int]]], room: int) -> None:
         """Put up to `room` shards of these jobs."""
         shares = self._shares[queue]
         by_tenant: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
@@ -222,16 +241,16 @@ class Dispatcher:
             tenant = shares.next(by_tenant)
             open_job, numbers = by_tenant[tenant][-1]
             shard = open_job.open_shards[numbers.pop()]
-            self._put(open_job, shard, 1, now)
+            self._put(open_job, shard, 1)
             shares.charge(tenant, cost(shard))
             if not numbers:
                 by_tenant[tenant].pop()
             if not by_tenant[tenant]:
                 del by_tenant[tenant]
 
-    def _put(self, open_job: OpenJob, shard: ShardRef, times: int, now: float) -> None:
+    def _put(self, open_job: OpenJob, shard: ShardRef, times: int) -> None:
         self._queue.put(open_job.queue_of(shard), ShardTask(open_job.job.id, shard.number))
-        open_job.puts[shard.number] = Put(now, times)
+        open_job.puts[shard.number] = Put(self._world.clock.monotonic(), times)
 
     def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
         """Charge the tenant what the new parts have cost instead of what was expected."""

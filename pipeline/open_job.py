@@ -157,9 +157,14 @@ class OpenJob:
                 )
         return found
 
-    def close(self, held: set[Shard], now: float, *, marked: bool) -> list[Found]:
+    def close(self, held: set[Shard], now: float, *, marked: bool, until: float) -> list[Found]:
         """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them;
-        the parts that are new. `marked`: it may have a closing (`jobs_to_close`)."""
+        the parts that are new.
+
+        Args:
+            marked: it may have a closing (`jobs_to_close`).
+            until: after this moment (monotonic) no further part is begun, once one was made: the rest waits.
+        """
         if self.closing is None:
             if now < self._next_closing or not (marked or self._is_late or not self.ledger.in_root):
                 return []
@@ -176,6 +181,8 @@ class OpenJob:
             if not self.ledger.has_part(number):
                 close_shard(self.ledger, self.job, shard, self.closing, self._world)
             found.append(self._found(number))
+            if self._world.clock.monotonic() > until:
+                break
         return found
 
     def progress(self) -> Progress:

@@ -94,5 +94,6 @@ def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manif
     nobody = MemoryHeartbeats(world.clock, 0.0)
     dispatcher = Dispatcher(world, MemoryQueue(), nobody, settings=DispatchSettings(price_per_hour=price_per_hour))
     dispatcher.add(ledger)
-    dispatcher.tick()
+    while not dispatcher.finished():
+        dispatcher.tick()
     return dispatcher.outcome(job.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.closing import close_shard
-from pipeline.dispatcher import DispatchSettings
+from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
+from pipeline.ports import Clock
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import CheckpointWork, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing, JobStatus
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, finish
-from tests.pipeline.simulation import START, simulated_world
+from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
 
 def cancel(house: House, kind: Any = "cancel") -> bool:
@@ -123,6 +125,37 @@ def test_given_a_worker_that_never_lets_go_when_cancelled_then_it_is_waited_for_
     before = dict(broken_store(house).objects)
     assert client.commit(work, computed(work), report(work)) is False, "the closer was first, and its part stands"
     assert all(broken_store(house).objects[key] == body for key, body in before.items() if key.startswith("results/"))
+
+
+class SlowStore(MemoryStore):
+    """What another store has, but it takes a second to write."""
+
+    def __init__(self, store: MemoryStore, clock: Clock) -> None:
+        super().__init__()
+        self.objects = store.objects
+        self._clock = clock
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        self._clock.sleep(1.0)
+        return super().create(key, data)
+
+
+def test_given_a_large_cancelled_job_when_it_is_closed_then_others_are_served_between_its_parts(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store))
+    begin(house, [[n] for n in range(10)])
+    cancel(house)
+    slow = replace(world, store=SlowStore(broken_store(house), world.clock))
+    dispatcher = Dispatcher(slow, house.queue, house.heartbeats, settings=DispatchSettings(closing_for=2.5))
+    dispatcher.add(JobLedger(slow.store))
+    took = []
+    while house.ledger.manifest() is None:
+        begun = world.clock.monotonic()
+        dispatcher.tick()
+        took.append(world.clock.monotonic() - begun)
+    assert len(took) == 4, "three parts in each tick, and the last with the job's end"
+    assert max(took) <= 3.0, "no tick is for this job alone"
+    assert [row["status"] for row in all_rows(house.ledger)] == ["cancelled"] * 10
 
 
 def test_given_all_parts_when_cancelled_too_late_then_the_job_is_completed(house: House) -> None:

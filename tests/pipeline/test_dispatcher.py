@@ -15,7 +15,7 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.events import JobEvent
 from pipeline.ledger import JobLedger, LedgerError, part_key
-from pipeline.ports import PipelineError
+from pipeline.ports import Clock, PipelineError
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardWork
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
@@ -84,6 +84,19 @@ def give_back(workers: list[Worker]) -> int:
             worker.client.release(work, 7 * work.table.num_rows)
             tokens += 7 * work.table.num_rows
     return tokens
+
+
+class Forgetful:
+    """Heartbeats on a server that can be emptied."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        self._kept = MemoryHeartbeats(self._clock, LIFETIME)
+        self.beat, self.leave = self._kept.beat, self._kept.leave
+        self.workers, self.since = self._kept.workers, self._kept.since
 
 
 @settings(max_examples=30, deadline=None)
@@ -161,6 +174,29 @@ def test_a_lost_message_is_put_again_after_a_while_and_less_and_less_often(house
             house.queue.lose(0)
         house.world.clock.sleep(1.0)
     assert put_at == [0.0, 30.0, 90.0, 210.0]
+
+
+def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_again_once_when_beats_are_kept(
+    tmp_path: Path,
+) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
+    server = Forgetful(world.clock)
+    house.heartbeats = server  # type: ignore[assignment]  # of the same port
+    house.dispatcher = Dispatcher(world, house.queue, server, settings=house.settings)
+    client, work = taken(house, [[0], [1], [2]], "w")
+    house.dispatcher.tick()
+    world.clock.sleep(1.0)
+    house.queue.tasks.clear()
+    server.forget()
+    put_at = []
+    for _ in range(20):
+        client.holding([work])
+        house.dispatcher.tick()
+        put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
+        house.queue.tasks.clear()
+        world.clock.sleep(1.0)
+    assert put_at == [(7.0, 2), (7.0, 3)], "when the server has kept beats for a while, and without patience"
 
 
 def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:
