@@ -98,8 +98,8 @@ class Scale:
 
 
 SCALES = {
-    "null": Scale((200, 1_500), 1_200, (4, 48), 8, 4),
-    "demo": Scale((8, 40), 60, (4, 16), 12, 4),
+    "null": Scale((200, 900), 900, (4, 48), 8, 3),
+    "demo": Scale((8, 40), 60, (4, 16), 12, 3),
 }
 
 
@@ -179,7 +179,8 @@ def draw_races(seed: int, faults: Sequence[Fault], scale: Scale) -> dict[int, Se
     for fault in faults:
         if fault.kind in ("cancel", "expire", "retry"):
             door = "celery uri" if fault.number % 2 else "bucket"
-            deadline = scale.expire_seconds if fault.kind == "expire" else None
+            # All of them go before other work: they are to run when they are closed.
+            deadline = scale.expire_seconds if fault.kind == "expire" else 3_600
             label = f"{fault.kind[0]}{fault.number:02d}"
             found[fault.number] = _sending(seed, label, door, scale.race_rows, scale, fault.kind, deadline)
     return found

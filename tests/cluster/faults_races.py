@@ -18,7 +18,7 @@ from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import Sending
 from tests.cluster.faults_watch import Watch
 
-BEGIN_SECONDS: Final = 90.0
+BEGIN_SECONDS: Final = 150.0
 """In which a job that was sent must have its first rows."""
 
 END_SECONDS: Final = 90.0
