@@ -27,7 +27,8 @@ from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urg
 from pipeline.outlook import Outlook, Tokens
 from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
 from pipeline.worker_api import BY_URGENCY
-from schemas.job import Job, Manifest, Progress, ShardRef
+from schemas.job import Job, Manifest, ShardRef
+from schemas.progress import Progress
 
 logger = structlog.get_logger(__name__)
 

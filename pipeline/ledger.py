@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
 from pipeline.records import AttemptRecord, EndRecord, RunRecord, Tombstone
-from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, Progress, ShardRef
+from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, ShardRef
+from schemas.progress import Progress
 
 JOB = "job.json"
 MANIFEST = "manifest.json"

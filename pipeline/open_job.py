@@ -20,7 +20,8 @@ from pipeline.ports import World, queue_name
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, Progress, ShardRef
+from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, ShardRef
+from schemas.progress import Progress
 
 ETA_PRECISION: Final = 0.02
 """A forecast that moved by less of the time that is left is not told anew."""

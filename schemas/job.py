@@ -5,7 +5,7 @@ All carry `version`; a reader that meets a later one must refuse it rather than 
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Literal
@@ -402,25 +402,3 @@ class Manifest(Paper):
             if self.files and sum(file.rows for file in self.files) != self.counts.total:
                 raise ValueError(f"files do not hold the job's {self.counts.total} rows")
         return self
-
-
-class Progress(Paper):
-    """`progress.json`: a cache of what the parts say, true at `as_of`.
-
-    Attributes:
-        tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
-            whole.
-        eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
-    """
-
-    version: Literal[1] = 1
-    job: str
-    status: JobStatus
-    counts: Counts
-    usage: Usage = Usage()
-    shards_total: Count = 0
-    shards_done: Count = 0
-    tokens_left: Count | None = None
-    eta: AwareDatetime | None = None
-    started_at: datetime | None = None
-    as_of: AwareDatetime

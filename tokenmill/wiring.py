@@ -24,7 +24,8 @@ from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
-from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Progress, Tier
+from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Tier
+from schemas.progress import Progress
 from tokenmill.embedded import Output, dispatch, open_output
 from tokenmill.errors import ModelError
 from tokenmill.inputs import open_input

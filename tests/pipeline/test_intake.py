@@ -16,8 +16,9 @@ from pipeline.intake import Intake, IntakeRefused, IntakeSettings, JobDraft
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.submit import derived_job_id, new_job_id
-from schemas.job import CatalogEntry, Counts, JobStatus, Progress, Tier
+from schemas.job import CatalogEntry, Counts, JobStatus, Tier
 from schemas.options import JobOptions
+from schemas.progress import Progress
 from tests.pipeline.made_jobs import PIN, order
 from tests.pipeline.simulation import START, SeededRandomness, simulated_world
 

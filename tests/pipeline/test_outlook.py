@@ -13,7 +13,8 @@ from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import CLOSING, JobLedger
 from pipeline.ports import WorkerState, World
 from pipeline.worker_api import WorkerLoad
-from schemas.job import Closing, Progress, Tier
+from schemas.job import Closing, Tier
+from schemas.progress import Progress
 from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world

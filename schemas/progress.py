@@ -1,0 +1,32 @@
+"""How far a job is: a cache, which anybody can make anew from what is committed."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import AwareDatetime
+
+from schemas.job import Count, Counts, JobStatus, Paper, Usage
+
+
+class Progress(Paper):
+    """`progress.json`: a cache of what the parts say, true at `as_of`.
+
+    Attributes:
+        tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
+            whole.
+        eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    status: JobStatus
+    counts: Counts
+    usage: Usage = Usage()
+    shards_total: Count = 0
+    shards_done: Count = 0
+    tokens_left: Count | None = None
+    eta: AwareDatetime | None = None
+    started_at: datetime | None = None
+    as_of: AwareDatetime
