@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatcher import Dispatcher, DispatchSettings
-from pipeline.ledger import CLOSING, JobLedger
+from pipeline.ledger import JobLedger
 from pipeline.ports import WorkerState, World
 from pipeline.worker_api import WorkerLoad
 from schemas.job import Closing, Tier
@@ -83,7 +83,7 @@ def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_pa
     beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     assert foretold(dispatcher, world, *ledgers) == [10 * ROW, 20 * ROW]
     beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(ledgers[0].job().id, 1)}), tokens_per_second=1.0))
-    ledgers[0].create(CLOSING, Closing(kind="cancel", at=world.clock.now()).to_json())
+    ledgers[0].create_closing(Closing(kind="cancel", at=world.clock.now()))
     world.clock.sleep(3.0)
     assert foretold(dispatcher, world, *ledgers) == [None, 10 * ROW]
 
