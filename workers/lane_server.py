@@ -49,7 +49,8 @@ class LaneServing:
     """How a worker serves the lane; seconds.
 
     Attributes:
-        most: requests that it has at once; None: as many as its batch has rows.
+        most: requests that it has at once; None: a few more than its batch has rows, so that none stands empty until the
+            next has come.
         tell_seconds: between two events of a request. Its first token is told at once.
         grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
         tries: in the engine, for a request whose step fails.
@@ -100,7 +101,7 @@ class LaneServer:
         self._reader = LaneReader(model, rules)
         self._builder = ResponseBuilder(model.tokenizer)
         self._serving = serving or LaneServing()
-        self._most = self._serving.most or model.max_num_seqs
+        self._most = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._key = model.pin().key
         self._hold_every = (lane_settings or LaneSettings()).lifetime / 3
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
