@@ -9,25 +9,9 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
-COMMANDS = (
-    "",
-    "run",
-    "submit",
-    "estimate",
-    "bench",
-    "jobs list",
-    "jobs show",
-    "jobs cancel",
-    "jobs retry",
-    "jobs export",
-    "deadletters list",
-    "deadletters show",
-    "deadletters replay",
-    "gc",
-    "models list",
-    "models pull",
-)
 INTRODUCTION = """\
 # Command line
 
@@ -52,6 +36,11 @@ out, and so are those of the model (`context_length_exceeded`, `model_not_found`
 `--include-invalid` tries them all the same. A retry can be retried. `jobs export OUT RETRY… --merged` joins them, in
 input order: each line of OUT once, with the first answer that there is, else with the latest reason why there is none.
 
+`jobs list`, `show`, `watch`, `cancel`, `retry` and `export` also take jobs in the root of an installation
+([operations.md](operations.md#looking-at-jobs)): JOB is an existing local folder, else the id of a job in the root that
+`--root` or `TOKENMILL_ROOT` names. `jobs retry ID` takes no `--output` there, and no options of engines: the retry is a
+job of the same root.
+
 Settings that are no options come from `TOKENMILL_` variables or from `tokenmill.toml` in the current folder
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
@@ -64,6 +53,15 @@ value is refused, and `jobs retry` keeps them. `--kv-dtype int8` needs the nativ
 
 This page is what `--help` says; docs/make_cli.py writes it.
 """
+
+
+def commands(command: Any, name: str = "") -> Iterator[str]:
+    """The names of all commands, as they are typed; "" is that of all together. A group has none of its own."""
+    inner = getattr(command, "commands", {})
+    if not name or not inner:
+        yield name
+    for word, one in inner.items():
+        yield from commands(one, f"{name} {word}".strip())
 
 
 def help_of(command: str) -> str:
@@ -79,8 +77,12 @@ def help_of(command: str) -> str:
 
 def render() -> str:
     """The whole page."""
+    from typer.main import get_command
+
+    from tokenmill.cli import app
+
     sections = [INTRODUCTION]
-    for command in COMMANDS:
+    for command in commands(get_command(app)):
         name = f"tokenmill {command}".strip()
         sections.append(f"## {name}\n\n```\n{help_of(command)}\n```\n")
     return "\n".join(sections)

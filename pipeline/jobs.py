@@ -73,11 +73,15 @@ def list_jobs(store: ObjectStore, *, active: bool = False) -> Iterator[JobSummar
     Args:
         active: only jobs that have not ended; of a root the others aren't even looked at.
     """
-    for ledger in open_jobs(store) if active else find_ledgers(store):
-        try:
-            yield summarize_job(ledger, exact=False)
-        except PipelineError as error:
-            yield JobSummary(id=ledger.name, place=ledger.place(), problem=str(error))
+    return map(glance, open_jobs(store) if active else find_ledgers(store))
+
+
+def glance(ledger: JobLedger) -> JobSummary:
+    """A summary as listings have it: from caches where there are some, and with its problem if it can't be read."""
+    try:
+        return summarize_job(ledger, exact=False)
+    except PipelineError as error:
+        return JobSummary(id=ledger.name, place=ledger.place(), problem=str(error))
 
 
 def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:

@@ -3,6 +3,8 @@
 A row that ended because time or the user said so, or because something broke, may succeed the next time. One that was
 refused for what its line says will be refused again: it is left out, unless it is asked for. Refusals that also depend
 on the model are tried again when another model is to answer.
+
+In a root such a retry is a job beside the first one, for the root's workers.
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Final
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipeline.ledger import JobLedger, part_key
-from pipeline.ports import PipelineError
+from pipeline.active import mark
+from pipeline.ledger import JOBS, JobLedger, part_key
+from pipeline.ports import PipelineError, World
+from pipeline.submit import Order, Submitted, derived_job_id, submit
 from schemas.errors import RowErrorCode
-from schemas.job import Job, JobStatus
+from schemas.job import Job, JobSettings, JobStatus, Manifest, Tier
 from schemas.results import RowStatus
 from schemas.selection import RowSelection
 
@@ -45,6 +51,15 @@ _BATCH_ROWS = 65_536
 
 class NothingToRetry(PipelineError):
     """Raised when a job has no rows that another try could change, or has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a retry has otherwise than its first job; None: as there, and no deadline."""
+
+    tier: Tier | None = None
+    deadline: timedelta | None = None
+    max_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +122,50 @@ def choose_rows(
                     chosen[rows] = True
     selection = RowSelection.of(chosen)
     if selection is None:
-        why = ", ".join(f"{count} {code}" for code, count in sorted(left_out.items()))
+        why = ", ".join(f"{number} {code}" for code, number in sorted(left_out.items()))
         raise NothingToRetry(
             f"{ledger.place()}: no row is worth another try"
             + (f" ({why}: refused for what they are; --include-invalid tries them all the same)" if why else "")
         )
     return Retry(job, selection, dict(left_out))
+
+
+def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings:
+    """The first job's settings, for the rows that are tried again."""
+    settings = first.job.settings.model_copy(update={"rows": first.rows})
+    if max_output_tokens is None:
+        return settings
+    default = min(settings.default_max_tokens, max_output_tokens)
+    return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
+
+
+def submit_retry(first: Retry, ended: Manifest, wishes: Wishes, world: World) -> Submitted:
+    """The retry as a job in the first one's root, `world.store`: made now, or by the same call before.
+
+    Its id follows from the first job and from what is asked for. So asking twice, or two at once, is one job; only
+    where that failed as a whole (its input was away) there is another.
+
+    Args:
+        ended: the outcome of the first job.
+
+    Raises:
+        PipelineError: it can't be made now; try again.
+    """
+    job, settings = first.job, retried_settings(first, wishes.max_output_tokens)
+    asked = (first.rows.bitmap, str(wishes.tier), str(wishes.deadline), str(wishes.max_output_tokens))
+    for number in count():
+        job_id = derived_job_id(ended.finished_at, "retry", job.id, *asked, str(number))
+        ledger = JobLedger(world.store, f"{JOBS}{job_id}/")
+        standing = ledger.find_job()
+        if standing is None:
+            break
+        manifest = ledger.manifest()
+        if manifest is None:
+            mark(ledger)  # whoever made it may have been interrupted
+        if manifest is None or manifest.status is not JobStatus.FAILED:
+            return Submitted(standing, created=False)
+    order = Order(
+        input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
+        deadline=wishes.deadline, output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
+    )  # fmt: skip
+    return submit(order, ledger, world, job_id=job_id)

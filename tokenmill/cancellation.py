@@ -1,8 +1,8 @@
-"""Cancelling a job in a local folder: the closing first, then whoever can ends the job.
+"""Cancelling a job: the closing first, then whoever can ends the job.
 
-A live run holds the folder and ends the job itself, since it alone knows what its rows have reached. When none does,
-the job is ended here: no model is loaded for that. It is tried again and again, so it makes no difference when a run
-dies or appears meanwhile.
+In a root that is a dispatcher: it is only waited for. In a folder of its own a live run holds the folder and ends the
+job itself, since it alone knows what its rows have reached. When none does, the job is ended here: no model is loaded
+for that. It is tried again and again, so it makes no difference when a run dies or appears meanwhile.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from pipeline.records import RunRecord
 from schemas.job import Closing, Manifest
 from tokenmill.inputs import in_s3, open_input
 from tokenmill.output import say
+from tokenmill.root import Root
 
 WAIT_SECONDS: Final = 60.0
 """How long a live run may take to end its job: it may still be planning."""
 
 LOOK_SECONDS: Final = 0.2
+ROOT_LOOK_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Cancelled:
     """What came of it.
 
     Attributes:
-        manifest: the outcome; None: the run that holds the folder has not ended the job yet.
+        manifest: the outcome; None: the run that holds the folder, or the root's dispatcher, has not ended the job yet.
         before: the job had ended already, and nothing was changed.
     """
 
@@ -81,6 +83,26 @@ def cancel_job(folder: Path, price_per_hour: float | None = None, wait: float = 
             finally:
                 lock.release()
         return Cancelled(job.id, manifest, before=False)
+
+
+def cancel_in_root(root: Root, job: str, wait: float = WAIT_SECONDS) -> Cancelled:
+    """Cancel the job of this id in a root, and wait up to `wait` seconds for a dispatcher to end it.
+
+    Raises:
+        PipelineError: the job can't be read, or the root can't be written.
+    """
+    ledger, clock = root.ledger(job), root.world.clock
+    manifest = ledger.manifest()
+    if manifest is not None:
+        return Cancelled(job, manifest, before=True)
+    ledger.create_closing(Closing(kind="cancel", at=clock.now()))
+    until, told = clock.monotonic() + wait, False
+    while (manifest := ledger.manifest()) is None and clock.monotonic() < until:
+        if not told:
+            say(f"{job}: cancelled; waiting for the dispatcher to end it")
+        told = True
+        clock.sleep(ROOT_LOOK_SECONDS)
+    return Cancelled(job, manifest, before=False)
 
 
 def _end(ledger: JobLedger, world: World, price_per_hour: float | None) -> Manifest | None:

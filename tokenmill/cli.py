@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, run, serve, submit
-from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UserError
+from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
 from tokenmill.output import say
 
 app = typer.Typer(
@@ -55,7 +55,7 @@ app.add_typer(deadletters.app, name="deadletters", short_help="What could not be
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
 app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
-app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders.")
+app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
 app.command("bench", short_help="Throughput of this machine.")(bench.bench)
 
@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=given, prog_name="tokenmill", standalone_mode=False)
     except typer.TyperException as error:
         return _usage(error)
+    except StoppedWatching as ended:
+        say(str(ended))
+        return EXIT_INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         say("interrupted")
         return EXIT_INTERRUPTED

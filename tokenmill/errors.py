@@ -30,6 +30,10 @@ class Interrupted(UserError):
     exit_code = EXIT_INTERRUPTED
 
 
+class StoppedWatching(Exception):
+    """Raised when the user has seen enough of a job that others work at: nothing was interrupted, and that is said."""
+
+
 class Interruption(KeyboardInterrupt):
     """Ctrl-C. A plain `KeyboardInterrupt` that has passed through text given to `exec` (as many libraries do while they
     are imported) makes Python end the process by the signal, whatever has caught it since; this one has it exit."""

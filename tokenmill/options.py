@@ -89,7 +89,14 @@ Model = Annotated[
         "that the requests use.",
     ),
 ]
-Output = Annotated[Path, typer.Argument(metavar="OUT", help="The job's folder, as given to 'run --output'.")]
+JobGiven = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job's folder, as given to 'run --output'; else the id of a job in the root that is named.",
+    ),
+]
+Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]

@@ -20,6 +20,7 @@ from schemas.job import InputRef, Tier
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
+    from pipeline.adapters.s3 import S3Store
     from pipeline.adapters.s3_client import S3Connection
     from schemas.settings import Settings
 
@@ -59,8 +60,11 @@ class Root:
 
 
 @contextmanager
-def open_root(url: str | None, settings: Settings) -> Iterator[Root]:
+def open_root(url: str | None, settings: Settings, *, read_only: bool = False) -> Iterator[Root]:
     """The root at a path or an s3:// URL; by default the one that the settings name.
+
+    Args:
+        read_only: only look: nothing is made, not even a missing folder, and a bucket isn't probed by writing.
 
     Raises:
         UserError: none is named.  StoreError: it can't be used.
@@ -73,11 +77,17 @@ def open_root(url: str | None, settings: Settings) -> Iterator[Root]:
         from pipeline.adapters.s3 import S3Store
         from pipeline.adapters.s3_url import split_url
 
-        with S3Store(*split_url(url), s3 or s3_connection(settings)) as bucket:
-            yield Root(url, World(bucket, SystemClock(), SystemRandomness(), bucket.scratch), s3)
+        with S3Store(*split_url(url), s3 or s3_connection(settings), read_only=read_only) as bucket:
+            yield Root(url, _world(bucket, read_only), s3)
         return
-    with FolderStore(Path(url).expanduser()) as store:
-        yield Root(str(store.root), World(store, SystemClock(), SystemRandomness(), store.scratch), s3)
+    with FolderStore(Path(url).expanduser(), read_only=read_only) as store:
+        yield Root(str(store.root), _world(store, read_only), s3)
+
+
+def _world(store: FolderStore | S3Store, read_only: bool) -> World:
+    """Who only looks builds no files, so there is no place for them."""
+    clock, random = SystemClock(), SystemRandomness()
+    return World(store, clock, random) if read_only else World(store, clock, random, store.scratch)
 
 
 def s3_connection(settings: Settings) -> S3Connection:

@@ -48,13 +48,17 @@ def last_line(counts: Counts, output: Path | str) -> str:
     what = [f"{count(counts.succeeded)} of {count(counts.total)} rows succeeded", f"{count(counts.failed)} failed"]
     if not_good > counts.failed:
         what.append(f"{count(not_good - counts.failed)} expired or cancelled")
-    results = output / "results" if isinstance(output, Path) else f"{output}/results"
-    return f"{results}: {', '.join(what)}"
+    return f"{results_of(output)}: {', '.join(what)}"
 
 
-def as_document(manifest: Manifest, output: Path) -> dict[str, Any]:
+def results_of(output: Path | str) -> str:
+    """Where the results of the job at this folder or URL lie."""
+    return f"{str(output).rstrip('/')}/results"
+
+
+def as_document(manifest: Manifest, output: Path | str) -> dict[str, Any]:
     """The manifest for `--json`, and where the job lies."""
-    return {"output": str(output), "results": str(output / "results"), **manifest.model_dump(mode="json")}
+    return {"output": str(output), "results": results_of(output), **manifest.model_dump(mode="json")}
 
 
 def show(manifest: Manifest, output: Path) -> None:

@@ -157,7 +157,7 @@ def test_given_folders_that_do_not_belong_together_when_merged_then_they_are_ref
     strangers = tokenmill("jobs", "export", whole, out, "--merged", *to)
     nowhere = tokenmill("jobs", "export", out, "--to", place / "no" / "x.jsonl")
 
-    assert "name their folders behind OUT" in alone.error
+    assert "name their folders or ids behind JOB" in alone.error
     assert "--merged joins them" in apart.error
     assert strangers.code == 1
     assert "given already" in strangers.error, "a copy of the same job is no retry"

@@ -1,14 +1,16 @@
-"""`tokenmill jobs retry`: the rows of a job that got no answer, as a new job."""
+"""`tokenmill jobs retry`: the rows of a job that got no answer, as a new job: in a folder, run here and now, or in the
+root of the first one, for its workers."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from tokenmill import options, output
+from tokenmill import options
 from tokenmill.errors import InputError, ModelError, UserError
 from tokenmill.options import (
     ChatTemplate,
@@ -16,15 +18,16 @@ from tokenmill.options import (
     Debug,
     DeviceOption,
     DType,
+    JobGiven,
     Json,
     KvCacheMemory,
     KvDType,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
-    Output,
     PricePerHour,
     Quantize,
+    RootUrl,
     Threads,
     Tier,
 )
@@ -32,8 +35,10 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.retry import Retry
-    from schemas.job import InputFile, InputRef, Job, JobSettings
+    from schemas.job import InputFile, InputRef, Job
+    from schemas.results import RowStatus
     from tokenmill.job_options import ChosenModel
+    from tokenmill.places import JobPlace
 
 
 class Ended(StrEnum):
@@ -44,12 +49,25 @@ class Ended(StrEnum):
     CANCELLED = "cancelled"
 
 
+ONLY_HERE: Final = {
+    "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
+    "kv_dtype": "--kv-dtype", "device": "--device", "threads": "--threads", "fresh": "--fresh",
+    "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
+}  # fmt: skip
+"""Options of a retry that is run here: in a root they are its workers'."""
+
+
 def retry(
-    out: Output,
+    context: typer.Context,
+    job_given: JobGiven,
     new: Annotated[
-        Path,
-        typer.Option("--output", "-o", parser=options.folder, metavar="NEW", help="The new job's folder."),
-    ],
+        Path | None,
+        typer.Option(
+            "--output", "-o", parser=options.folder, metavar="NEW", help="The new job's folder; not for one in a root."
+        ),
+    ] = None,
+    root_url: RootUrl = None,
     only: Annotated[
         list[Ended] | None, typer.Option(help="Only rows that ended so. Repeat for several. Default: all three.")
     ] = None,
@@ -60,13 +78,13 @@ def retry(
         str | None, typer.Option("--input", metavar="INPUT", help="Where the input lies now, if it was moved.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Another model than answered in OUT.")
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Another model than answered in JOB.")
     ] = None,
-    tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: as in OUT.")] = None,
+    tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: as in JOB.")] = None,
     deadline: Deadline = None,
-    dtype: Annotated[DType | None, typer.Option(help="Of weights and arithmetic. Default: as in OUT.")] = None,
-    quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in OUT.")] = None,
-    kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in OUT.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of weights and arithmetic. Default: as in JOB.")] = None,
+    quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in JOB.")] = None,
+    kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in JOB.")] = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
@@ -76,31 +94,59 @@ def retry(
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="In a root: tell how the new job stands until it has ended.")
+    ] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Answer the rows of an ended job that failed, expired or were cancelled, as a new job in NEW.
+    """Answer the rows of an ended job that failed, expired or were cancelled, as a new job.
 
     It reads the same input with the same model and settings, and its rows keep their index and custom_id; 'jobs export
-    OUT NEW --merged' joins the two. Rows that would be refused again (invalid lines, too long for the model) are left
-    out. The same command again goes on where the last one stopped.
+    JOB NEW --merged' joins the two. Rows that would be refused again (invalid lines, too long for the model) are left
+    out.
+
+    For a job's folder it is run here, in NEW; the same command again goes on where the last one stopped. For a job in a
+    root it is a job of that root, whose id is printed at once; engine options are those of the root's workers. The same
+    command again finds the retry that it has made, and makes no second one.
     """
+    from pipeline.retry import RETRIED, Wishes, retried_settings
     from schemas.job import Tier as JobTier
+    from schemas.results import RowStatus
     from tokenmill import job_options
+    from tokenmill.places import locate
+    from tokenmill.retrying import retry_in_root, tell_rows
+
+    settings = read_settings()
+    statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
+    place = locate(job_given, root_url, settings)
+    given = Path(job_given).expanduser()
+    out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
+    if out is None:
+        _check_options(context, place)
+        wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens)
+        retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
+        return
+    if new is None:
+        raise typer.BadParameter("a folder's job is tried again in a folder; name it", param_hint="--output")
+    if watch:
+        raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
     from tokenmill.running import execute
-    from tokenmill.wiring import EngineOptions, RunPlan
+    from tokenmill.wiring import EngineOptions, RunPlan  # needs torch, which isn't there where no model runs
     from workers.settings import WorkerSettings
 
-    first = _first(out, new, only, include_invalid=include_invalid, other_model=model is not None)
-    job, settings = first.job, read_settings()
+    first = _first(out, new, statuses, include_invalid=include_invalid, other_model=model is not None)
+    job = first.job
     pin = job.models[0]
     wanted_tier = job.tier if tier is None else JobTier(tier)
+    if max_output_tokens is not None:
+        job_options.check_cap(max_output_tokens, settings.max_output_tokens.of(wanted_tier), wanted_tier)
     plan = RunPlan(
         inputs=_same_input(job, input_),
         model=_model(job, model, settings.model_cache),
         output=new.expanduser(),
         tier=wanted_tier,
-        settings=_settings(first, max_output_tokens, settings.max_output_tokens.of(wanted_tier)),
+        settings=retried_settings(first, max_output_tokens),
         engine=EngineOptions(
             dtype=dtype or pin.dtype,
             device=device,
@@ -120,26 +166,29 @@ def retry(
         retry_of=job.id,
         digest=pin.digest if model is None and chat_template is None else None,
     )
-    output.say(f"trying {output.count(first.rows.count)} rows of {job.id} again")
-    if first.left_out:
-        why = ", ".join(f"{output.count(count)} {code}" for code, count in sorted(first.left_out.items()))
-        output.say(f"left out, since they would be refused again: {why}; --include-invalid tries them all the same")
+    tell_rows(first)
     execute(plan, as_json=as_json)
 
 
-def _first(out: Path, new: Path, only: list[Ended] | None, *, include_invalid: bool, other_model: bool) -> Retry:
+def _check_options(context: typer.Context, place: JobPlace) -> None:
+    """Raises `UserError` for what only a retry that is run here can do."""
+    for name, option in ONLY_HERE.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(
+                f"{option}: {place} is tried again in {place.root}, by its workers with their models and engines; "
+                "leave it out"
+            )
+
+
+def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_invalid: bool, other_model: bool) -> Retry:
     """The job to try again, and its rows. Raises `UserError` or the pipeline's own."""
     from pipeline.adapters.folder import FolderStore
     from pipeline.jobs import find_ledger
-    from pipeline.retry import RETRIED, choose_rows
-    from schemas.results import RowStatus
+    from pipeline.retry import choose_rows
 
-    out, new = out.expanduser(), new.expanduser()
-    if not out.is_dir():
-        raise InputError(f"{out}: no such folder; give the OUT of a run")
-    if new.resolve() == out.resolve():
+    if new.expanduser().resolve() == out.resolve():
         raise UserError(f"--output {new}: is the first job, whose results are never changed; name another folder")
-    statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
     with FolderStore(out, read_only=True) as store:
         ledger = find_ledger(store)
         if len(ledger.job().models) != 1:
@@ -175,15 +224,3 @@ def _model(job: Job, given: str | None, cache: Path) -> ChosenModel:
     if not path.exists():
         raise ModelError(f"{path}: the model that answered in {job.id} is not there any more; give --model")
     return job_options.ChosenModel(pin.name, ModelSource(pin.name, path, pin.revision, 0))
-
-
-def _settings(first: Retry, max_output_tokens: int | None, cap: int) -> JobSettings:
-    """The first job's settings, for the rows that are tried again."""
-    from tokenmill.job_options import check_cap
-
-    settings = first.job.settings.model_copy(update={"rows": first.rows})
-    if max_output_tokens is None:
-        return settings
-    check_cap(max_output_tokens, cap, first.job.tier)
-    default = min(settings.default_max_tokens, max_output_tokens)
-    return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})

@@ -1,0 +1,106 @@
+"""A root with a dispatcher and a worker as threads of this process; the worker answers at once, as `made_jobs` has
+it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.catalog import Catalog
+from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.foreman import Foreman, ForemanSettings
+from pipeline.ledger import JOBS, JobLedger
+from pipeline.pinning import pin_input
+from pipeline.ports import ObjectStore, World
+from pipeline.shard_client import ShardClient
+from pipeline.submit import new_job_id, submit
+from schemas.job import CatalogEntry, JobSettings, OnInvalid, PlanSettings
+from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
+
+ROWS_IN_SHARD = 4
+
+
+class Installation:
+    """Others share the root with the command line. `url`: how it is named."""
+
+    def __init__(self, url: str, store: ObjectStore, scratch: Path, inputs: Path) -> None:
+        self.url = url
+        self.inputs = inputs
+        self.world = World(store, SystemClock(), SystemRandomness(), scratch)
+        self.queue, self.beats = MemoryQueue(), MemoryHeartbeats(self.world.clock, 10.0)
+        self.stop = threading.Event()
+        self.threads: list[threading.Thread] = []
+        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=64))
+
+    def ledger(self, job: str) -> JobLedger:
+        return JobLedger(self.world.store, f"{JOBS}{job}/")
+
+    def submit(self, rows: int = 10, *more: str, on_invalid: OnInvalid = OnInvalid.ROW) -> str:
+        """A job of so many requests and the lines given; its id. Each fifth request will fail."""
+        job = new_job_id(self.world.clock.now(), self.world.random)
+        lines = [
+            json.dumps(
+                {
+                    "custom_id": f"r{row}", "method": "POST", "url": "/v1/completions",
+                    "body": {"model": "tiny", "prompt": f"number {row}", "max_tokens": 5},
+                }
+            )
+            for row in range(rows)
+        ]  # fmt: skip
+        source = self.inputs / f"{job}.jsonl"
+        source.write_text("".join(line + "\n" for line in (*lines, *more)))
+        settings = JobSettings(plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD), on_invalid=on_invalid)
+        submit(order(input=pin_input(source), settings=settings), self.ledger(job), self.world, job_id=job)
+        return job
+
+    def start_dispatcher(self) -> None:
+        settings = DispatchSettings(isolate=True, sweep_every=0.2, tick_every=0.01)
+        dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
+        looks = ForemanSettings(tick_every=0.01, look_every=0.05, retry_after=0.1)
+        foreman = Foreman(self.world, dispatcher, settings=looks)
+        self._start(lambda: foreman.run(self.stop))
+
+    def start_worker(self, permits: threading.Semaphore | None = None) -> None:
+        """Each shard is committed only when there is a permit, if any are asked for."""
+
+        def work() -> None:
+            client = ShardClient("w", self.world, self.ledger, self.queue, self.beats, lambda: False, models=MODELS)
+            while not self.stop.is_set():
+                shard = client.take(0.01)
+                if shard is not None:
+                    client.begin(shard)
+                    while permits is not None and not permits.acquire(timeout=0.05):
+                        if self.stop.is_set():
+                            return
+                    client.commit(shard, computed(shard), report(shard))
+
+        self._start(work)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+
+
+@contextmanager
+def installation(url: str, store: ObjectStore, scratch: Path, inputs: Path) -> Iterator[Installation]:
+    """What was started in it ends with the block."""
+    inputs.mkdir(exist_ok=True)
+    # What its threads log would stand between what the command says.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    made = Installation(url, store, scratch, inputs)
+    try:
+        yield made
+    finally:
+        made.stop.set()
+        for thread in made.threads:
+            thread.join(30)
+        structlog.reset_defaults()

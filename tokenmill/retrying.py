@@ -1,0 +1,89 @@
+"""Retries in a root: a job beside the first one, for the workers that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tokenmill import output
+from tokenmill.errors import UserError
+from tokenmill.job_options import check_cap
+
+if TYPE_CHECKING:
+    from pipeline.ports import ObjectStore
+    from pipeline.retry import Retry, Wishes
+    from schemas.job import Job
+    from schemas.results import RowStatus
+    from schemas.settings import Settings
+    from tokenmill.places import JobPlace
+
+
+def retry_in_root(
+    place: JobPlace,
+    settings: Settings,
+    statuses: Collection[RowStatus],
+    wishes: Wishes,
+    *,
+    include_invalid: bool,
+    watch: bool,
+    as_json: bool,
+) -> None:
+    """Make the retry, print its id, and follow it if asked to.
+
+    Raises:
+        UserError: what is wished can't be had, or the retry that is watched failed as a whole.
+        PipelineError: the first job has not ended or leaves no rows to try, or the root can't be used.
+    """
+    from pipeline.retry import NothingToRetry, choose_rows, submit_retry
+    from tokenmill.places import look_at
+    from tokenmill.root import open_root
+    from tokenmill.watching import tell_end
+    from tokenmill.watching import watch as follow
+
+    with look_at(place, settings) as ledger:
+        first, ended = choose_rows(ledger, statuses, include_invalid=include_invalid), ledger.manifest()
+        tell_missing_models(first.job, ledger.store)
+    if ended is None:
+        raise NothingToRetry(f"{place}: the job has not ended")
+    if wishes.max_output_tokens is not None:
+        tier = wishes.tier or first.job.tier
+        check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
+    with open_root(place.root, settings) as root:
+        made = submit_retry(first, ended, wishes, root.world)
+        document = {
+            "id": made.job.id, "created": made.created, "retry_of": first.job.id, "rows": first.rows.count,
+            "left_out": first.left_out,
+        }  # fmt: skip
+        if not as_json:
+            print(made.job.id, flush=True)
+        elif not watch:
+            output.print_json(document)
+        tell_rows(first)
+        if not made.created:
+            output.say(f"{made.job.id}: was made before by the same command; a retry of it tries what it left")
+        if not watch:
+            return
+        done = follow(root.ledger(made.job.id)).manifest
+    if done is None:
+        raise UserError(f"{made.job.id}: its outcome is gone; is something else deleting in {place.root}?")
+    if as_json:
+        output.print_json(document | {"manifest": done.model_dump(mode="json")})
+    tell_end(done, root.ledger(made.job.id).place())
+
+
+def tell_rows(first: Retry) -> None:
+    """What is tried again, and what isn't."""
+    output.say(f"trying {output.count(first.rows.count)} rows of {first.job.id} again")
+    if first.left_out:
+        why = ", ".join(f"{output.count(count)} {code}" for code, count in sorted(first.left_out.items()))
+        output.say(f"left out, since they would be refused again: {why}; --include-invalid tries them all the same")
+
+
+def tell_missing_models(job: Job, store: ObjectStore) -> None:
+    """The retry runs on the very models of the first job; who would wait for one that is served no more is told."""
+    from pipeline.catalog import Catalog
+
+    served = {entry.pin.key for entry in Catalog(store).entries()}
+    for pin in job.models:
+        if pin.key not in served:
+            output.say(f"no worker offers {pin.name} as it answered in {job.id}: the rows wait until one does")
