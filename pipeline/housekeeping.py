@@ -13,6 +13,8 @@ from pipeline.ports import Lease, PipelineError, World
 from pipeline.retention import Collector, RetentionSettings
 
 _LOOK_SECONDS: Final = 1.0
+_TRIES: Final = 8
+"""Between two collections, where one fails."""
 
 logger = structlog.get_logger(__name__)
 
@@ -23,8 +25,8 @@ class HousekeepingSettings:
 
     Attributes:
         every: between two collections.
-        again: at most, until it is looked again after a failure, or when another has just collected; and before the
-            first look: whoever has just started has other things to do.
+        again: at most, until it is asked again whether another has collected; and before the first look: whoever has
+            just started has other things to do.
     """
 
     every: float = 86_400.0
@@ -61,8 +63,12 @@ class Housekeeper:
         """Collect if it is time, and nobody else did; whether it was done. Failures are logged."""
         if self._world.clock.monotonic() < self._next:
             return False
-        done = self._is_ours() and self._collect(stop)
-        self._next = self._world.clock.monotonic() + (self._settings.every if done else self._again)
+        wait, done = self._again, False
+        if self._is_ours():
+            done = self._collect(stop)
+            # To look through all jobs that ever were is dear, also when it fails.
+            wait = self._settings.every if done else self._settings.every / _TRIES
+        self._next = self._world.clock.monotonic() + wait
         return done
 
     def _is_ours(self) -> bool:

@@ -99,27 +99,36 @@ def test_given_two_that_could_when_time_goes_by_then_one_collects_and_the_other_
     assert len(done) == 4
 
 
-def test_given_a_failure_when_it_is_over_then_it_is_tried_again_soon(world: World) -> None:
-    ledger, stop = ended(world), threading.Event()
+def test_given_a_failure_when_it_is_over_then_it_is_tried_again_the_same_day_and_not_all_the_time(world: World) -> None:
+    ledger, stop, tries = ended(world), threading.Event(), 0
     failing = True
 
-    def fails(_nth: int) -> None:
+    def fails(nth: int) -> None:
+        nonlocal tries
+        tries += nth == 1
         if failing:
             raise StoreError("s3://bucket: not there")
 
+    def go(hours: int) -> bool:
+        done = False
+        for _ in range(hours * 60):
+            world.clock.sleep(60.0)
+            store.calls.clear()
+            done |= keeper.look(stop)
+        return done
+
     shared = Shared(world, DAY)
-    there = replace(world, store=WatchedStore(world.store, fails))
-    keeper = Housekeeper(
-        there, RetentionSettings(outputs=timedelta(0)), HousekeepingSettings(again=60.0), shared.of("a")
-    )
-    world.clock.sleep(61.0)
-    assert not keeper.look(stop)
-    failing, shared.away = False, True
-    world.clock.sleep(61.0)
-    assert not keeper.look(stop), "nobody says whether another is at it"
+    store = WatchedStore(world.store, fails)
+    there = replace(world, store=store)
+    keeper = Housekeeper(there, RetentionSettings(outputs=timedelta(0)), lease=shared.of("a"))
+    shared.away = True
+    assert not go(2), "nobody says whether another is at it"
+    assert tries == 0
     shared.away = False
-    world.clock.sleep(61.0)
-    assert keeper.look(stop)
+    assert not go(7)
+    assert tries == 3
+    failing = False
+    assert go(3)
     assert ledger.tombstone() is not None
 
 
