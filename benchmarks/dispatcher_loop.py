@@ -2,7 +2,7 @@
 
     python -m benchmarks.dispatcher_loop --store folder|s3 --jobs 1 --shards 10000 [--json OUT.json]
 
-Jobs are planned for real (one row a shard) into a folder or a SeaweedFS server. Then the foreman's loop runs for some
+Jobs of one row a shard are planned by hand into a folder or a SeaweedFS server. Then the foreman's loop runs for some
 seconds, as in `tokenmill dispatcher`, with Redis's part in this process, while a thread takes shards and commits them
 at a steady pace. Reported: the turns' times, and how soon a cancelled job is seen.
 """
@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planning import GeneratedInput
 from benchmarks.throughput import machine
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
@@ -31,17 +30,13 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatcher import Dispatcher, DispatchSettings
 from pipeline.foreman import Foreman
 from pipeline.ledger import JOBS, JobLedger
-from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
-from pipeline.submit import Order, submit
-from schemas.job import Closing, InputFile, InputFormat, InputRef, JobSettings, ModelPin, Tier
-from schemas.limits import PlanSettings
+from schemas.job import Closing
 from tests.cluster.cluster import settings_of
-from tests.pipeline.made_jobs import computed, report
+from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
 from tests.servers.seaweedfs import SeaweedServer
 
-PIN = ModelPin(name="model", source="model", digest="sha256:1", dtype="float32")
 SILENCE = 60.0
 BUCKET = "loop"
 
@@ -63,17 +58,10 @@ def opened(kind: str, folder: Path) -> Iterator[World]:
 
 def plan_jobs(world: World, jobs: int, shards: int) -> list[JobLedger]:
     """Open jobs of so many shards each."""
-    given = InputRef(uri="generated.jsonl", format=InputFormat.JSONL, files=(InputFile(uri="generated.jsonl", size=0),))
-    settings = JobSettings(plan=PlanSettings(max_shard_rows=1, min_group_rows=1))
     ledgers = []
     for number in range(jobs):
-        name = f"job-{number:05d}"
-        ledger = JobLedger(world.store, f"{JOBS}{name}/")
-        order = Order(input=given, models=(PIN,), settings=settings, tier=Tier.STANDARD)
-        job = submit(order, ledger, world, job_id=name).job
-        summary = plan_job(ledger, job, world, open_input=lambda _: GeneratedInput(shards))
-        assert summary is not None
-        assert sum(len(segment.shards) for segment in summary.segments) == shards
+        ledger = JobLedger(world.store, f"{JOBS}job-{number:05d}/")
+        plan_by_hand(ledger, world, [[row] for row in range(shards)])
         ledgers.append(ledger)
     return ledgers
 

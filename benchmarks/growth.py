@@ -50,8 +50,9 @@ from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
+from tokenmill.processes import settled_heap
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job, settled_heap
+from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 
 ALLOWED = 0.05

@@ -39,8 +39,9 @@ Amount = Annotated[timedelta, BeforeValidator(_amount)]
 """An amount of time, written as `parse_amount` reads it."""
 
 
-class JobOptions(BaseModel):
-    """Everything is optional; the installation's settings stand in.
+class SomeOptions(BaseModel):
+    """Options as one of several places may say them, each for itself. Everything is optional; the installation's
+    settings stand in.
 
     Attributes:
         model: what rows run on that name no model of their own, by its name in the catalog. With it the job's rows may
@@ -78,15 +79,19 @@ class JobOptions(BaseModel):
             raise ValueError("a deadline is text: an amount such as 6h, or a moment such as 2026-01-31T18:00Z")  # noqa: TRY004
         return given
 
-    @model_validator(mode="after")
-    def _late_for_what(self) -> JobOptions:
-        if self.refuse_late and self.deadline is None:
-            raise ValueError("refuse_late needs a deadline")
-        return self
-
     @field_validator("tier")
     @classmethod
     def _of_a_job(cls, tier: Tier | None) -> Tier | None:
         if tier is Tier.INTERACTIVE:
             raise ValueError("a job is standard or bulk; interactive requests are not jobs")
         return tier
+
+
+class JobOptions(SomeOptions):
+    """All that is said of a job, together."""
+
+    @model_validator(mode="after")
+    def _late_for_what(self) -> JobOptions:
+        if self.refuse_late and self.deadline is None:
+            raise ValueError("refuse_late needs a deadline")
+        return self

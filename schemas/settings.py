@@ -155,7 +155,7 @@ class LaneOptions(BaseModel):
     """How a worker serves the requests whose callers wait.
 
     Attributes:
-        most_requests: that a worker has at once; None: as many as its batch has rows.
+        most_requests: that a worker has at once; None: a few more than its batch has rows.
         drain_seconds: that they have to come to their end when the worker is told to stop; the others go on elsewhere.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -42,9 +43,28 @@ def until_told() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Leave what is loaded by now (up to a million objects: modules, vocabulary, model) out of garbage collection.
+
+    It stays to the end anyway, and looking through it again and again cost a quarter of a big job's processor time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) -> None:
     """Run `main` on this thread and the others beside it, until `stop` is set. When one of them ends, whatever the
     reason, all do. Raises what the first that failed raised."""
+    with settled_heap():
+        _run_together(stop, main, others)
+
+
+def _run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) -> None:
     failed: list[BaseException] = []
 
     def ended(name: str, future: Future[None]) -> None:

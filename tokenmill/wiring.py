@@ -7,10 +7,9 @@ that has ended loads nothing. What is left to plan is planned beside the work.
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import ceil
@@ -31,6 +30,7 @@ from tokenmill.errors import ModelError
 from tokenmill.inputs import open_input
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.planner_process import PlannerProcess
+from tokenmill.processes import settled_heap
 from tokenmill.tracker import RunTracker
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
 from workers.settings import WorkerSettings
@@ -192,20 +192,6 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                 planner.check()
         counts = _counts(output) if manifest is None else manifest.counts
         return JobRun(manifest, counts, 0 if submitted.created else before)
-
-
-@contextmanager
-def settled_heap() -> Iterator[None]:
-    """Leave what is loaded by now (a million objects: modules, vocabulary, model) out of garbage collection.
-
-    It stays to the end anyway, and looking through it again and again cost a quarter of a big job's processor time.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:

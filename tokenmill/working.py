@@ -19,11 +19,10 @@ from tokenmill.hints import Hints, hints_on_servers
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.output import say
-from tokenmill.processes import run_together, unique_name, until_told
+from tokenmill.processes import run_together, settled_heap, unique_name, until_told
 from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
 from tokenmill.switching import SourceInTurn, Turns
-from tokenmill.wiring import settled_heap
 from workers.lane_requests import LaneRules
 from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel

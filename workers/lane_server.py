@@ -49,7 +49,8 @@ class LaneServing:
     """How a worker serves the lane; seconds.
 
     Attributes:
-        most: requests that it has at once; None: as many as its batch has rows.
+        most: requests that it has at once; None: a few more than its batch has rows, so that no row stands empty until
+            the next has come.
         tell_seconds: between two events of a request. Its first token is told at once.
         grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
         tries: in the engine, for a request whose step fails.
@@ -100,7 +101,7 @@ class LaneServer:
         self._reader = LaneReader(model, rules)
         self._builder = ResponseBuilder(model.tokenizer)
         self._serving = serving or LaneServing()
-        self._most = self._serving.most or model.max_num_seqs
+        self._most = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._key = model.pin().key
         self._hold_every = (lane_settings or LaneSettings()).lifetime / 3
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
@@ -115,6 +116,7 @@ class LaneServer:
         self._closed = threading.Event()
         self._news: queue.SimpleQueue[_Telling | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._taker: threading.Thread | None = None
         # The loop's own.
         self._open: dict[str, _Open] = {}  # by the engine's name
         self._next_tell = 0.0
@@ -122,7 +124,7 @@ class LaneServer:
     @contextmanager
     def running(self, stop: threading.Event) -> Iterator[LaneServer]:
         """Serve until the block ends; when `stop` is set nothing new is taken."""
-        taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
+        self._taker = taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
         teller = threading.Thread(target=self._guarded, args=(self._tell_all,), name="lane-teller")
         teller.start()
         taker.start()
@@ -186,7 +188,10 @@ class LaneServer:
         self._closed.set()
 
     def hand_back(self) -> None:
-        """See `Beside.hand_back`."""
+        """See `Beside.hand_back`. Waits for a look at the lane that is under way, or it might take them again."""
+        self._closed.set()
+        if self._taker is not None:
+            self._taker.join()
         self._pass_on(everything=True)
         for name, opened in self._open.items():
             self._engine.cancel(name)

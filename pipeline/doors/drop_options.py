@@ -26,7 +26,7 @@ from pipeline.intake import IntakeRefused
 from pipeline.planner.api import InputError
 from pipeline.planner.source import SUFFIXES, choose_files
 from schemas.job import InputFormat, Tier
-from schemas.options import JobOptions
+from schemas.options import JobOptions, SomeOptions
 
 SIDECAR: Final = ".job.json"
 MOST_SIDECAR_BYTES: Final = 1 << 20
@@ -116,7 +116,13 @@ def options_of(
                     f"{place}: {field} is {_shown(other)} by {where}, but {_shown(value)} by {source.where}; "
                     "say it once",
                 )
-    return JobOptions(**{field: value for field, (_, value) in chosen.items()})
+    try:
+        return JobOptions(**{field: value for field, (_, value) in chosen.items()})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        raise IntakeRefused(
+            "invalid_option", f"{place}: the options can't be used together: {detail['msg']}"
+        ) from error
 
 
 def announces_sidecar(metadata: Mapping[str, str], place: str) -> bool:
@@ -137,7 +143,7 @@ def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
         field = name.replace("-", "_")
         if name == _ANNOUNCES:
             continue
-        if field in JobOptions.model_fields:
+        if field in SomeOptions.model_fields:
             found[field] = _json(value, f"{place}: metadata {key}") if field == "metadata" else value
         elif key.lower().startswith(_PREFIX):
             raise IntakeRefused("unknown_option", f"{place}: metadata {key} is no option; remove or correct it")
@@ -160,9 +166,9 @@ def _json(data: str | bytes, where: str) -> Any:
         raise IntakeRefused("invalid_option", f"{where}: is not JSON ({error})") from error
 
 
-def _checked(source: OptionSource, place: str) -> JobOptions:
+def _checked(source: OptionSource, place: str) -> SomeOptions:
     try:
-        return JobOptions.model_validate(source.values)
+        return SomeOptions.model_validate(source.values)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         field = ".".join(str(step) for step in detail["loc"]) or "the whole"

@@ -236,17 +236,15 @@ def _content_key(place: Place, first: int, digest: str, kind: str) -> str:
 
 
 def _records_table(kept: Sequence[Kept]) -> pa.Table:
-    rows: list[dict[str, Any]] = [
-        {
-            "row": row,
-            "offset": one.record.offset,
-            "timestamp": one.record.timestamp,
-            "key": one.record.key,
-            "reply_to": one.reply_to,
-            "digest": one.digest,
-            "headers": [{"name": name, "value": value} for name, value in one.record.headers],
-            "original": None if one.record.value == one.line else one.record.value,
-        }
-        for row, one in enumerate(kept)
-    ]
-    return pa.Table.from_pylist(rows, schema=RECORDS_SCHEMA)
+    records = [one.record for one in kept]
+    columns: dict[str, Sequence[Any]] = {
+        "row": range(len(kept)),
+        "offset": [record.offset for record in records],
+        "timestamp": [record.timestamp for record in records],
+        "key": [record.key for record in records],
+        "reply_to": [one.reply_to for one in kept],
+        "digest": [one.digest for one in kept],
+        "headers": [[{"name": name, "value": value} for name, value in record.headers] for record in records],
+        "original": [None if one.record.value == one.line else one.record.value for one in kept],
+    }
+    return pa.table([pa.array(columns[field.name], field.type) for field in RECORDS_SCHEMA], schema=RECORDS_SCHEMA)

@@ -106,9 +106,12 @@ class RecordRules:
 def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> Sorted:
     """Sort records in the order of their offsets. `seen`: digests of requests that came before these."""
     done, here = Sorted(), set[bytes]()
+    headers: dict[tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]] = {}  # most records have the same
     for record in records:
         try:
-            group, reply_to = read_headers(record.headers, rules.reply_topics)
+            if record.headers not in headers:
+                headers[record.headers] = read_headers(record.headers, rules.reply_topics)
+            group, reply_to = headers[record.headers]
             value = check_value(record.value, rules)
         except Unfit as unfit:
             done.refused.append(Refused(record, unfit.code, str(unfit)))

@@ -85,8 +85,8 @@ def shard_table(rows: Sequence[int], carried: pa.Table | None = None) -> pa.Tabl
 def plan_by_hand(
     ledger: JobLedger, world: World, shards: Sequence[Sequence[int]], rejected: Sequence[int] = (), **changes: Any
 ) -> Job:
-    """Submit an order and plan it as told, in one segment."""
-    job = submit(order(**changes), ledger, world).job
+    """Submit an order and plan it as told, in one segment. In a root the job's id is its name there."""
+    job = submit(order(**changes), ledger, world, job_id=ledger.name or None).job
     sink = LedgerPlanSink(ledger, job, world, None, lambda: None)
     refs = []
     for number, rows in enumerate(shards, start=1):

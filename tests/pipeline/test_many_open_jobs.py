@@ -86,7 +86,7 @@ def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of
     house, dispatcher = foreman(world)
     for _ in range(100):
         house.tick()
-    assert all(dispatcher.progress(ledger.job().id) for ledger in ledgers)
+    assert all(dispatcher.progress(ledger.name) for ledger in ledgers)
     store.asked.clear()
     for _ in range(10):
         house.tick()
@@ -117,7 +117,7 @@ def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_
 
 
 def test_given_many_new_jobs_when_taking_them_up_takes_long_then_they_come_a_few_each_turn(world: World) -> None:
-    ids = [job(world, f"job-{number:02d}").job().id for number in range(JOBS)]
+    ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
     house, dispatcher = foreman(replace(world, clock=Hasty()))
     counts = []
     for _ in range(JOBS):

@@ -31,7 +31,8 @@ class ProcessStore:
         self._process.point("store.create", key)
         won = self._store.create(key, data)
         self._count(key, won)
-        if "/work/" not in key and not key.startswith("active/"):  # what goes when it is not needed any more
+        # What goes when it is not needed any more is no loss.
+        if "/work/" not in key and not key.startswith(("active/", "close/")):
             self._acknowledged.add(key)
         if won:
             self._watch.created(self._process, key, data if isinstance(data, bytes) else None)

@@ -139,8 +139,14 @@ def work(kit: Any, lane: MemoryLane) -> Iterator[Callable[..., Worker]]:
     """Starts a worker with this model: (model, name, shards)."""
     workers: list[Worker] = []
 
-    def work(model: LoadedModel, name: str = "w1", shards: Sequence[ShardWork] = (), **serving: Any) -> Worker:
-        workers.append(Worker(kit, model, lane, name, shards, **serving))
+    def work(
+        model: LoadedModel,
+        name: str = "w1",
+        shards: Sequence[ShardWork] = (),
+        on: MemoryLane | None = None,
+        **serving: Any,
+    ) -> Worker:
+        workers.append(Worker(kit, model, on or lane, name, shards, **serving))
         return workers[-1]
 
     yield work
@@ -344,21 +350,23 @@ def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, l
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_can_and_another_goes_on_with_the_rest(
-    host: Any, kit: Any, lane: MemoryLane, work: Any
+    host: Any, kit: Any, work: Any
 ) -> None:
+    lane = MemoryLane(CLOCK, LaneSettings(lifetime=60.0))  # nobody is taken for dead here
     (one, _), (other, _) = host(step_seconds=0.02), host(step_seconds=0.02)
     quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
     long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
     alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
-    first = work(one, "w1", grace=0.6)
+    first = work(one, "w1", on=lane, grace=0.6)
     begun = [answer(lane, asked, CLOCK, CALL) for asked in (quick, long)]
     heard = [[next(events)] for events in begun]
-    work(other, "w2")
+    work(other, "w2", on=lane)
     first.stop.set()
     began = time.monotonic()
     for events, so_far in zip(begun, heard, strict=True):
         so_far += list(events)
     print(f"all ended {time.monotonic() - began:.1f} s after the stop")
+    assert time.monotonic() - began < WAIT
     assert [alike(response(events)) for events in heard] == alone
     assert {event.attempt for event in heard[0]} == {1}
     attempts = [event.attempt for event in heard[1]]

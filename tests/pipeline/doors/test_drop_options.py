@@ -50,6 +50,11 @@ def test_given_the_same_said_twice_then_it_counts_once() -> None:
     assert found == JobOptions(tier=Tier.BULK, seed=1)
 
 
+def test_given_options_that_need_each_other_in_two_places_then_both_count() -> None:
+    found = options_of("a.jsonl", {"tokenmill-refuse-late": "true"}, [("x", b'{"deadline": "6h"}')], place=URI)
+    assert found == JobOptions(refuse_late=True, deadline=timedelta(hours=6))
+
+
 @pytest.mark.parametrize(
     ("name", "metadata", "sidecars", "code", "says"),
     [
@@ -75,6 +80,7 @@ def test_given_the_same_said_twice_then_it_counts_once() -> None:
         ("a.jsonl", {}, [b'{"output_expires_after": 3600}'], "invalid_option", "text, such as 30d"),
         ("a.jsonl", {"output-expires-after": "never"}, [], "invalid_option", "no amount of time"),
         ("a.jsonl", {"tokenmill-metadata": "x"}, [], "invalid_option", "not JSON"),
+        ("a.jsonl", {"tokenmill-refuse-late": "true"}, [b'{"seed": 1}'], "invalid_option", "needs a deadline"),
         ("a.jsonl", {}, [b"x" * (1 << 20) + b"x"], "invalid_option", "larger"),
     ],
 )
