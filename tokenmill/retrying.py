@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from tokenmill import output
-from tokenmill.errors import UserError
 from tokenmill.job_options import check_cap
 
 if TYPE_CHECKING:
@@ -63,12 +62,11 @@ def retry_in_root(
             output.say(f"{made.job.id}: was made before by the same command; a retry of it tries what it left")
         if not watch:
             return
-        done = follow(root.ledger(made.job.id)).manifest
-    if done is None:
-        raise UserError(f"{made.job.id}: its outcome is gone; is something else deleting in {place.root}?")
+        ledger = root.ledger(made.job.id)
+        done = follow(ledger)
     if as_json:
         output.print_json(document | {"manifest": done.model_dump(mode="json")})
-    tell_end(done, root.ledger(made.job.id).place())
+    tell_end(done, ledger.place())
 
 
 def tell_rows(first: Retry) -> None:

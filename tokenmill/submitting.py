@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from tokenmill.errors import UserError
-from tokenmill.output import count, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pipeline.ports import ObjectStore
     from schemas.job import Manifest
     from schemas.settings import Settings
@@ -23,8 +18,6 @@ if TYPE_CHECKING:
 KAFKA: Final = "kafka://"
 S3: Final = "s3://"
 GATEWAYS: Final = ("http://", "https://")
-LOOK_SECONDS: Final = 1.0
-TELL_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,37 +125,18 @@ def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Set
 
 
 def follow(sent: Sent, settings: Settings) -> Manifest:
-    """Tell how the job stands until it has ended; its outcome. Raises `UserError` when it was refused."""
+    """Tell how the job stands until it has ended; its outcome.
+
+    Raises:
+        UserError: it was refused.  StoppedWatching: the user pressed Ctrl-C.
+    """
+    from tokenmill.root import open_root
+    from tokenmill.watching import watch
+
     if sent.root is None:
         raise UserError(f"job {sent.job} was submitted, but can't be watched: TOKENMILL_ROOT doesn't say where it is")
-    with _looking_at(sent.root, settings) as store:
-        return _follow(sent, store)
-
-
-def _follow(sent: Sent, store: ObjectStore) -> Manifest:
-    from pipeline.jobs import summarize_job
-    from pipeline.ledger import JOBS, JobLedger, JobNotFound
-
-    ledger = JobLedger(store, f"{JOBS}{sent.job}/")
-    told, next_tell = "", 0.0
-    while True:
-        try:
-            summary = summarize_job(ledger, exact=False)
-        except JobNotFound:
-            _check_refused(sent, store)
-            now = f"job {sent.job}: waits to be taken"
-        else:
-            if summary.manifest is not None:
-                return summary.manifest
-            now = f"job {sent.job}: {summary.status}"
-            if summary.counts is not None and summary.counts.total:
-                counts = summary.counts
-                done = f"{count(counts.total - counts.pending)} of {count(counts.total)} rows done"
-                now += f", {done}, {count(counts.failed)} failed"
-        if now != told and time.monotonic() >= next_tell:
-            say(now)
-            told, next_tell = now, time.monotonic() + TELL_SECONDS
-        time.sleep(LOOK_SECONDS)
+    with open_root(sent.root, settings, read_only=True) as root:
+        return watch(root.ledger(sent.job), missing=lambda: _check_refused(sent, root.world.store))
 
 
 def _check_refused(sent: Sent, store: ObjectStore) -> None:
@@ -179,19 +153,3 @@ def _check_refused(sent: Sent, store: ObjectStore) -> None:
                 f"{sent.place}: was refused; "
                 f"'tokenmill deadletters show {marker.dead_letter} --root {sent.root}' says why"
             )
-
-
-@contextmanager
-def _looking_at(root: str, settings: Settings) -> Iterator[ObjectStore]:
-    if root.startswith(S3):
-        from pipeline.adapters.s3 import S3Store
-        from pipeline.adapters.s3_url import split_url
-        from tokenmill.root import s3_connection
-
-        with S3Store(*split_url(root), s3_connection(settings), read_only=True) as bucket:
-            yield bucket
-        return
-    from pipeline.adapters.folder import FolderStore
-
-    with FolderStore(Path(root).expanduser(), read_only=True) as folder:
-        yield folder

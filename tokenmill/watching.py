@@ -28,8 +28,8 @@ MOST_ERRORS: Final = 500
 """Characters of why a job failed."""
 
 
-def watch(ledger: JobLedger, *, every: float = LOOK_SECONDS, missing: Callable[[], None] | None = None) -> JobSummary:
-    """Tell how the job stands until it has ended; the summary that holds its outcome.
+def watch(ledger: JobLedger, *, every: float = LOOK_SECONDS, missing: Callable[[], None] | None = None) -> Manifest:
+    """Tell how the job stands until it has ended; its outcome.
 
     In a terminal it is one line that changes, elsewhere a line whenever something has changed.
 
@@ -72,7 +72,7 @@ def describe(summary: JobSummary, now: datetime | None = None) -> str:
     return ", ".join(words)
 
 
-def _watch(ledger: JobLedger, every: float, missing: Callable[[], None] | None) -> JobSummary:
+def _watch(ledger: JobLedger, every: float, missing: Callable[[], None] | None) -> Manifest:
     console = output.stderr()
     told = ""
     with ExitStack() as closing:
@@ -82,7 +82,7 @@ def _watch(ledger: JobLedger, every: float, missing: Callable[[], None] | None) 
         while True:
             summary = _look(ledger, missing)
             if summary is not None and summary.manifest is not None:
-                return summary
+                return summary.manifest
             line = f"{_name(ledger)}: {WAITING if summary is None else describe(summary)}"
             if live is not None:
                 live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)

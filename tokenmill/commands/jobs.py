@@ -99,17 +99,18 @@ def watch_job(
 
     It only looks: Ctrl-C ends the watching, with exit code 130, and the job goes on. Exit code 1: it failed as a whole.
     """
+    from pipeline.jobs import summarize_job
     from tokenmill.job_views import document
     from tokenmill.places import locate, look_at
     from tokenmill.watching import tell_end, watch
 
     settings = read_settings()
     with look_at(locate(job, root_url, settings), settings) as ledger:
-        ended = watch(ledger, every=every)
-    if as_json:
-        output.print_json(document(ended))
-    if ended.manifest is not None:
-        tell_end(ended.manifest, ended.place)
+        manifest = watch(ledger, every=every)
+        where = ledger.place()
+        if as_json:
+            output.print_json(document(summarize_job(ledger)))
+    tell_end(manifest, where)
 
 
 app.command("cancel", short_help="End a job before its time.")(cancel)

@@ -88,15 +88,11 @@ def submit(
 def _tell(manifest: Any, document: dict[str, Any], *, as_json: bool) -> None:
     """The outcome; raises `UserError` for a job that was refused as a whole."""
     from schemas.job import JobStatus
-    from tokenmill import summary
+    from tokenmill.summary import summary_table
+    from tokenmill.watching import tell_end
 
     if as_json:
         output.print_json(document | {"manifest": manifest.model_dump(mode="json")})
-    if manifest.status is JobStatus.FAILED:
-        why = "; ".join(
-            f"line {wrong.line}: {wrong.message}" if wrong.line else wrong.message for wrong in manifest.errors
-        )
-        raise UserError(f"job {document['job']} failed: {why[:500] or 'see its manifest'}")
-    output.stderr().print(summary.summary_table(manifest))
-    place = f"{document['root']}/jobs/{document['job']}"
-    output.stderr().print(summary.last_line(manifest.counts, place), markup=False)
+    if manifest.status is not JobStatus.FAILED:
+        output.stderr().print(summary_table(manifest))
+    tell_end(manifest, f"{document['root']}/jobs/{document['job']}")
