@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
+from engine.request import Choice, Completion, FinishReason, PartialChoice
 from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.system import SystemClock
 from pipeline.lane import START, LaneSettings
@@ -25,9 +28,11 @@ from pipeline.lane_caller import CallSettings, answer
 from pipeline.worker_api import BY_URGENCY, ShardWork
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
-from workers.lane_requests import LaneRules
+from workers.lane_answers import LaneAnswer
+from workers.lane_requests import LaneReader, LaneRules
 from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
+from workers.responses import Envelope, ResponseBuilder
 from workers.shard_worker import ShardWorker, WorkerSettings
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
@@ -103,9 +108,9 @@ class Worker:
         self.sink = kit.MemorySink()
         self.stop = threading.Event()
         self.error: BaseException | None = None
-        rules = LaneRules(caps={Tier.STANDARD: 300})
+        rules, of_lane = LaneRules(caps={Tier.STANDARD: 300}), serving.pop("of_lane", LANE_SETTINGS)
         server = LaneServer(
-            model, lane.worker(name), CLOCK, rules, LaneServing(**{"tell_seconds": 0.01} | serving), LANE_SETTINGS
+            model, lane.worker(name), CLOCK, rules, LaneServing(**{"tell_seconds": 0.01} | serving), of_lane
         )
 
         def run() -> None:
@@ -328,14 +333,19 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     assert [found[one.id] for one in asked] == alone
 
 
-def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
-    model, _ = host(step_seconds=0.01)
-    work(model)
+@pytest.mark.parametrize("learnt_by", [LaneServing(tell_seconds=0.01), LaneServing(tell_seconds=60.0)])
+def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, learnt_by: LaneServing) -> None:
+    # Given a worker that tells often and seldom says what it holds, or the other way round, when a caller goes,
+    model, runner = host(step_seconds=0.01)
+    often = learnt_by.tell_seconds < 1
+    work(model, tell_seconds=learnt_by.tell_seconds, of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS)
     events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
     next(events)
+    # then it learns that at once all the same.
     assert model.engine.num_running == 1
     events.close()  # type: ignore[attr-defined]
     wait_until(lambda: model.engine.num_running == 0)
+    assert runner.steps < 200, "it was not computed to its end"
     assert isinstance(told(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
 
 
@@ -438,6 +448,31 @@ def test_an_idle_worker_answers_at_once_and_burns_no_processor(
     print(f"idle: {100 * share:.1f} % of a core; first token after {1000 * first:.0f} ms")
     assert share < 0.1
     assert first < 0.5
+
+
+def test_what_may_be_the_beginning_of_a_stop_string_is_not_told(host: Any, kit: Any) -> None:
+    model, _ = host()
+    asked = request(model, kit.completion("q", stop=["xyz!", "?"], max_tokens=50))
+    row = LaneReader(model).prepare(asked)
+    ids, last = (model.tokenizer.encode_batch([text], add_special_tokens=False)[0] for text in ("abcxyz", "!"))
+    told_of = LaneAnswer(asked, row, model.tokenizer)
+    early = told_of.grown([PartialChoice(0, ids)])
+    assert text_of(early) == "abc"
+    assert row.request.watcher is not None
+    watcher = row.request.watcher(0)
+    whole = np.concatenate([ids, last])
+    assert [watcher.push(token_id) for token_id in whole.tolist()][-1]
+    completion = Completion(
+        row.request.request_id, (Choice(0, whole, FinishReason.STOP),), len(row.request.prompt_token_ids), 0,
+        len(whole), 0.0, 1.0,
+    )  # fmt: skip
+    envelope = Envelope("j", CLOCK.now(), 1, lambda _: CLOCK.now())
+    late = told_of.ended(row, completion, ResponseBuilder(model.tokenizer), envelope)
+    assert text_of([*early, *late]) == "abc" == response(late)["choices"][0]["text"]
+    # An attempt that goes on with those tokens knows that no more than that was told.
+    again = replace(asked, attempt=2, tokens=(tuple(ids.tolist()),))
+    more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grown([PartialChoice(0, last)])
+    assert text_of(more) == "x"
 
 
 def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
