@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 PARALLEL ?= -n 2 --dist loadfile
 OUT ?= out/demo
 KILLS ?= 25
-SEEDS ?= 20000
+SEEDS ?= 2000
 ROWS ?= 1000000
 SEED ?=
 FAULTS ?= 40
@@ -51,7 +51,7 @@ cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes 
 cluster-faults: $(VENV)/.dev.stamp  ## strike such a cluster with FAULTS=n faults drawn by SEED=n (WORKER=null|demo), and judge what is left
 	OMP_NUM_THREADS=1 $(PY) -m tests.cluster.faults $(if $(SEED),--seed $(SEED)) --faults $(FAULTS) --worker $(WORKER)
 
-simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of crashes, races and power cuts over all cores
+simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of whole roots, with crashes, races and power cuts
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
 

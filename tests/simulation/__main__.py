@@ -1,7 +1,7 @@
 """`python -m tests.simulation`: run many histories, replay one, or make the smallest form of one that breaks.
 
-python -m tests.simulation --seeds 20000          seeds 0 … 19999 over all cores; fails if a history breaks
-python -m tests.simulation 4711                   one seed, with its trace
+python -m tests.simulation --seeds 2000           seeds 0 … 1999 of each kind over all cores; fails if a history breaks
+python -m tests.simulation --kind root 4711       one seed, with its trace; kinds are "job" and "root"
 python -m tests.simulation kept/NAME.json         one that was kept
 python -m tests.simulation 4711 --minimise FILE   the smallest scenario that breaks in the same way
 """
@@ -13,15 +13,15 @@ import sys
 import time
 from pathlib import Path
 
-from tests.simulation.campaign import Summary, first_broken, minimise, run_seeds
-from tests.simulation.history import Outcome, simulate
-from tests.simulation.scenario import Scenario, draw
+from tests.simulation.campaign import KINDS, Summary, first_broken, minimise, read_scenario, run_scenario, run_seeds
+from tests.simulation.history import Outcome
 
 
 def main() -> int:
     """Run as told; 1 when a history broke."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("which", nargs="?", help="a seed, or a file with a scenario")
+    parser.add_argument("--kind", choices=KINDS, help="of histories: one job alone, or a whole root; of seeds: both")
     parser.add_argument("--seeds", type=int, help="run so many seeds")
     parser.add_argument("--from-seed", type=int, default=0)
     parser.add_argument("--processes", type=int)
@@ -30,33 +30,38 @@ def main() -> int:
     given = parser.parse_args()
     if given.seeds is not None:
         seeds = range(given.from_seed, given.from_seed + given.seeds)
-        if given.first:
-            return _first(seeds)
-        return _campaign(seeds, given.processes)
+        kinds = [given.kind] if given.kind else list(KINDS)
+        run = _first if given.first else lambda seeds, kind: _campaign(seeds, kind, given.processes)
+        return max([run(seeds, kind) for kind in kinds])
     if given.which is None:
         parser.error("give a seed, a file, or --seeds")
     found = Path(given.which)
-    scenario = Scenario.from_json(found.read_text()) if found.suffix == ".json" else draw(int(given.which))
+    scenario = (
+        read_scenario(found.read_text())
+        if found.suffix == ".json"
+        else KINDS[given.kind or "job"].draw(int(given.which))
+    )
     if given.minimise is not None:
         scenario = minimise(scenario)
         given.minimise.write_text(scenario.to_json())
-    outcome = simulate(scenario)
+    outcome = run_scenario(scenario)
     print("\n".join(outcome.trace))
     print(f"{outcome.broken or 'nothing broke'}\n{outcome.digest}")
     return int(outcome.broken is not None)
 
 
-def _campaign(seeds: range, processes: int | None) -> int:
+def _campaign(seeds: range, kind: str, processes: int | None) -> int:
     begun = time.monotonic()
 
     def tell(summary: Summary, outcome: Outcome) -> None:
         if outcome.broken is not None:
-            print(f"seed {outcome.seed}: {outcome.broken}", file=sys.stderr)
+            print(f"{kind} {outcome.seed}: {outcome.broken}", file=sys.stderr)
         if summary.histories % 500 == 0:
-            print(f"{summary.histories:,} of {len(seeds):,}, {len(summary.broken)} broken", file=sys.stderr)
+            print(f"{kind}: {summary.histories:,} of {len(seeds):,}, {len(summary.broken)} broken", file=sys.stderr)
 
-    summary = run_seeds(seeds, processes=processes, tell=tell)
+    summary = run_seeds(seeds, kind=kind, processes=processes, tell=tell)
     seconds = time.monotonic() - begun
+    print(f"-- {kind}")
     for line in summary.lines():
         print(line)
     print(f"{seconds:.0f} s, {summary.histories / seconds:.1f} histories a second")
@@ -67,8 +72,8 @@ def _campaign(seeds: range, processes: int | None) -> int:
     return int(bool(summary.broken or summary.missing))
 
 
-def _first(seeds: range) -> int:
-    outcome = first_broken(seeds)
+def _first(seeds: range, kind: str) -> int:
+    outcome = first_broken(seeds, kind)
     if outcome is None:
         print(f"none of {len(seeds):,} histories broke")
         return 0

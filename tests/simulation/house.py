@@ -24,7 +24,7 @@ from tests.simulation.machine import START, Machine, Process, ProcessClock, Proc
 from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
 from tests.simulation.scenario import Scenario
 from tests.simulation.threads import SecondThread
-from tests.simulation.watch import Watch
+from tests.simulation.watch import Watch, row_of
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 
@@ -145,7 +145,9 @@ class House:
             settings = WorkerSettings(
                 max_open_shards=self.scenario.max_open_shards, checkpoint_seconds=self.scenario.checkpoint_seconds
             )
-            loaded = model.load(process, self.scenario, self.watch)
+            facts = model.EngineFacts(self.scenario.max_num_seqs, self.scenario.step_seconds)
+            poisonous = self.scenario.poisonous
+            loaded = model.load(process, facts, lambda request: poisonous.get(row_of(request)), self.watch)
             process.threaded = self.scenario.threaded
             helper = SecondThread(process) if process.threaded else InlineHelper()
             worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)

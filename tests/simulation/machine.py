@@ -166,10 +166,12 @@ class Machine:
 
     Args:
         faults: each strikes once, at its call; what strikes is told to `strike`, which the owner sets.
-        look: called at random moments, between two turns.
+        look: called at random moments, between two turns: after one of them with `look_chance`.
     """
 
-    def __init__(self, seed: int, faults: tuple[Fault, ...], look: Callable[[], None], limit: float) -> None:
+    def __init__(
+        self, seed: int, faults: tuple[Fault, ...], look: Callable[[], None], limit: float, look_chance: float = 0.03
+    ) -> None:
         self.seed = seed
         self.now = 0.0
         self.wall_offset = 0.0
@@ -186,6 +188,7 @@ class Machine:
         self.died: Callable[[Process], None] = lambda process: None
         self.strikes: dict[str, Callable[[Process, Fault], None]] = {}
         self._look = look
+        self._look_chance = look_chance
         self._limit = limit
         self._due: dict[tuple[str, int], list[Fault]] = defaultdict(list)
         for fault in faults:
@@ -288,7 +291,7 @@ class Machine:
                         f"I7: {self._limit:.0f} s after the last fault {_names(waiting)} have not come to an end"
                     )
                 self._live(*self.chance.choice(ready))
-                if self.chance.random() < 0.03:
+                if self.chance.random() < self._look_chance:
                     self._look()
         finally:
             self.end()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
 from schemas.job import ModelPin
 from tests.simulation.machine import Process, ProcessClock
-from tests.simulation.scenario import WORDS, Poison, Scenario
-from tests.simulation.watch import Watch
+from tests.simulation.scenario import WORDS, Poison
+from tests.simulation.watch import EngineWatch, row_of
 from workers.model_host import LoadedModel
 from workers.shard_worker import PROBE
 from workers.tokenizer import Tokenizer
@@ -39,6 +40,9 @@ CONTEXT = 128
 TEMPLATE = "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}<turn>assistant:"
 
 PIN = ModelPin(name="tiny", source="tiny", digest="sha256:1", dtype="float32")
+
+FindPoison = Callable[[str], Poison | None]
+"""What is poisonous of a request, by its id."""
 
 
 @functools.cache
@@ -65,10 +69,10 @@ class FaultyRunner:
     """The null runner, whose steps fail or end the process when they are told to or meet what is poisonous.
 
     Args:
-        poison: row -> what happens to whoever computes it.
+        poison: what happens to whoever computes the request of this id, if anything does.
     """
 
-    def __init__(self, rows: RowState, process: Process, poison: Mapping[int, Poison], watch: Watch) -> None:
+    def __init__(self, rows: RowState, process: Process, poison: FindPoison, watch: EngineWatch) -> None:
         self._runner = NullRunner(rows, VOCABULARY)
         self._process = process
         self._poison = poison
@@ -77,36 +81,31 @@ class FaultyRunner:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self._requests.update((slot, request) for slot, request, _ in plan.new_rows)
-        rows = {slot: _row(self._requests[slot]) for slot in plan.rows.tolist()}
+        ids = {slot: self._requests[slot].request_id for slot in plan.rows.tolist()}
         process = self._process
         if process.failing:
             process.failing -= 1
-            self._fail(set(rows.values()), "the machine trips")
+            self._fail(set(ids.values()), "the machine trips")
         at = (plan.starts + plan.counts).tolist()
         for slot, known, samples in zip(plan.rows.tolist(), at, plan.samples.tolist(), strict=True):
-            poison = self._poison.get(rows[slot])
+            poison = self._poison(ids[slot])
             token = known - len(self._requests[slot].prompt_token_ids) + 1
             if poison is not None and samples and token == poison.token:
                 if poison.kills:
-                    process.machine.poison(process, f"row {rows[slot]}")
-                self._fail(set(rows.values()), f"row {rows[slot]} is poison")
+                    process.machine.poison(process, f"row {row_of(ids[slot])}")
+                self._fail(set(ids.values()), f"row {row_of(ids[slot])} is poison")
         return self._runner.execute(plan)
 
-    def _fail(self, rows: set[int], why: str) -> None:
+    def _fail(self, requests: set[str], why: str) -> None:
         self._process.machine.counters["steps failed"] += 1
-        self._watch.step_failed(rows, broken=math.isinf(self._process.failing))
+        self._watch.step_failed(requests, broken=math.isinf(self._process.failing))
         raise RuntimeError(why)
-
-
-def _row(request: Request) -> int:
-    """The input's row; -1 of the worker's own request."""
-    return -1 if request.request_id == PROBE else int(request.request_id.rsplit("/", 1)[1])
 
 
 class SteppedEngine:
     """`TokenEngine` of one process: each step is a port call and takes its time."""
 
-    def __init__(self, engine: Engine, process: Process, seconds: float, watch: Watch) -> None:
+    def __init__(self, engine: Engine, process: Process, seconds: float, watch: EngineWatch) -> None:
         self._engine = engine
         self._process = process
         self._seconds = seconds
@@ -168,7 +167,17 @@ class SteppedEngine:
         return self._engine.stats()
 
 
-def load(process: Process, scenario: Scenario, watch: Watch) -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """How an engine is: rows in its running batch, and seconds that a step takes."""
+
+    max_num_seqs: int
+    step_seconds: float
+
+
+def load(
+    process: Process, facts: EngineFacts, poison: FindPoison, watch: EngineWatch, pin: ModelPin = PIN
+) -> LoadedModel:
     """A model for one life of a worker."""
     spec = ModelSpec(
         architecture="null", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, hidden_size=8,
@@ -179,11 +188,10 @@ def load(process: Process, scenario: Scenario, watch: Watch) -> LoadedModel:
         dtype="float32",
         max_model_len=CONTEXT,
         cache=CacheConfig(block_size=16),
-        schedule=ScheduleConfig(max_num_seqs=scenario.max_num_seqs, max_num_batched_tokens=64),
+        schedule=ScheduleConfig(max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=64),
     )
     clock = ProcessClock(process)
-    num_blocks = 6 * scenario.max_num_seqs + 9
-    poison = scenario.poisonous
+    num_blocks = 6 * facts.max_num_seqs + 9
     engine = Engine(
         config,
         spec,
@@ -193,12 +201,12 @@ def load(process: Process, scenario: Scenario, watch: Watch) -> LoadedModel:
         clock.monotonic,
     )
     return LoadedModel(
-        name=PIN.name,
-        source=PIN.source,
-        engine=SteppedEngine(engine, process, scenario.step_seconds, watch),
+        name=pin.name,
+        source=pin.source,
+        engine=SteppedEngine(engine, process, facts.step_seconds, watch),
         tokenizer=tokenizer(),
         limits=ModelLimits(engine.max_model_len, VOCABULARY, (END,)),
         dtype="float32",
-        max_num_seqs=scenario.max_num_seqs,
-        digest=PIN.digest,
+        max_num_seqs=facts.max_num_seqs,
+        digest=pin.digest,
     )

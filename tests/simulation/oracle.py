@@ -106,6 +106,7 @@ class Oracle:
         costs: row -> tokens of its prompt and of its answer, if nothing goes wrong.
         blamed: rows with an engine error.  coincidences: of them, those that were with what happened each time.
         over_the_bound: more was lost than `repeated_at_most`, which goes by the intervals that were logged.
+        alone: no other job's rows are computed beside, so that what was sampled is known.
     """
 
     scenario: Scenario
@@ -124,6 +125,7 @@ class Oracle:
     coincidences: int = 0
     over_the_bound: bool = False
     poisonous: set[int] = field(default_factory=set)
+    alone: bool = True
 
     def __post_init__(self) -> None:
         self.wanted = {row: expected(line) for row, line in enumerate(self.scenario.lines) if line.text}
@@ -155,7 +157,8 @@ class Oracle:
             if self.parts[name] is data:
                 self._read_part(name, data)
         self._look_at_papers()
-        check_marker(self.folder)
+        if self.alone:  # in a root a sweep may take the marker of a job that is just being made, and makes it again
+            check_marker(self.folder)
 
     def forget(self) -> None:
         """The job begins anew: nothing that stood must stand any longer."""
@@ -180,7 +183,7 @@ class Oracle:
         if not PART.fullmatch(name):
             raise Broken(f"I4: results/{name} is no part")
         try:
-            rows = pq.read_table(io.BytesIO(data), use_threads=False).to_pylist()
+            rows = pq.ParquetFile(io.BytesIO(data)).read(use_threads=False).to_pylist()
         except (pa.ArrowInvalid, OSError) as error:
             raise Broken(f"I4: results/{name} is not a whole Parquet file: {error}") from error
         if [row["row"] for row in rows] != sorted({row["row"] for row in rows}):
@@ -297,7 +300,7 @@ class Oracle:
         statuses: Counter[str] = Counter()
         answered = set[int]()
         for data in self.parts.values():
-            rows = pq.read_table(io.BytesIO(data), columns=["row", "status"], use_threads=False).to_pylist()
+            rows = pq.ParquetFile(io.BytesIO(data)).read(columns=["row", "status"], use_threads=False).to_pylist()
             statuses.update(row["status"] for row in rows)
             answered |= {row["row"] for row in rows if row["status"] == "succeeded"}
         shown = {name: counts.get(name, 0) for name in ("succeeded", "failed", "expired", "cancelled")}
@@ -322,12 +325,18 @@ class Oracle:
         """Hold what was sampled twice to what was logged, and what is told of it to what was."""
         watch = self.watch
         wasted = watch.sampled - committed
-        if repeated > max(0, wasted):
+        if self.alone and repeated > max(0, wasted):
             raise Broken(f"I5: {repeated} tokens are reported as repeated, but {wasted} were")
         proven = watch.durable_when_whole - committed
         if repeated < proven and not self.coincidences:
             raise Broken(f"I5: {repeated} tokens are reported as repeated, but logs and parts prove {proven}")
-        if self.scenario.workers > 1 or self.outcome != "completed" or watch.failures or self.poisonous:
+        if (
+            not self.alone
+            or self.scenario.workers > 1
+            or self.outcome != "completed"
+            or watch.failures
+            or self.poisonous
+        ):
             return
         lost = sum(life.lost for life in watch.lives.values())
         if wasted > lost:

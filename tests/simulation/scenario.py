@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 CALLS = ("disk.write_new", "disk.sync_file", "disk.link", "disk.sync_folder", "disk.unlink", "disk.rename",
@@ -43,6 +44,28 @@ class Poison:
     row: int
     token: int
     kills: bool
+
+
+KINDS = ("completion", "chat", "copy", "long", "blank", "broken", "unsupported", "twice")
+"""Of lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How lines are drawn.
+
+    Attributes:
+        prefix: of what makes a custom_id.  models: that bodies may name.  weights: how often each kind comes.
+        short: all alike, and answered in two steps.
+    """
+
+    prefix: str = ""
+    models: tuple[str, ...] = ("tiny",)
+    weights: tuple[int, ...] = (40, 20, 12, 4, 3, 5, 4, 4)
+    short: bool = False
+
+
+PLAIN = Style()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +123,19 @@ class Scenario:
         """The scenario as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
+    def smaller(self) -> Iterator[Scenario]:
+        """Scenarios with one thing less."""
+        for at in range(len(self.faults)):
+            yield replace(self, faults=self.faults[:at] + self.faults[at + 1 :])
+        for name in ("planners", "dispatchers", "workers"):
+            if getattr(self, name) > 1:
+                yield replace(self, **{name: getattr(self, name) - 1})
+        if self.deadline is not None:
+            yield replace(self, deadline=None)
+        for at in reversed(range(len(self.lines))):
+            if len(self.lines) > 1:
+                yield replace(self, lines=self.lines[:at] + self.lines[at + 1 :])
+
     @classmethod
     def from_json(cls, text: str) -> Scenario:
         """The scenario that `to_json` wrote."""
@@ -114,7 +150,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     chance = random.Random(f"{seed}/scenario")
     rows = chance.randint(4, 14)
-    lines = tuple(_lines(chance, rows))
+    lines = tuple(draw_lines(chance, rows))
     return Scenario(
         seed=seed,
         lines=lines,
@@ -132,11 +168,12 @@ def draw(seed: int) -> Scenario:
         deadline=chance.uniform(1.0, 60.0) if chance.random() < 0.15 else None,
         faults=tuple(_faults(chance)),
         threaded=chance.random() < 0.85,
-        poison=tuple(_poison(chance, lines)),
+        poison=tuple(draw_poison(chance, lines)),
     )
 
 
-def _poison(chance: random.Random, lines: tuple[Line, ...]) -> list[Poison]:
+def draw_poison(chance: random.Random, lines: tuple[Line, ...]) -> list[Poison]:
+    """Rows of these lines that are poison, if any are."""
     valid = [row for row, line in enumerate(lines) if line.body is not None and line.error is None]
     count = min(len(valid), chance.choices((0, 1, 2), (80, 17, 3))[0])
     return [Poison(row, chance.randint(1, 6), chance.random() < 0.7) for row in sorted(chance.sample(valid, count))]
@@ -163,14 +200,12 @@ def _faults(chance: random.Random) -> list[Fault]:
     return faults
 
 
-def _lines(chance: random.Random, rows: int) -> list[Line]:
+def draw_lines(chance: random.Random, rows: int, style: Style = PLAIN) -> list[Line]:
+    """Lines of an input."""
     lines: list[Line] = []
     for row in range(rows):
-        custom_id = f"id-{row}"
-        kind = chance.choices(
-            ("completion", "chat", "copy", "long", "blank", "broken", "unsupported", "twice"),
-            (40, 20, 12, 4, 3, 5, 4, 4),
-        )[0]
+        custom_id = f"id-{style.prefix}{row}"
+        kind = chance.choices(KINDS, style.weights)[0]
         valid = [line for line in lines if line.body is not None]
         if kind in ("copy", "twice") and not valid:
             kind = "completion"
@@ -185,15 +220,19 @@ def _lines(chance: random.Random, rows: int) -> list[Line]:
             other = chance.choice(valid)
             lines.append(_line(custom_id, other.url or "", other.body or {}, other.error))
         else:
-            url, body = _request(chance, row, kind)
+            url, body = _request(chance, row, kind, style)
             error = {"long": "context_length_exceeded", "unsupported": "unsupported_parameter"}.get(kind)
             lines.append(_line(custom_id, url, body, error))
     return lines
 
 
-def _request(chance: random.Random, row: int, kind: str) -> tuple[str, dict[str, Any]]:
+def _request(chance: random.Random, row: int, kind: str, style: Style) -> tuple[str, dict[str, Any]]:
+    if style.short:
+        return "/v1/completions", {"model": "tiny", "max_tokens": 2, "temperature": 0, "prompt": f"{row:04d}"}
     words = "".join(chance.choice("abcdefgh ") for _ in range(chance.randint(1, 12)))
     body: dict[str, Any] = {"model": "tiny", "max_tokens": chance.randint(1, 24), "temperature": 0}
+    if len(style.models) > 1:
+        body["model"] = chance.choice(style.models)
     if kind == "long":
         body["max_tokens"] = 500
     if kind == "unsupported":

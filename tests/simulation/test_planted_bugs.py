@@ -20,14 +20,36 @@ PACKAGES = ("schemas", "engine", "pipeline", "workers", "tests/simulation")
 SEEDS = 1_000
 
 FOUND_AS = {
+    "announcer-that-marks-before-it-sends": r"I2: .* is marked as told, but was not",
+    "collector-that-takes-logs-of-open-jobs": r"I2: jobs/.*/(work|plans)/.* is removed, but is still needed",
     "commit-before-the-bytes-are-durable": r"I[24]: results/",
+    "consumer-that-leaves-jobs-to-the-next": r"I1: a record that was sent \d times is 0 rows",
+    "dispatcher-that-trusts-an-emptied-server": r"I5: \d+ tokens were sampled twice, though nobody died",
+    "floor-that-never-comes": r"I7: zoe's bulk work was kept waiting",
+    "foreman-that-takes-an-unfinished-plan": r"I7: ",
+    "intake-that-names-a-job-anew": r"I1: drop-\d.jsonl became another job",
     "manifest-before-the-last-part": r"I1: manifest.json stands|I3: the manifest lists",
     "o-excl-commits": r"I4: |is not JSON|is not a whole Parquet file",
     "plan-without-segment": r"no such part is planned|holds \d+ results for \d+ rows|I1: ",
+    "planner-that-trusts-the-lease": r"I2: plan/\d+.json of \S+ has changed",
     "resume-from-nothing": r"I5: row \d+ goes on from \d+ tokens",
     "retry-that-rewrites-a-part": r"I2: results/part-\d+.parquet has changed",
+    "shares-that-nobody-pays-for": r"I7: zoe's standard work was kept waiting",
 }
 """Patch -> what the message of the broken history says."""
+
+OF_ROOTS = {
+    "announcer-that-marks-before-it-sends",
+    "collector-that-takes-logs-of-open-jobs",
+    "consumer-that-leaves-jobs-to-the-next",
+    "dispatcher-that-trusts-an-emptied-server",
+    "floor-that-never-comes",
+    "foreman-that-takes-an-unfinished-plan",
+    "intake-that-names-a-job-anew",
+    "planner-that-trusts-the-lease",
+    "shares-that-nobody-pays-for",
+}
+"""Patches that only a whole root shows; the others are found in histories of one job."""
 
 
 def copied(folder: Path) -> Path:
@@ -62,7 +84,8 @@ def test_each_planted_bug_still_applies(name: str, tmp_path: Path) -> None:
 def test_each_planted_bug_is_found_within_1000_seeds(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path)
     plant(name, folder)
-    command = [sys.executable, "-m", "tests.simulation", "--seeds", str(SEEDS), "--first"]
+    kind = "root" if name in OF_ROOTS else "job"
+    command = [sys.executable, "-m", "tests.simulation", "--kind", kind, "--seeds", str(SEEDS), "--first"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, f"nothing was found: {done.stdout}{done.stderr}"

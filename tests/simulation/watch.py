@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -58,6 +59,18 @@ class Life:
     def lost(self) -> int:
         """Tokens that were sampled and are not durable."""
         return self.sampled - sum(self.durable.values())
+
+
+class EngineWatch(Protocol):
+    """What a worker's engine tells, see `Watch`."""
+
+    def added(self, process: Process, request: Request) -> None: ...
+
+    def left(self, process: Process, requests: Iterable[str]) -> None: ...
+
+    def stepped(self, process: Process, sampled: int) -> None: ...
+
+    def step_failed(self, requests: set[str], *, broken: bool) -> None: ...
 
 
 @dataclass
@@ -167,16 +180,24 @@ class Watch:
         life = self._life(process)
         life.waited = max(life.waited, seconds)
 
-    def step_failed(self, rows: set[int], *, broken: bool) -> None:
-        """A step with these rows failed; `broken`: as all steps do, so that no row can be blamed for it."""
+    def step_failed(self, requests: set[str], *, broken: bool, alone: bool | None = None) -> None:
+        """A step with these requests failed; `broken`: as all steps do, so that no row can be blamed for it. `alone`:
+        whether nothing else was in it, where that doesn't follow from them."""
         if not broken:
-            _count(rows, self.failures, self.lonely_failures)
+            rows = {row_of(request) for request in requests}
+            _count(rows, self.failures, self.lonely_failures, alone=len(rows) == 1 if alone is None else alone)
 
-    def died(self, process: Process) -> None:
-        """A life ended, whatever ran in it."""
+    def running(self, process: Process) -> int:
+        """How many rows the process has in its engine."""
+        life = self.lives.get((process.name, process.life))
+        return 0 if life is None else len(set(life.running.values()))
+
+    def died(self, process: Process, *, alone: bool | None = None) -> None:
+        """A life ended, whatever ran in it; `alone` as above."""
         life = self.lives.get((process.name, process.life))
         if life is not None:
-            _count(set(life.running.values()), self.deaths, self.lonely_deaths)
+            rows = set(life.running.values())
+            _count(rows, self.deaths, self.lonely_deaths, alone=len(rows) == 1 if alone is None else alone)
             life.running.clear()
 
     def _life(self, process: Process) -> Life:
@@ -231,7 +252,13 @@ def _checkpoints(folder: Path) -> Iterable[Iterable[bytes]]:
     return ([data for _, data in sorted(pieces.items())] for pieces in found.values())
 
 
-def _count(rows: set[int], together: Counter[int], alone: Counter[int]) -> None:
+def row_of(request: str) -> int:
+    """The input's row; -1 of the worker's own request."""
+    row = request.rsplit("/", 1)[-1]
+    return int(row) if row.isdigit() else -1
+
+
+def _count(rows: set[int], together: Counter[int], lonely: Counter[int], *, alone: bool) -> None:
     together.update(rows)
-    if len(rows) == 1:
-        alone.update(rows)
+    if alone:
+        lonely.update(rows)
