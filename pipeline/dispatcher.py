@@ -41,7 +41,8 @@ class DispatchSettings:
         backlog: shards in a queue that nobody has taken yet; short, so that order and priority can still change.
         patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time.
         settle: heartbeats must have been kept for so long before it counts that nobody holds a shard.
-        closing_for: of a tick, so long goes at most to making the parts of jobs that are being closed.
+        closing_for: of a tick, so long goes to making the parts of jobs that are being closed, or as long as all else
+            took the last time, if that is more.
         tick_every: between two looks, in `run`.
         weights: of tenants, in the sharing of what is computed; the others have 1.
         isolate: a job that contradicts itself is logged and looked at no more, and the others go on; else `tick`
@@ -84,7 +85,7 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
-        self._closing_left = 0.0
+        self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
         self._outlook = Outlook(self._settings.weights)
         self._next_outlook = self._next_closing = 0.0
         self._to_close: set[str] = set()
@@ -135,12 +136,12 @@ class Dispatcher:
         """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when a job contradicts
         itself or the store fails."""
         now = self._world.clock.monotonic()
+        self._closing_left = share = max(self._settings.closing_for, self._others_took)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
-        self._closing_left = self._settings.closing_for
         for open_job in list(self._jobs.values()):
             try:
                 self._advance(open_job, held, now)
@@ -160,6 +161,7 @@ class Dispatcher:
         if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
             self._next_outlook = now + self._settings.cache_every
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
+        self._others_took = self._world.clock.monotonic() - now - (share - self._closing_left)
 
     def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
         self._settle(open_job, open_job.look(held, now))

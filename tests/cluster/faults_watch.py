@@ -23,7 +23,7 @@ from pipeline.ledger import JOBS, MANIFEST, PROGRESS, RESULTS
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 
-EVERY: Final = 0.5
+EVERY: Final = 1.0
 """Seconds between two looks."""
 
 
