@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher import Dispatcher
+from pipeline.ledger import JobLedger
+from pipeline.ports import World
 from schemas.job import JobStatus, OnInvalid
-from tests.pipeline.made_jobs import end_job
+from tests.pipeline.made_jobs import end_job, plan_by_hand
 from tests.servers.moto import MotoServer
 from tests.tokenmill.installation import Installation, installation
 from tokenmill.cancellation import cancel_in_root
@@ -281,6 +287,21 @@ def test_given_a_jobs_folder_below_a_root_when_cancelled_then_it_is_the_roots_jo
     assert tokenmill("jobs", "show", folder, "--json").json()["id"] == job
     watched = tokenmill("jobs", "retry", folder, "--json").json()
     assert watched["retry_of"] == job
+
+
+def test_given_an_output_folder_when_watched_then_its_run_is_told_of_until_it_ends(tokenmill: Cli, place: Path) -> None:
+    with FolderStore(place / "out") as store:
+        world, ledger = World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store)
+        plan_by_hand(ledger, world, [], rejected=[0, 1])
+        dispatcher = Dispatcher(world, MemoryQueue(), MemoryHeartbeats(world.clock, 10.0))
+        dispatcher.add(ledger)
+        ending = threading.Timer(0.5, dispatcher.tick)
+        ending.start()
+        watched = tokenmill("jobs", "watch", "out", "--every", "0.1")
+        ending.join()
+    assert watched.code == 0, watched.err
+    assert watched.err.splitlines()[0].startswith(f"{place / 'out'}: finalizing, 2 of 2 rows done, 2 failed")
+    assert watched.err.splitlines()[-1] == f"{place / 'out'}/results: 0 of 2 rows succeeded, 2 failed"
 
 
 def test_given_a_missing_root_when_looked_at_then_it_is_not_made(tokenmill: Cli, place: Path) -> None:

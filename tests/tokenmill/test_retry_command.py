@@ -78,6 +78,15 @@ def test_given_a_cancelled_job_when_retried_and_merged_then_it_is_as_if_it_had_n
     assert second["settings"]["seed"] == 3
     assert second["models"] == first["models"]
 
+    in_root = place / "root" / "jobs" / first["id"]
+    shutil.copytree(out, in_root)
+    here = tokenmill("jobs", "retry", in_root, "--output", place / "again")
+    assert "was done before" in here.err, "a job of a local root can be tried again here, too"
+    unnamed = tokenmill("jobs", "retry", out)
+    assert (unnamed.code, "--output" in unnamed.error) == (2, True)
+    followed = tokenmill("jobs", "retry", out, "--output", place / "again", "--watch")
+    assert (followed.code, "--watch" in followed.error) == (2, True)
+
     lines = exported(tokenmill, place, out, place / "again")
     expected = exported(tokenmill, place, whole)
     assert [line["custom_id"] for line in lines] == [line["custom_id"] for line in expected]
