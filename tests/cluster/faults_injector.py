@@ -50,6 +50,7 @@ class Injector:
         names: of the plan's processes -> of the cluster's.
         probes, races: what is sent when a fault strikes, by its number.
         ended: processes that ended though nobody told them to, with their last words.
+        unsent: why something could not be sent, cancelled or tried again.
     """
 
     cluster: Cluster
@@ -60,6 +61,7 @@ class Injector:
     races: dict[int, Sending]
     strikes: list[Strike] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    unsent: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], object]]] = []
@@ -100,7 +102,7 @@ class Injector:
         return True
 
     def turn(self) -> None:
-        """Do what is due, start again what has ended, and raise what a sender raised."""
+        """Do what is due, start again what has ended, and note what a sender raised."""
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
         for name, process in self.cluster.processes.items():
@@ -111,7 +113,8 @@ class Injector:
                 self._later(RESTART_SECONDS, lambda name=name: self._start(name))  # type: ignore[misc]
         for future in [future for future in self._waiting if future.done()]:
             self._waiting.remove(future)
-            future.result()
+            if (error := future.exception()) is not None:
+                self.unsent.append(f"{type(error).__name__}: {error}")
 
     @property
     def busy(self) -> bool:

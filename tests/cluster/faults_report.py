@@ -51,6 +51,7 @@ class Outcome:
         self.broken += self.checker.broken
         if left:
             self.broken.append(f"I7: not done in time after the last fault: {', '.join(sorted(left))}")
+        self.broken += [f"I7: {why}" for why in self.injector.unsent]
         self.broken += [f"I7: {ended}, though nobody told it to" for ended in self.injector.ended]
         self.broken += [f"I7: told to stop, {name} ended with {code}" for name, code in sorted(codes.items()) if code]
         for strike in self.injector.strikes:
