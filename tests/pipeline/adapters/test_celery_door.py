@@ -19,11 +19,13 @@ from celery.result import AsyncResult
 from pipeline.adapters.celery_door import CeleryDoor, CeleryDoorSettings
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import BadAddress
 from pipeline.catalog import Catalog
 from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.doors.celery_generate import GenerateCalls
 from pipeline.doors.celery_tasks import CeleryTasks, TaskSettings
 from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.intake import Intake, IntakeSettings
@@ -32,6 +34,7 @@ from pipeline.pinning import pin_input
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import CatalogEntry
+from schemas.lane import EndEvent
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.servers.redis import RedisServer
 
@@ -63,7 +66,13 @@ class House:
     def publish(self) -> None:
         Catalog(self.world.store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
 
-    def door(self, queues: dict[str, str] | None = None, intake: IntakeSettings | None = None, **settings: Any) -> None:
+    def door(
+        self,
+        queues: dict[str, str] | None = None,
+        intake: IntakeSettings | None = None,
+        generating: GenerateCalls | None = None,
+        **settings: Any,
+    ) -> None:
         tasks = CeleryTasks(
             self.world,
             Intake(self.world, intake),
@@ -72,7 +81,7 @@ class House:
         )
         of_test = {"first_wait": 0.1, "longest_wait": 0.3, "pause": 0.1, "timeout": 2.0} | settings
         chosen = CeleryDoorSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
-        self.start(CeleryDoor(tasks, chosen, self.world.random).run)
+        self.start(CeleryDoor(tasks, chosen, self.world.random, generating).run)
 
     def start(self, part: Callable[[threading.Event], None]) -> None:
         self.threads.append(threading.Thread(target=part, args=(self.stop,)))
@@ -203,6 +212,7 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
         ("status", ["job-none"], {}, "TaskRefused", "job_not_found: there is no job 'job-none'"),
         ("cancel", [7], {}, "TaskRefused", "job_not_found: there is no job '7'"),
         ("status", ["job-1"], {"verbose": True}, "TaskRefused", "invalid_request: tokenmill.status takes id only"),
+        ("generate", [{}], {}, "TaskRefused", "unavailable: no Redis is named here for the lane"),
     ],
 )
 def test_the_caller_is_told_what_is_wrong_in_a_line_of_json(
@@ -290,6 +300,21 @@ def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: 
         client.config_set("maxmemory", "0")
     house.world.store.delete(f"active/{first}")
     assert waiting.get(timeout=WAIT) != first
+
+
+def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(house: House) -> None:
+    lane = MemoryLane(house.world.clock)
+    house.door(generating=GenerateCalls(lane, Catalog(house.world.store), house.world.clock))
+    body = {"model": "tiny", "prompt": "x"}
+    sent = house.call("generate", body, "bulk", timeout=20)
+    (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
+    assert (one.tier.value, one.body) == ("bulk", body)
+    lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
+    assert sent.get(timeout=WAIT) == {"id": "cmpl-1"}
+    linked = house.caller.signature("tokenmill.generate", args=[body]).set(queue=house.queue)
+    linked.link(house.caller.signature("theirs.next").set(queue="theirs"))
+    with pytest.raises(Exception, match="nothing can be linked to"):
+        linked.apply_async().get(timeout=WAIT)
 
 
 def test_a_job_is_cancelled_by_its_id(house: House) -> None:
