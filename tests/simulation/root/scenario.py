@@ -182,6 +182,9 @@ def draw_root(seed: int) -> RootScenario:
     workers = [*models, *(chance.choice(models) for _ in range(chance.choice((0, 1, 1, 2))))]
     quiet = chance.random() < 0.08  # nothing but a server that is emptied: no work at all may be done twice then
     one = flood or quiet
+    if quiet:
+        drops = tuple(_undisturbed(drop) for drop in drops)
+        workers += [models[0]]
     return RootScenario(
         seed=seed,
         folder=not flood and chance.random() < 0.12,
@@ -255,9 +258,14 @@ def _flood(chance: random.Random) -> tuple[Drop, ...]:
     return (drop(0, "ada", "standard", 48 if bulk else 24), few)
 
 
+def _undisturbed(drop: Drop) -> Drop:
+    """All of its rows are answered, if nothing is in the way."""
+    return replace(drop, poison=(), deadline=None, cancel_at=None, remove_at=None)
+
+
 def _forgets(chance: random.Random) -> Iterator[Fault]:
-    for _ in range(chance.randint(1, 3)):
-        yield Fault("forget", "", int(10 ** chance.uniform(1.5, 3.2)), 0.0)
+    for _ in range(chance.randint(1, 3)):  # while something is computed
+        yield Fault("forget", "engine.step", chance.randint(1, 50), 0.0)
 
 
 def _faults(chance: random.Random) -> Iterator[Fault]:
