@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.active import is_open, marked_jobs, sweep, tidy
+from pipeline.active import Swept, is_open, marked_jobs, sweep, tidy
 from pipeline.dispatcher import Dispatcher
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.leading import RENEW_SECONDS, Leading
@@ -29,7 +29,7 @@ from schemas.job import InputRef
 INPUT_UNREADABLE: Final = "input_unreadable"
 DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
 
-LOOKED_AT: Final = 20
+LOOKED_AT: Final = 5
 """Of the jobs that are known so many are asked in each look whether they are open still."""
 
 logger = structlog.get_logger(__name__)
@@ -98,8 +98,10 @@ class Foreman:
         self._settings = settings or ForemanSettings()
         self._known: dict[str, _Known] = {}
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
+        self._sweeper = planners or ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         self._leading = Leading(lease, world.clock, "dispatching", self._settings.renew_every)
         self._next_look = self._next_sweep = 0.0
+        self._sweeping: Future[Swept] | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again."""
@@ -120,11 +122,7 @@ class Foreman:
         now = self._world.clock.monotonic()
         if not self._leading.now():
             return
-        if now >= self._next_sweep:
-            swept = sweep(self._world.store)
-            self._next_sweep = now + self._settings.sweep_every
-            if swept.marked or swept.removed:
-                logger.info("markers mended", marked=swept.marked, removed=swept.removed)
+        self._sweep(now)
         if now >= self._next_look:
             self._next_look = now + self._settings.look_every
             self._look()
@@ -135,6 +133,7 @@ class Foreman:
     def close(self) -> None:
         """Wait for what is being planned; the rest is left to the next one."""
         self._planners.shutdown(wait=True, cancel_futures=True)
+        self._sweeper.shutdown(wait=True, cancel_futures=True)
         self._leading.give_up()
 
     def _look(self) -> None:
@@ -167,6 +166,18 @@ class Foreman:
             else:
                 self._known[name] = _Known(ledger)
                 logger.info("job taken up", job=name)
+
+    def _sweep(self, now: float) -> None:
+        """Have all jobs that ever were looked through when it is time; beside the loop, for there may be very many."""
+        if self._sweeping is None and now >= self._next_sweep:
+            self._sweeping = self._sweeper.submit(sweep, self._world.store)
+        elif self._sweeping is not None and self._sweeping.done():
+            sweeping, self._sweeping = self._sweeping, None
+            self._next_sweep = now + self._settings.retry_after
+            swept = sweeping.result()
+            self._next_sweep = now + self._settings.sweep_every
+            if swept.marked or swept.removed:
+                logger.info("markers mended", marked=swept.marked, removed=swept.removed)
 
     def _plan(self, name: str, known: _Known, now: float) -> None:
         if known.planned or now < known.retry_at:
