@@ -57,8 +57,9 @@ def retry_in_root(
             print(made.job.id, flush=True)
         elif not watch:
             output.print_json(document)
-        tell_rows(first)
-        if not made.created:
+        if made.created:
+            tell_rows(first)
+        else:
             output.say(f"{made.job.id}: was made before by the same command; a retry of it tries what it left")
         if not watch:
             return

@@ -100,6 +100,7 @@ def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each
     assert "trying 10 rows" in retried.err
     assert "1 invalid_json" in retried.err
     assert (again.json()["id"], again.json()["created"]) == (retry, False)
+    assert "was made before" in again.err
     assert len(tokenmill("jobs", "list", "--json").json()) == 2
     order = root.ledger(retry).job()
     first = root.ledger(job).job()
