@@ -139,6 +139,9 @@ class Intake:
             if entry is not None:
                 return (entry.pin,)
         entries = self._catalog.entries()
+        came = [entry.pin for entry in entries if entry.pin.name == name]
+        if came:  # between the two looks
+            return (came[0],)
         known = ", ".join(entry.pin.name for entry in entries) or "none yet: start a worker"
         if not entries:  # not for ever: doors wait for the first worker
             raise IntakeRefused(NO_MODEL, f"no model is served here ({known}); submit again then")

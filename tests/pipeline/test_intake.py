@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,16 +12,16 @@ from typing import Any
 import pytest
 
 from pipeline.active import open_jobs
-from pipeline.catalog import Catalog
+from pipeline.catalog import CATALOG, Catalog
 from pipeline.intake import Intake, IntakeRefused, IntakeSettings, JobDraft
 from pipeline.ledger import JobLedger
-from pipeline.ports import World
+from pipeline.ports import ObjectInfo, World
 from pipeline.submit import derived_job_id, new_job_id
 from schemas.job import CatalogEntry, Counts, JobStatus, Tier
 from schemas.options import JobOptions
 from schemas.progress import Progress
 from tests.pipeline.made_jobs import PIN, order
-from tests.pipeline.simulation import START, SeededRandomness, simulated_world
+from tests.pipeline.simulation import START, MemoryStore, SeededRandomness, simulated_world
 
 OTHER = PIN.model_copy(update={"name": "org/other", "digest": "sha256:2"})
 
@@ -150,3 +151,18 @@ def test_derived_ids_sort_by_time_like_new_ones_and_tell_events_apart() -> None:
 def test_options_that_make_no_sense_are_told_of(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         JobOptions(**wrong)
+
+
+def test_a_model_that_is_published_while_it_is_looked_for_is_found(tmp_path: Path) -> None:
+    """Its first worker may tell of it between the look for the name and the look at all names."""
+    world = simulated_world(tmp_path)
+
+    class LateStore(MemoryStore):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            if prefix == CATALOG:
+                Catalog(late).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+            return super().list(prefix)
+
+    late = LateStore()
+    submitted = Intake(replace(world, store=late)).accept(draft(model=PIN.name))
+    assert submitted.job.models == (PIN,)
