@@ -134,7 +134,8 @@ class RootOracle:
         if paper["id"] != job:
             raise Broken(f"I1: jobs/{job} holds job {paper['id']}")
         lines, poison = self._input_of(job, paper)
-        scenario = self.scenario.as_job(tuple(self._asked(paper, lines)), poison)
+        asked = tuple(self._asked(paper, lines))
+        scenario = self.scenario.as_job(asked, tuple(one for one in poison if asked[one.row].text))
         watch = Watch(scenario, path.parent)
         oracle = Oracle(scenario, path.parent, set(), f"jobs/{job}/", watch, alone=False)
         self.watches[job], self.oracles[job] = watch, oracle
