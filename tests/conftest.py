@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,13 @@ pytest_plugins = ["tests.servers.plugin"]
 # How long an example takes says nothing on a machine that has other things to do.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_configure() -> None:
+    """What runs in the background (nohup, a script's &) was started with Ctrl-C ignored. So would be every process that
+    a test starts, and that is to be interrupted."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _tiny_models() -> ModuleType:

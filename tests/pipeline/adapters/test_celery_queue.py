@@ -270,10 +270,8 @@ def test_many_strangers_do_not_keep_a_taker_beyond_its_time(queue: CeleryQueue, 
     key = f"{prefix}.q"
     for _ in range(40):
         raw.rpush(key, *[envelope(b"[]")] * 100)
-    began = time.monotonic()
     queue.take(["q"], 0.2)
-    assert time.monotonic() - began < 2.0
-    assert queue.dropped >= 100
+    assert 100 <= queue.dropped < 4_000, "it looked at its time in between"
 
 
 def test_a_queue_of_another_kind_is_told_of_and_the_others_still_work(
