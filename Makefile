@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 2 --dist loadfile
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000

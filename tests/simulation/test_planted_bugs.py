@@ -56,6 +56,7 @@ def copied(folder: Path) -> Path:
     """The source, to be broken."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests/inline_helper.py", folder / "tests")
     return folder
 
 
@@ -78,7 +79,7 @@ def test_each_planted_bug_still_applies(name: str, tmp_path: Path) -> None:
     assert any(path.read_bytes() != data for path, data in before.items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FOUND_AS)
 def test_each_planted_bug_is_found_within_1000_seeds(name: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_given_roots_where_all_can_fail_when_40_histories_are_over_then_no_promi
     assert summary.counters["records"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_struck_and_nothing_is_broken() -> None:
     summary = run(range(MORE_SEEDS))
