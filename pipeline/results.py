@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.ledger import JobLedger, LedgerError, part_key, read_paper
 from pipeline.ports import PipelineError, StoreError
 from pipeline.records import PartSummary
+from schemas.checkpoints import ROW_USAGE
 from schemas.job import Counts, Usage
 from schemas.results import RowStatus
 from schemas.tables import RESULT_FIELDS, SHARD_FIELDS
@@ -92,7 +93,7 @@ class PartWriter:
 
 def committed_tokens(rows: pa.Table) -> Usage:
     """What finished rows (`FINISHED_SCHEMA`) cost."""
-    sums = {name: pc.sum(rows[f"usage_{name}"]).as_py() or 0 for name in ("prompt", "cached", "completion")}
+    sums = {name: pc.sum(rows[f"usage_{name}"]).as_py() or 0 for name in ROW_USAGE}
     return Usage(**sums)
 
 

@@ -85,7 +85,7 @@ class ShardClient:
     # -- ShardSource
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
-        """The next shard that is neither committed nor held here, or None after `timeout` seconds."""
+        """The next shard that is neither committed nor held by anyone, or None after `timeout` seconds."""
         clock = self._world.clock
         until = clock.monotonic() + timeout
         floor = self._floor.due and set(tiers) == set(BY_URGENCY)
@@ -99,7 +99,7 @@ class ShardClient:
             except (JobNotFound, UnplannedShard) as error:  # it was removed, or somebody else wrote on the queue
                 logger.warning("no such shard", job=task.job, shard=task.shard, reason=str(error))
                 continue
-            if known.ledger.has_part(task.shard) or known.ledger.closing() is not None:
+            if known.ledger.has_part(task.shard) or known.ledger.closing() is not None or self._has_holder(task):
                 continue
             self._hold(task.job, task.shard)
             try:
@@ -121,6 +121,17 @@ class ShardClient:
         except ServiceUnavailable as error:
             logger.warning("the queue can't be reached", reason=str(error))
             return None
+
+    def _has_holder(self, task: ShardTask) -> bool:
+        """Whether another worker says that it has the shard: its name was on the queue twice. If that one lets go of it
+        undone, the dispatcher puts it again."""
+        try:
+            workers = self._heartbeats.workers()
+        except ServiceUnavailable as error:
+            logger.warning("nobody knows who holds what", reason=str(error))
+            return False
+        shard = (task.job, task.shard)
+        return any(shard in worker.held for worker in workers if worker.name != self.worker)
 
     def finished(self) -> bool:
         """True when no shard will ever come again."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
@@ -32,13 +32,15 @@ class House:
         self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
         self.dispatcher = Dispatcher(self.world, self.queue, self.heartbeats, settings=self.settings)
 
-    def client(self, name: str) -> ShardClient:
+    def client(self, name: str, *, deaf: bool = False) -> ShardClient:
+        """A worker's; a deaf one hears of no other, as when Redis was emptied."""
+        heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME) if deaf else self.heartbeats
         return ShardClient(
             name,
             self.world,
             lambda _: self.ledger,
             self.queue,
-            self.heartbeats,
+            heartbeats,
             self.dispatcher.finished,
             models=MODELS,
         )

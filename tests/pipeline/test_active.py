@@ -14,7 +14,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.checkpoints import checkpoint_key
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.jobs import list_jobs
 from pipeline.ledger import JOB, MANIFEST, JobLedger
 from pipeline.ports import ObjectStore, World

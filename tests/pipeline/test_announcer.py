@@ -19,7 +19,7 @@ from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_lock import RedisLease
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.announcer import Announcer, AnnouncerSettings, result_id
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.pinning import pin_input

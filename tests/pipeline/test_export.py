@@ -12,7 +12,7 @@ import pytest
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.export import export
 from pipeline.jobs import find_ledger, list_jobs, summarize_job
 from pipeline.ledger import JobLedger, JobNotFound

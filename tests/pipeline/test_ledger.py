@@ -9,7 +9,7 @@ import pytest
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.checkpoints import read_history
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.jobs import list_jobs, summarize_job
 from pipeline.ledger import CLOSING, JOB, MANIFEST, PROGRESS, JobLedger, JobNotFound, LedgerError, part_key, part_number
 from pipeline.ports import World

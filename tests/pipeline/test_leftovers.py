@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.active import mark
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.planner import InvalidInput

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.ports import ShardTask
@@ -88,7 +88,7 @@ def test_given_an_attempt_that_goes_on_after_another_went_on_from_it_then_all_th
     slow.begin(work)
     slow.checkpoint(work, CheckpointWork(nothing, [], generated=10, exposed=10))
     house.queue.put(QUEUE, ShardTask(work.job.id, work.shard))
-    client = house.client("w")
+    client = house.client("w", deaf=True)
     again = client.take(0)
     assert again is not None
     client.begin(again)
@@ -101,7 +101,7 @@ def test_given_an_attempt_that_lost_when_it_cleans_up_then_what_the_winner_never
     plan_by_hand(house.ledger, house.world, [[0, 1]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
-    first, winner, loser = house.client("dies"), house.client("wins"), house.client("loses")
+    first, winner, loser = house.client("dies"), house.client("wins", deaf=True), house.client("loses", deaf=True)
     works = []
     for client in (first, winner):
         house.queue.put(QUEUE, ShardTask(house.ledger.job().id, 1))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.export import NotItsRetry, export, in_order
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input

@@ -11,8 +11,9 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.availability import ServiceUnavailable
 from pipeline.ledger import CLOSING, JobLedger, part_key
-from pipeline.ports import ShardTask, World
+from pipeline.ports import ShardTask, WorkerState, World
 from pipeline.results import RowsMismatch, read_part
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardReport, ShardWork, WorkerLoad
@@ -32,10 +33,10 @@ class Bench:
     beats: MemoryHeartbeats
     job: str
 
-    def client(self, name: str) -> ShardClient:
-        return ShardClient(
-            name, self.world, lambda _: self.ledger, self.queue, self.beats, lambda: False, models=MODELS
-        )
+    def client(self, name: str, *, deaf: bool = False) -> ShardClient:
+        """A worker's; a deaf one hears of nobody else, as when Redis was emptied."""
+        beats = MemoryHeartbeats(self.world.clock, 10.0) if deaf else self.beats
+        return ShardClient(name, self.world, lambda _: self.ledger, self.queue, beats, lambda: False, models=MODELS)
 
     def take(self, client: ShardClient, shard: int = 1) -> ShardWork | None:
         self.queue.put(QUEUE, ShardTask(self.job, shard))
@@ -60,7 +61,7 @@ def test_a_shard_comes_with_all_that_is_needed_and_is_held(bench: Bench) -> None
 
 
 def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
+    one, two = bench.client("one"), bench.client("two", deaf=True)
     first, second = bench.take(one), bench.take(two)
     assert first is not None
     assert second is not None
@@ -70,7 +71,7 @@ def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
         (1, first.attempt_id),
         (2, second.attempt_id),
     ]
-    third = bench.take(bench.client("three"))
+    third = bench.take(bench.client("three", deaf=True))
     assert third is not None
     assert third.attempt == 3
     assert third.history.silent == 2
@@ -82,7 +83,7 @@ def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
 
 
 def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -> None:
-    one, two = bench.client("one"), bench.client("two")
+    one, two = bench.client("one"), bench.client("two", deaf=True)
     mine = bench.take(one)
     assert mine is not None
     one.begin(mine)
@@ -128,6 +129,26 @@ def test_a_shard_given_back_can_be_taken_again(bench: Bench) -> None:
     later = bench.take(client)
     assert later is not None
     assert (later.attempt, later.history.silent) == (2, 0)
+
+
+def test_a_shard_that_another_holds_is_passed_over_until_that_one_lets_go(bench: Bench) -> None:
+    # Given a name that was put twice, since nobody took it for long, or by two dispatchers
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    assert bench.take(two) is None
+    assert held(bench.beats) == {(bench.job, 1)}
+    one.release(work, 0)
+    assert bench.take(two) is not None
+
+
+def test_given_no_word_of_who_holds_what_a_shard_is_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> list[WorkerState]:
+        raise ServiceUnavailable("Redis is away")
+
+    assert bench.take(bench.client("one")) is not None
+    monkeypatch.setattr(bench.beats, "workers", silent)
+    assert bench.take(bench.client("two")) is not None
 
 
 def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(bench: Bench) -> None:

@@ -24,10 +24,10 @@ from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import BadAddress
 from pipeline.catalog import Catalog
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.doors.celery_generate import GenerateCalls
 from pipeline.doors.celery_tasks import CeleryTasks, TaskSettings
-from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input

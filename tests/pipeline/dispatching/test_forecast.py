@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from pipeline.forecast import Load, forecast
+from pipeline.dispatching.forecast import Load, forecast
 from schemas.job import Tier
 
 STANDARD, BULK = Tier.STANDARD, Tier.BULK

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.events import JobEvent
 from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.ports import Clock, PipelineError

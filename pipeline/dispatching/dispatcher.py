@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
 
 from pipeline.active import jobs_to_close, tidy
+from pipeline.dispatching.fair_shares import FairShares
+from pipeline.dispatching.looking import Look
+from pipeline.dispatching.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urgency
+from pipeline.dispatching.outlook import Outlook, Tokens
 from pipeline.events import EventSink, NoEvents
-from pipeline.fair_shares import FairShares
 from pipeline.ledger import JobLedger, LedgerError
-from pipeline.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urgency
-from pipeline.outlook import Outlook, Tokens
 from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
+from pipeline.together import InTurn
 from pipeline.worker_api import BY_URGENCY
 from schemas.job import Job, Manifest, ShardRef
 from schemas.progress import Progress
@@ -54,8 +57,9 @@ class DispatchSettings:
     settle: float = 0.0
     sweep_every: float = 30.0
     cache_every: float = 2.0
+    eta_every: float = 10.0
     closing_every: float = 1.0
-    closing_for: float = 1.0
+    closing_for: float = 0.5
     grace: float = 10.0
     tick_every: float = 0.2
     price_per_hour: float | None = None
@@ -64,7 +68,9 @@ class DispatchSettings:
 
     @property
     def of_jobs(self) -> JobSettings:
-        return JobSettings(self.sweep_every, self.cache_every, self.closing_every, self.grace, self.price_per_hour)
+        return JobSettings(
+            self.sweep_every, self.cache_every, self.eta_every, self.closing_every, self.grace, self.price_per_hour
+        )
 
 
 class Dispatcher:
@@ -77,12 +83,20 @@ class Dispatcher:
         heartbeats: Heartbeats,
         events: EventSink | None = None,
         settings: DispatchSettings | None = None,
+        together: Executor | None = None,
+        beside: Executor | None = None,
     ) -> None:
+        """Args:
+        together: makes requests to the store at once, where that saves time; None: one after the other.
+        beside: makes those that nobody waits for, a few at a time, or they would be in the others' way.
+        """
         self._world = world
         self._queue = queue
         self._heartbeats = heartbeats
         self._events = events or NoEvents()
         self._settings = settings or DispatchSettings()
+        self._together = together or InTurn()
+        self._beside = beside or InTurn()
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
         self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
@@ -100,7 +114,7 @@ class Dispatcher:
             self._outcomes[job.id] = manifest
             tidy(ledger)
         elif job.id not in self._jobs:
-            self._jobs[job.id] = OpenJob(ledger, job, self._world, self._events, self._settings.of_jobs)
+            self._jobs[job.id] = OpenJob(ledger, job, self._world, self._events, self._settings.of_jobs, self._beside)
 
     def forget(self, job: str) -> None:
         """Look at the job no more: it has ended, or is gone, by somebody else's doing."""
@@ -132,9 +146,15 @@ class Dispatcher:
                 return
             self._world.clock.sleep(self._settings.tick_every)
 
-    def tick(self) -> None:
+    def tick(self, planning: Container[str] | None = None, still: Callable[[], bool] = lambda: True) -> None:
         """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when a job contradicts
-        itself or the store fails."""
+        itself or the store fails.
+
+        Args:
+            planning: jobs whose plans may have grown; the others' are looked at now and then, and what can wait is
+                spread over several ticks. None: all is looked at.
+            still: asked between two jobs whether to go on; if not, the rest is left to whoever does.
+        """
         now = self._world.clock.monotonic()
         self._closing_left = share = max(self._settings.closing_for, self._others_took)
         workers = self._heartbeats.workers()
@@ -142,29 +162,38 @@ class Dispatcher:
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
-        for open_job in list(self._jobs.values()):
-            try:
-                self._advance(open_job, held, now)
-            except LedgerError as error:
-                if not self._settings.isolate:
-                    raise
-                self.forget(open_job.job.id)
-                logger.error("a job contradicts itself, and is left alone", job=open_job.job.id, reason=str(error))
-            except ObjectNotFound as error:
-                if not self._settings.isolate:
-                    raise
-                self.forget(open_job.job.id)
-                if open_job.ledger.find_job() is not None:  # else it was removed while it was looked at
-                    reason = str(error)
-                    logger.error("a job lacks what it must have, and is left alone", job=open_job.job.id, reason=reason)
+        jobs = list(self._jobs.values())
+        look = Look(self._together, held, now, planning)
+        look.take(jobs)
+        for open_job in jobs:
+            if not still():
+                return
+            self._guarded(open_job, look, held, now)
         self._put_missing(held, now)
         if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
             self._next_outlook = now + self._settings.cache_every
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
         self._others_took = self._world.clock.monotonic() - now - (share - self._closing_left)
 
-    def _advance(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
-        self._settle(open_job, open_job.look(held, now))
+    def _guarded(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
+        """A job that contradicts itself is left alone."""
+        try:
+            self._advance(open_job, look, held, now)
+        except LedgerError as error:
+            if not self._settings.isolate:
+                raise
+            self.forget(open_job.job.id)
+            logger.error("a job contradicts itself, and is left alone", job=open_job.job.id, reason=str(error))
+        except ObjectNotFound as error:
+            if not self._settings.isolate:
+                raise
+            self.forget(open_job.job.id)
+            if open_job.ledger.find_job() is not None:  # else it was removed while it was looked at
+                reason = str(error)
+                logger.error("a job lacks what it must have, and is left alone", job=open_job.job.id, reason=reason)
+
+    def _advance(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
+        self._settle(open_job, look.of(open_job))
         if not open_job.whole:
             self._close(open_job, held, now)
         if not open_job.whole:

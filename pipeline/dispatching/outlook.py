@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 
 from pipeline.backlog import BYTES_PER_TOKEN
-from pipeline.forecast import Load, forecast
-from pipeline.open_job import OpenJob, cost, urgency
+from pipeline.dispatching.forecast import Load, forecast
+from pipeline.dispatching.open_job import OpenJob, cost, urgency
 from pipeline.ports import WorkerState
 from schemas.job import Job
 

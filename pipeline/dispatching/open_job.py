@@ -5,8 +5,9 @@ All that is kept here is learnt from the ledger and can be learnt again; it save
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -16,7 +17,7 @@ from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.manifest import Tally, build_manifest
-from pipeline.ports import World, queue_name
+from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
@@ -40,6 +41,7 @@ class JobSettings:
     Attributes:
         sweep_every: between two full listings of the parts (in between only shards that were put are looked at).
         cache_every: between two writes of progress.json.
+        eta_every: between two of them for nothing but a forecast that moved: those of all open jobs move at once.
         closing_every: between two looks whether a job was cancelled.
         grace: after this long the shards of a job that is being closed are closed though workers hold them; until then
             they are given back with all that was reached.
@@ -48,6 +50,7 @@ class JobSettings:
 
     sweep_every: float = 30.0
     cache_every: float = 2.0
+    eta_every: float = 10.0
     closing_every: float = 1.0
     grace: float = 10.0
     price_per_hour: float | None = None
@@ -72,10 +75,21 @@ class OpenJob:
         left: estimated tokens, prompts and answers, of the open shards, by what computes them (`ModelPin.key`).
         eta: when it should be done, as far as that is known.
         closing: why the job ends before its time, if it does.
+        unread: parts that stand, and are still to be read.
+        sweep_at: when all parts are to be listed again.  plan_read_at: when new segments were last looked for.
         whole: all parts stand.
     """
 
-    def __init__(self, ledger: JobLedger, job: Job, world: World, events: EventSink, settings: JobSettings) -> None:
+    def __init__(
+        self,
+        ledger: JobLedger,
+        job: Job,
+        world: World,
+        events: EventSink,
+        settings: JobSettings,
+        beside: Executor,
+    ) -> None:
+        """`beside`: runs what needn't be waited for."""
         self.ledger = ledger
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
@@ -83,16 +97,21 @@ class OpenJob:
         self.left: Counter[str] = Counter()
         self.eta: datetime | None = None
         self.closing: Closing | None = None
+        self.unread: deque[int] = deque()
+        self.sweep_at = self.plan_read_at = 0.0
         self._world = world
         self._events = events
         self._settings = settings
+        self._beside = beside
+        self._caching: Future[None] | None = None
         self._segments: list[PlanSegment] = []
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = Tally()
         self._keys = {pin.name: pin.key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
-        self._next_sweep = self._next_cache = self._next_closing = 0.0
+        self._cached_at = float("-inf")
+        self._next_closing = 0.0
         self._grace_ends = 0.0  # when nobody is waited for any more
         self._shown: JobStatus | None = None  # the status last told
         self._untold = self._uncached = True
@@ -131,32 +150,69 @@ class OpenJob:
         """What computes it; a model that the job doesn't pin is asked for by its name, in vain."""
         return self._keys.get(shard.model, shard.model)
 
-    def look(self, held: set[Shard], now: float) -> list[Found]:
-        """Learn which segments and parts stand by now; the parts that are new. Of shards that workers hold nobody
-        expects a part: they let go when it stands."""
-        if not self.planned:
-            self._read_segments(now)
-        found = []
-        for number, segment in list(self._open_rejects.items()):
-            commit_rejects(self.ledger, segment, self._world)
-            found.append(self._found(number))
-        if now >= self._next_sweep:
-            self._next_sweep = now + self._settings.sweep_every
-            standing: Iterable[int] = [number for number, _ in self.ledger.parts()]
-        else:
-            free = [number for number in self.puts if (self.job.id, number) not in held]
-            standing = [number for number in free if self.ledger.has_part(number)]
+    def read_plan(self) -> list[PlanSegment]:
+        """The segments that are new. On any thread; nothing is learnt yet."""
+        return list(self.ledger.segments(len(self._segments)))
+
+    def learn_plan(self, segments: Iterable[PlanSegment], now: float) -> None:
+        """These segments stand, too."""
+        self.plan_read_at = now
+        for segment in segments:
+            self._segments.append(segment)
+            self._planned_rows += segment.total
+            self._planned_shards += len(segment.shards)
+            self._untold = True
+            self.open_shards.update((shard.number, shard) for shard in segment.shards)
+            for shard in segment.shards:
+                self.left[self.key_of(shard)] += cost(shard)
+            if segment.rejects is not None:
+                self._open_rejects[segment.rejects.number] = segment
+            if segment.last:  # from here on all parts can be told from those that nobody planned
+                self.sweep_at = now
+
+    def list_parts(self) -> list[int]:
+        """The parts that stand. On any thread; nothing is learnt yet."""
+        return [number for number, _ in self.ledger.parts()]
+
+    def learn_standing(self, standing: Iterable[int], now: float) -> None:
+        """These parts stand; those that are new are to be read. Raises `LedgerError` where nobody planned one."""
+        self.sweep_at = now + self._settings.sweep_every
+        known = {*self._parts, *self.unread}
         for number in standing:
-            if number in self._parts:
+            if number in known or number in self._open_rejects:
                 continue
             if number in self.open_shards:
-                found.append(self._found(number))
+                self.unread.append(number)
             elif self.planned:
                 raise LedgerError(
                     f"{self.ledger.place(part_key(number))}: no such part is planned, but readers would count it; "
                     "move it elsewhere"
                 )
-        return found
+
+    def unsure(self, held: set[Shard]) -> list[int]:
+        """Shards that may have their parts by now: they were put, and nobody has them. Of those that workers hold
+        nobody expects a part: they let go when it stands."""
+        return [number for number in self.puts if (self.job.id, number) not in held]
+
+    def read_part(self, number: int) -> PartEntry | None:
+        """A part, if it stands. On any thread; nothing is learnt yet."""
+        try:
+            return read_part(self.ledger, number)
+        except ObjectNotFound:
+            return None
+
+    def learn_part(self, entry: PartEntry) -> Found | None:
+        """The part stands; None: that is known."""
+        return None if entry.number in self._parts else self._found(entry)
+
+    def unmade(self) -> list[int]:
+        """Parts of refused rows that aren't known to stand."""
+        return list(self._open_rejects)
+
+    def make_rejects(self, number: int) -> PartEntry:
+        """Make such a part, unless it stands. On any thread; nothing is learnt yet."""
+        commit_rejects(self.ledger, self._open_rejects[number], self._world)
+        return read_part(self.ledger, number)
 
     def close(self, held: set[Shard], now: float, *, marked: bool, until: float) -> list[Found]:
         """Once the job is cancelled or expired: make the parts of its open shards, as soon as no worker holds them;
@@ -181,7 +237,7 @@ class OpenJob:
                 continue
             if not self.ledger.has_part(number):
                 close_shard(self.ledger, self.job, shard, self.closing, self._world)
-            found.append(self._found(number))
+            found.append(self._found(read_part(self.ledger, number)))
             if self._world.clock.monotonic() > until:
                 break
         return found
@@ -206,7 +262,7 @@ class OpenJob:
         self.eta, told = eta, self._told_eta
         if eta is None or told is None:
             self._uncached |= eta is not told
-        else:
+        elif self._world.clock.monotonic() - self._cached_at >= self._settings.eta_every:
             ahead = (eta - self._world.clock.now()).total_seconds()
             self._uncached |= abs((eta - told).total_seconds()) > max(1.0, ETA_PRECISION * ahead)
 
@@ -219,9 +275,17 @@ class OpenJob:
                 self._events.emit(_status_event(progress))
             self._shown = progress.status
             self._untold, self._uncached = False, True
-        if self._uncached and now >= self._next_cache:
-            self._uncached, self._next_cache, self._told_eta = False, now + self._settings.cache_every, self.eta
-            self.ledger.cache_progress(self.progress())
+        if self._uncached and now - self._cached_at >= self._settings.cache_every and self._is_cached():
+            self._uncached, self._cached_at, self._told_eta = False, now, self.eta
+            self._caching = self._beside.submit(self.ledger.cache_progress, self.progress())
+
+    def _is_cached(self, *, wait: bool = False) -> bool:
+        """Whether the last write of progress is over; raises what it raised."""
+        if self._caching is None or not (wait or self._caching.done()):
+            return self._caching is None
+        caching, self._caching = self._caching, None
+        caching.result()
+        return True
 
     def end(self) -> Manifest:
         """Write the outcome once all parts stand; the one that counts, if another dispatcher was first."""
@@ -230,6 +294,7 @@ class OpenJob:
         )
         if not self.ledger.create_manifest(manifest):
             manifest = self.ledger.manifest() or manifest
+        self._is_cached(wait=True)  # or it would come behind the last one
         progress = self.progress().model_copy(
             update={"eta": None, "status": manifest.status, "usage": manifest.usage, "as_of": manifest.finished_at}
         )
@@ -239,22 +304,8 @@ class OpenJob:
         tidy(self.ledger)
         return manifest
 
-    def _read_segments(self, now: float) -> None:
-        for segment in self.ledger.segments(len(self._segments)):
-            self._segments.append(segment)
-            self._planned_rows += segment.total
-            self._planned_shards += len(segment.shards)
-            self._untold = True
-            self.open_shards.update((shard.number, shard) for shard in segment.shards)
-            for shard in segment.shards:
-                self.left[self.key_of(shard)] += cost(shard)
-            if segment.rejects is not None:
-                self._open_rejects[segment.rejects.number] = segment
-            if segment.last:  # from here on all parts can be told from those that nobody planned
-                self._next_sweep = now
-
-    def _found(self, number: int) -> Found:
-        entry = read_part(self.ledger, number)
+    def _found(self, entry: PartEntry) -> Found:
+        number = entry.number
         self._parts[number] = entry
         self._tally.add(entry)
         shard = self.open_shards.pop(number, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import WorkerState, World
 from pipeline.worker_api import WorkerLoad
@@ -20,6 +20,10 @@ from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world
 
 ROW = 12  # tokens of a row that was planned by hand
+
+
+AT_ONCE = DispatchSettings(eta_every=0.0)
+"""A forecast that moved is written with the next look."""
 
 
 def cached(ledger: JobLedger) -> Progress:
@@ -41,7 +45,7 @@ def foretold(dispatcher: Dispatcher, world: World, *ledgers: JobLedger) -> list[
 @pytest.fixture
 def house(tmp_path: Path) -> House:
     world = simulated_world(tmp_path)
-    return House(world, JobLedger(world.store))
+    return House(world, JobLedger(world.store), settings=AT_ONCE)
 
 
 def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house: House) -> None:
@@ -74,7 +78,7 @@ def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house
 def test_a_job_that_is_being_closed_has_no_forecast_and_is_in_nobodys_way(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     beats = MemoryHeartbeats(world.clock, LIFETIME)
-    dispatcher = Dispatcher(world, ChaoticQueue(), beats)
+    dispatcher = Dispatcher(world, ChaoticQueue(), beats, settings=AT_ONCE)
     ledgers = [JobLedger(world.store, f"jobs/{name}/") for name in ("first", "second")]
     for number, ledger in enumerate(ledgers):
         plan_by_hand(ledger, world, [list(range(10))], metadata={"number": str(number)})
@@ -107,6 +111,20 @@ def test_a_forecast_that_holds_is_not_written_again_and_again(house: House) -> N
         house.world.clock.sleep(2.5)
         house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
     assert len(writes) == 2, "when it began, and when the first forecast was there"
+
+
+def test_forecasts_that_all_move_at_once_are_not_all_written_at_once(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store))
+    plan_by_hand(house.ledger, world, [list(range(100))])
+    house.dispatcher.add(house.ledger)
+    etas = []
+    for speed in range(1, 9):
+        house.heartbeats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=float(speed)))
+        house.dispatcher.tick()
+        world.clock.sleep(2.5)
+        etas.append(cached(house.ledger).eta)
+    assert len(set(etas[1:])) == 2, "every ten seconds"
 
 
 def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Path) -> None:

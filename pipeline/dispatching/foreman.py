@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from pipeline.active import Swept, is_open, marked_jobs, sweep, tidy
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.leading import RENEW_SECONDS, Leading
 from pipeline.ledger import JobLedger, LedgerError
@@ -72,6 +72,11 @@ class _Known:
     planning: Future[InputEstimate | None] | None = None
     retry_at: float = 0.0
     in_time: bool = False
+
+    @property
+    def is_being_planned(self) -> bool:
+        """Its turn has come."""
+        return self.planning is not None and (self.planning.running() or self.planning.done())
 
 
 class Foreman:
@@ -128,7 +133,8 @@ class Foreman:
             self._look()
         for name, known in self._known.items():
             self._plan(name, known, now)
-        self._dispatcher.tick()
+        planning = {name for name, known in self._known.items() if known.planned or known.is_being_planned}
+        self._dispatcher.tick(planning, self._leading.now)
 
     def close(self) -> None:
         """Wait for what is being planned; the rest is left to the next one."""

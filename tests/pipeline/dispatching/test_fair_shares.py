@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pipeline.bulk_floor import BulkFloor
-from pipeline.fair_shares import FairShares
+from pipeline.dispatching.fair_shares import FairShares
 from schemas.job import Tier
 
 
