@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SpeculationConfig
 from engine.request import (
     Choice,
     Completion,
@@ -42,6 +42,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "ScheduleConfig",
+    "SpeculationConfig",
     "TokenLogprobs",
     "TokenMask",
     "TokenWatcher",

@@ -100,13 +100,13 @@ class RunningBatch:
         """
         row, rows = sequence.row, self.rows
         sequence.token_ids = rows.token_ids[row, : rows.num_known[row]].copy()
-        sequence.high_water = max(sequence.high_water, int(rows.num_computed[row]))
+        sequence.high_water = max(sequence.high_water, int(min(rows.num_computed[row], rows.num_known[row])))
         sequence.prompt_computed |= bool(self.confirmed[row] >= sequence.prompt_len)
         sequence.row, sequence.state = -1, state
         if poisoned:
             self.cache.withdraw(row)
         self.cache.release(row, 0 if poisoned else int(self.confirmed[row]))
-        rows.num_known[row] = rows.num_computed[row] = rows.prompt_len[row] = 0
+        rows.num_known[row] = rows.num_computed[row] = rows.num_drafts[row] = rows.prompt_len[row] = 0
         self.owners[row] = None
         self.epoch[row] += 1
         self._occupied[row] = False
@@ -130,7 +130,7 @@ class RunningBatch:
         rows = self.rows
         for row in seated:
             owner = self.owner(row)
-            computed, known = int(rows.num_computed[row]), int(rows.num_known[row])
+            computed, known = int(rows.num_computed[row]), int(rows.num_known[row] + rows.num_drafts[row])
             held = int(self.cache.length[row]) * rows.block_size
             if owner.row != row or owner.state is not SequenceState.RUNNING:
                 raise AssertionError(f"row {row}: its owner is {owner.state} on row {owner.row}")

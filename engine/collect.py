@@ -77,8 +77,8 @@ class Collector:
 
     def take(self, output: StepOutput) -> None:
         """Keep what the step gave beside tokens."""
-        for row, line in output.logprobs.items():
-            self._at_row[row].logprobs.append(_Line(*line))
+        for row, lines in output.logprobs.items():
+            self._at_row[row].logprobs += [_Line(*line) for line in lines]
         for row, (first, chosen, ids, top) in output.prompt_logprobs.items():
             prompt = self._at_row[row].prompt
             for i in range(len(chosen)):
@@ -123,6 +123,8 @@ class Collector:
             prompt_logprobs=prompt_logprobs,
             pooled=None if track is None else track.pooled,
             resumed_tokens=resumed_tokens(request),
+            drafted_tokens=sum(s.drafted_tokens for s in sequences),
+            accepted_tokens=sum(s.accepted_tokens for s in sequences),
         )
 
     @staticmethod

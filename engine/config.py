@@ -7,8 +7,9 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantize = Literal["none", "int8", "int8-weight-only"]
+Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
 KVDType = Literal["auto", "int8"]
+Speculate = Literal["off", "ngram", "draft", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,22 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Guesses at the next tokens, checked by the model; no answer depends on them.
+
+    Attributes:
+        method: "ngram": what followed the same tokens before, in the row's own text or in answers that have ended;
+            "draft": by a smaller model; "auto": n-grams where they pay, by measured times.
+        draft_model: the smaller model's folder or GGUF file, for "draft".
+        longest: most guesses for a row in a step.
+    """
+
+    method: Speculate = "off"
+    draft_model: str | None = None
+    longest: int = 8
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything `Engine.load` may be told beside the model's place.
 
@@ -57,8 +74,10 @@ class EngineConfig:
         threads: for compute; None: torch's choice.
         attention: name of the backend; "auto" picks the best one for the device.
         instruction_set: of the native CPU kernels ("avx2", "avx512", "avx512_bf16", "amx"); "auto": the most there is.
-        quantize: weights at load. "int8": with activations quantized row by row (W8A8), where that is faster;
-            "int8-weight-only": activations stay as they are (W8A16).
+        quantize: weights at load. "none": as the checkpoint has them; quantized ones stay so where the device has a
+            kernel for their form. "dense": dequantized to `dtype`. "int8": with activations quantized row by row
+            (W8A8), where that is faster; "int8-weight-only": activations stay as they are (W8A16). "int4" and "fp8":
+            weights only, rounded to nearest in groups of 32 and by rows.
         kv_dtype: of the cache; "int8" halves it, with one scale per token and head.
     """
 
@@ -72,3 +91,4 @@ class EngineConfig:
     kv_dtype: KVDType = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
+import structlog
 import torch
 
-from engine.attention import KVLayout, make_backend
+from engine.attention import AttentionBackend, KVLayout, make_backend
 from engine.collect import Collector
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.memory import plan_cache
-from engine.models.base import ModelSpec
-from engine.models.load import load_model
+from engine.models.base import CausalModel, ModelSpec, WeighedModel
+from engine.models.load import load_model, wanted_cache
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
@@ -24,13 +25,21 @@ from engine.native.library import NativeLibrary
 from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
 from engine.null_runner import NullRunner
-from engine.plan import NO_TOKEN, CacheGroup, RowState
+from engine.plan import CacheGroup, RowState
+from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import ANSWERED
 from engine.runner import ModelRunner, StepRunner
 from engine.sampling.rows import check_params
 from engine.scheduler import Scheduler
 from engine.sequence import FinishedSequence
+from engine.speculative.base import Proposer
+from engine.speculative.draft_model import DraftBeside, load_draft
+from engine.speculative.lengths import lengths_of
+from engine.speculative.ngram import NgramProposer
+from engine.speculative.tally import SpeculationStats
+
+logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,7 @@ class EngineStats:
         steps: steps run.  step_seconds: time inside them.
         preemptions: sequences put back.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
+        speculation: drafts and what became of them.
     """
 
     computed: int
@@ -57,6 +67,7 @@ class EngineStats:
     waiting: int
     free_blocks: int
     total_blocks: int
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -82,8 +93,21 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def decoder_builder(config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderBuilder:
     """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere."""
     if native is None:
+        if config.quantize in AT_LOAD:
+            logger.warning("weights are dequantized at each product, which is slow", quantize=config.quantize)
         return TorchBuilder(config.quantize)
     return NativeBuilder(native, config.quantize, ShapeTable(native, dtype) if config.quantize == "int8" else None)
+
+
+def _cache_dtype(config: EngineConfig, wanted: str | None, native: bool) -> KVDType:
+    """Of the KV cache: as the settings say, else as the checkpoint wants it (`wanted`), where that can be had."""
+    if config.kv_dtype != "auto" or wanted is None:
+        return config.kv_dtype
+    if wanted == "int8" and native:
+        logger.info("the KV cache is int8, as the model's config wants it", option="kv_dtype")
+        return "int8"
+    logger.warning("the KV cache is not quantized as the model's config wants it: no kernel here does", wanted=wanted)
+    return "auto"
 
 
 class Engine:
@@ -101,13 +125,18 @@ class Engine:
         make_runner: Callable[[Scheduler], StepRunner],
         clock: Callable[[], float] = time.monotonic,
         attention_name: str = "none",
+        make_proposer: Callable[[RowState], Proposer] | None = None,
+        weight_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """`attention_name`: of the backend that serves, with the instruction set of native kernels."""
+        """`attention_name`: of the backend that serves, with the instruction set of native kernels. `make_proposer`:
+        makes what guesses tokens, where the settings want that and n-grams are not meant. `weight_bytes`: that the
+        weights take, by their form, where the model can say so."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
         self.clock = clock
         self.attention_name = attention_name
+        self.weight_bytes = dict(weight_bytes or {})
         self.scheduler = Scheduler(
             config.schedule,
             groups,
@@ -118,10 +147,13 @@ class Engine:
             rope_original_max=spec.rope_original_max,
         )
         self._runner = make_runner(self.scheduler)
+        if config.speculation.method != "off":
+            lengths = lengths_of(config.speculation, config.schedule.max_num_seqs)
+            proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
+            self.scheduler.speculate(proposer, lengths)
         self._collector = Collector()
         self._ready: list[Completion] = []
         self._step_seconds = 0.0
-        self._generated = 0
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -138,30 +170,42 @@ class Engine:
         dtype = resolve_dtype(config.dtype, device)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype)
-        model = load_model(path, dtype=dtype, device=device, max_positions=config.max_model_len, builder=builder)
+        loads = partial(load_model, dtype=dtype, device=device, builder=builder)
+        model = loads(path, max_positions=config.max_model_len)
         spec = model.spec
         limit = spec.max_position
         if config.max_model_len is not None:
             if config.max_model_len > limit:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
-        groups = plan_cache(spec, config.cache, config.schedule, limit, device, config.kv_dtype)
-        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
-        kv_kind = Kind.I8 if config.kv_dtype == "int8" else None
-        attention = make_backend(config.attention, layout, dtype, device, native, kv_kind)
+        kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None)
+        draft = load_draft(config.speculation, spec, limit, loads)
+        groups = plan_cache(
+            spec, config.cache, config.schedule, limit, device, kv_dtype, None if draft is None else draft.spec
+        )
+        kv_kind = Kind.I8 if kv_dtype == "int8" else None
 
-        def make_runner(scheduler: Scheduler) -> StepRunner:
+        def attend(layout: KVLayout) -> AttentionBackend:
+            return make_backend(config.attention, layout, dtype, device, native, kv_kind)
+
+        def compute(model: CausalModel, attention: AttentionBackend, rows: RowState) -> StepRunner:
             return ModelRunner(
-                model,
-                attention,
-                scheduler.rows,
-                max_num_seqs=config.schedule.max_num_seqs,
-                max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-                device=device,
-            )
+                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs,
+                max_num_batched_tokens=config.schedule.max_num_batched_tokens, device=device,
+            )  # fmt: skip
 
+        block_size = config.cache.block_size
+        attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
+        make_proposer = None
+        if draft is not None:
+            beside = DraftBeside(draft, groups, block_size, config.schedule.max_num_batched_tokens)
+            make_proposer = partial(beside.proposer, attend=attend, compute=compute)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
-        return cls(config, spec, groups, limit, make_runner, attention_name=name)
+        return cls(
+            config, spec, groups, limit, lambda scheduler: compute(model, attention, scheduler.rows),
+            attention_name=name, make_proposer=make_proposer,
+            weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None,
+        )  # fmt: skip
 
     @classmethod
     def without_model(
@@ -173,7 +217,9 @@ class Engine:
         make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
     ) -> Engine:
         """An engine whose steps cost nothing: to measure and simulate all that is around a model. `make_runner` gets
-        the rows' state and the size of the vocabulary."""
+        the rows' state and the size of the vocabulary. Nothing is guessed: where no step costs anything, guesses save
+        nothing."""
+        config = replace(config, speculation=SpeculationConfig())
         groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
         limit = min(config.max_model_len or spec.max_position, (num_blocks - 1) * config.cache.block_size)
         return cls(config, spec, groups, limit, lambda s: make_runner(s.rows, spec.vocab_size), clock)
@@ -190,9 +236,9 @@ class Engine:
         outside = ids[(ids < 0) | (ids >= vocab_size)]
         if outside.size:
             raise RequestRefused(f"prompt token {outside[0]} is outside the vocabulary of {vocab_size}")
-        for partial in request.partial:
-            if ((partial.token_ids < 0) | (partial.token_ids >= vocab_size)).any():
-                raise RequestRefused(f"partial choice {partial.index} leaves the vocabulary of {vocab_size}")
+        for begun in request.partial:
+            if ((begun.token_ids < 0) | (begun.token_ids >= vocab_size)).any():
+                raise RequestRefused(f"partial choice {begun.index} leaves the vocabulary of {vocab_size}")
         check_params(request.params, vocab_size)
         self._ready = self._end([])  # the id may be that of a request that was cancelled a moment ago
         self.scheduler.add(request, self.clock())
@@ -263,9 +309,12 @@ class Engine:
                 raise  # an interrupt of the whole process, not a failure of the step
             raise EngineError(reason) from error
         self._collector.take(output)
-        self._generated += int(np.count_nonzero(output.token_ids != NO_TOKEN))
-        finished = self.scheduler.update(plan, output.token_ids, output.failed, self.clock(), output.reasons)
-        self._step_seconds += time.perf_counter() - begun
+        finished = self.scheduler.update(
+            plan, output.token_ids, output.failed, self.clock(), output.reasons, output.accepted, output.tainted
+        )
+        seconds = time.perf_counter() - begun
+        self._step_seconds += seconds
+        self.scheduler.timed(plan, seconds)
         return self._end(finished)
 
     def take_ended(self) -> list[Completion]:
@@ -294,7 +343,7 @@ class Engine:
             computed=stats.computed_tokens,
             recomputed=stats.recomputed_tokens,
             cached=stats.prefix_hit_tokens,
-            generated=self._generated,
+            generated=stats.generated_tokens,
             steps=stats.steps,
             step_seconds=self._step_seconds,
             preemptions=stats.preemptions,
@@ -302,4 +351,5 @@ class Engine:
             waiting=stats.waiting,
             free_blocks=sum(stats.free_blocks),
             total_blocks=sum(stats.total_blocks),
+            speculation=stats.speculation,
         )

@@ -78,8 +78,10 @@ def plan_cache(
     max_model_len: int,
     device: torch.device,
     kv_dtype: KVDType = "auto",
+    draft: ModelSpec | None = None,
 ) -> tuple[CacheGroup, ...]:
-    """Cut the memory into pools, one for each sliding window that the model's layers use.
+    """Cut the memory into pools, one for each sliding window that the model's layers use. `draft`: of a model that
+    keeps its keys in the blocks of whole sequences, too.
 
     Raises:
         OutOfMemory: not even one sequence of `max_model_len` tokens fits.
@@ -90,6 +92,8 @@ def plan_cache(
     for window in sorted(set(spec.windows), key=lambda w: (w is not None, w or 0)):
         layers = tuple(layer for layer, of_layer in enumerate(spec.windows) if of_layer == window)
         token_bytes = len(layers) * layer_token_bytes(spec, kv_dtype)
+        if draft is not None and window is None:
+            token_bytes += draft.num_layers * layer_token_bytes(draft, kv_dtype)
 
         def blocks(tokens: int, window: int | None = window) -> int:
             # A window's blocks: what its first query reaches back to, the chunk, and one for the uneven edges.

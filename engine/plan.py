@@ -37,22 +37,32 @@ class RowState:
     """Row-indexed state of the running batch; written by the scheduler, read by the runner.
 
     Attributes (R = max_num_seqs rows):
-        token_ids: int32 [R, max_model_len], prompt and output so far (known tokens).
+        token_ids: int32 [R, max_model_len], prompt and output so far (known tokens), then drafts.
         num_known, num_computed, prompt_len: int32 [R].
+        num_drafts: int32 [R], guesses behind the known tokens that are being computed; 0 when no step is under way.
         block_tables: per cache group int32 [R, ceil(max_model_len / block_size)]; entry b is the block that holds
             positions b * block_size ... and `NO_BLOCK` where none is held (not yet, or behind the window).
     """
 
-    __slots__ = ("block_size", "block_tables", "num_computed", "num_known", "prompt_len", "token_ids")
+    __slots__ = ("block_size", "block_tables", "num_computed", "num_drafts", "num_known", "prompt_len", "token_ids")
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> None:
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_known = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)
         self.prompt_len = np.zeros(max_num_seqs, dtype=np.int32)
         width = -(-max_model_len // block_size)
         self.block_tables = [np.full((max_num_seqs, width), NO_BLOCK, dtype=np.int32) for _ in range(num_groups)]
+
+    def with_tables(self, block_tables: list[NDArray[np.int32]]) -> RowState:
+        """The same rows, with other block tables; what is written to one shows in the other."""
+        twin = RowState.__new__(RowState)
+        for name in RowState.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.block_tables = block_tables
+        return twin
 
 
 class NewRow(NamedTuple):
@@ -77,12 +87,13 @@ class StepPlan:
     Attributes (B rows in the step):
         rows: int32 [B].  starts: int32 [B], first position computed.  counts: int32 [B], positions computed.
         num_logits: int32 [B], trailing positions of the row whose logits are wanted (0 inside a prompt, 1 where the
-            next token is sampled, `counts` for prompt log-probabilities).
-        samples: bool [B], whether the last of them yields the row's next token.
+            next token is sampled, one more for each draft, `counts` for prompt log-probabilities).
+        samples: bool [B], whether they yield the row's next token.
         num_decodes: rows with count 1 at the front.
         num_tokens: sum of counts.
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
+        drafts: int32 [B], how many of the row's last positions hold guesses instead of known tokens; None: none do.
     """
 
     rows: NDArray[np.int32]
@@ -94,6 +105,7 @@ class StepPlan:
     num_tokens: int
     new_rows: tuple[NewRow, ...] = ()
     zero_blocks: tuple[BlockRef, ...] = ()
+    drafts: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +113,23 @@ class StepOutput:
     """What a step gave, aligned with the plan's rows.
 
     Attributes:
-        token_ids: int32 [B], the sampled token, or `NO_TOKEN`.
+        token_ids: int32 [B], the sampled token (behind the accepted drafts), or `NO_TOKEN`.
         failed: bool [B], the row has no token (it is `NO_TOKEN`): for its reason below, else for non-finite values.
-        logprobs: for rows that asked: row -> (chosen float32, top ids int32 [k], top float32 [k]).
+        logprobs: for rows that asked: row -> for each accepted draft, then for the sampled token: (chosen float32,
+            top ids int32 [k], top float32 [k]).
         prompt_logprobs: for rows that asked: row -> (first position, chosen float32 [c], ids [c, k], top [c, k]);
             entry i is the log-probability of the token at `first position + i`.
         pooled: for rows that asked and whose prompt is complete: row -> float32 [hidden].
         reasons: for rows that failed by their own rules, on finite values: row -> why.
+        accepted: int32 [B], leading drafts of the row that are what would have been sampled; None: there were none.
+        tainted: rows whose rejected drafts led to non-finite values, which lie in the cache now.
     """
 
     token_ids: NDArray[np.int32]
     failed: NDArray[np.bool_]
-    logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]]
+    logprobs: dict[int, list[tuple[float, NDArray[np.int32], NDArray[np.float32]]]]
     prompt_logprobs: dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]
     pooled: dict[int, NDArray[np.float32]]
     reasons: dict[int, str] = field(default_factory=dict)
+    accepted: NDArray[np.int32] | None = None
+    tainted: frozenset[int] = frozenset()

@@ -186,6 +186,20 @@ class Request:
     partial: tuple[PartialChoice, ...] = ()
 
 
+def check_request(request: Request) -> None:
+    """Refuse what no model could compute; raises `RequestRefused`."""
+    prompt, max_tokens = request.prompt_token_ids, request.params.max_tokens
+    if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype != np.int32:
+        raise RequestRefused(
+            f"request {request.request_id!r}: the prompt is {prompt.dtype} {list(prompt.shape)}, "
+            "but must be int32 [tokens] with at least one token"
+        )
+    if request.pooling is not None and max_tokens:
+        raise RequestRefused(
+            f"request {request.request_id!r}: pooling {request.pooling!r} goes with max_tokens 0, not {max_tokens}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One answer. `token_ids` int32 [tokens] is without the end token that closed it; `stop_token_id` is that token."""
@@ -209,6 +223,7 @@ class Completion:
         started_at, finished_at: on the engine's clock (seconds); admission and end.
         preemptions: how often a choice was put back and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
+        drafted_tokens, accepted_tokens: guesses at them, and those of the guesses that were right.
     """
 
     request_id: str
@@ -223,6 +238,8 @@ class Completion:
     prompt_logprobs: TokenLogprobs | None = None
     pooled: NDArray[np.float32] | None = None
     resumed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

@@ -19,6 +19,7 @@ from engine.models.base import CausalModel
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.pooling import Pooler
 from engine.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
+from engine.speculative.verify import NO_DRAFTED, Drafted, Line, Verifier
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
@@ -61,6 +62,7 @@ class ModelRunner:
         self._rows = rows
         self._sampler = Sampler(max_num_seqs, model.spec.vocab_size, model.spec.eos_token_ids, device)
         self._greedy: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(model, "greedy", None)
+        self._verifier = Verifier(self._sampler, model.logits, self._greedy)
         self._pooler = Pooler()
         self._prompt_logprobs: dict[int, int] = {}
         self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
@@ -109,9 +111,14 @@ class ModelRunner:
 
     def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Tokens whose last hidden states `_outputs` will read; None: all."""
-        if self._prompt_logprobs or self._pooler.active or int(plan.samples.sum()) == plan.num_tokens:
+        total = int(plan.num_logits.sum())
+        if self._prompt_logprobs or self._pooler.active or total == plan.num_tokens:
             return None
-        return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
+        if plan.drafts is None:
+            return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
+        first = np.cumsum(plan.counts) - np.cumsum(plan.num_logits)  # of each row's lines, less the lines before it
+        wanted: NDArray[np.int32] = (np.arange(total) + np.repeat(first, plan.num_logits)).astype(np.int32)
+        return wanted
 
     def _rope_lengths(self, at_row: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
         if self._model.spec.rope_original_max is None:
@@ -124,9 +131,10 @@ class ModelRunner:
         ends = np.cumsum(plan.counts)
         token_ids = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
         failed = np.zeros(len(plan.rows), dtype=np.bool_)
-        logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]] = {}
+        logprobs: dict[int, list[Line]] = {}
         reasons: dict[int, str] = {}
-        sampled = np.flatnonzero(plan.samples)
+        accepted, tainted = None, frozenset[int]()
+        sampled = np.flatnonzero(plan.samples if plan.drafts is None else plan.samples & (plan.drafts == 0))
         if len(sampled):
             rows = plan.rows[sampled]
             if len(sampled) == plan.num_tokens:
@@ -136,14 +144,34 @@ class ModelRunner:
             at = plan.starts[sampled] + plan.counts[sampled]
             out = self._sample(last, rows, at)
             token_ids[sampled], failed[sampled] = out.token_ids, out.failed
-            logprobs = out.logprobs
-            reasons = {row: reason for row, reason in out.reasons.items() if reason != NON_FINITE}
+            logprobs = {row: [line] for row, line in out.logprobs.items()}
+            reasons = out.reasons
+        if plan.drafts is not None:
+            places = np.flatnonzero(plan.drafts)
+            verified = self._verifier.verify(hidden, self._drafted(plan, ends, places))
+            accepted = np.zeros(len(plan.rows), dtype=np.int32)
+            accepted[places] = verified.accepted
+            token_ids[places], failed[places] = verified.token_ids, verified.failed
+            logprobs |= verified.logprobs
+            reasons, tainted = reasons | verified.reasons, frozenset(verified.tainted)
+        reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
         scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
         for row in scored:
             if np.isnan(scored[row][1]).any():
                 reasons.pop(row, None)
         pooled = self._pooler.take(plan, hidden, ends, self._rows, failed) if self._pooler.active else {}
-        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons)
+        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
+
+    def _drafted(self, plan: StepPlan, ends: NDArray[Any], places: NDArray[np.intp]) -> Drafted:
+        """The rows with drafts, `places` of the plan."""
+        assert plan.drafts is not None
+        rows, counts = plan.rows[places], plan.drafts[places]
+        at = plan.starts[places] + plan.counts[places] - counts  # the first draft's position
+        columns = np.arange(int(counts.max()))
+        guesses = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
+        guesses = np.where(columns < counts[:, None], guesses, NO_DRAFTED).astype(np.int32)
+        first = (ends[places] - counts - 1).astype(np.int64)
+        return Drafted(rows, first, guesses, counts, at, at - self._rows.prompt_len[rows])
 
     def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
         """The next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].

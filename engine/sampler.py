@@ -104,7 +104,7 @@ class Sampler:
 
         Args:
             logits: float32 [S, vocab]; may be modified.
-            rows: int32 [S], distinct.
+            rows: int32 [S]; the `special` ones among them distinct.
             positions: int32 [S], index of the drawn token in its sequence.
             num_outputs: int32 [S], tokens generated before it (min_tokens).
         """
@@ -134,6 +134,11 @@ class Sampler:
     def plain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         """bool [S]: rows that take the likeliest token, and ask for nothing else of their logits."""
         return np.asarray(self._params.greedy[rows] & ~self._params.special[rows])
+
+    def special(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows whose next token depends on more than their logits, their temperature and their filters. They
+        are sampled one position after the other."""
+        return np.asarray(self._params.special[rows])
 
     def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
         """The output of `plain` rows whose likeliest tokens (int64 [S]) are known already; alive: bool [S]."""

@@ -9,6 +9,9 @@ computed catch up with known, for as many sequences as one token budget allows (
     0           hit            num_computed     num_known           max_known
     |- in the cache -|- computed ---|- pending -----|- to be sampled ---|
 
+Guesses at the next tokens are computed behind the known ones, and taken back where they were wrong: `num_computed` is
+lowered again (speculative/drafting.py).
+
 `num_computed` advances when a step is planned, `num_known` when its tokens come back; so a second step can be planned
 while the first one computes. Blocks that the step will fill are published when it is planned: keys are written before
 they are read, so a sequence admitted later in the same step already hits them.
@@ -30,8 +33,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,40 +45,22 @@ from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.plan import CacheGroup, RowState, StepPlan
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, check_request
 from engine.resumption import check_partial, end_of
 from engine.sequence import FinishedSequence, Sequence, SequenceState
+from engine.speculative.base import Proposer
+from engine.speculative.drafting import Drafting
+from engine.speculative.lengths import DraftLengths
+from engine.speculative.tally import SpeculationStats
+from engine.stats import SchedulerStats
 from engine.step import StepPlanner
 from engine.stopping import StopTable
 from engine.waiting import WaitingQueue
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Counts since the start, and the state now.
-
-    Attributes:
-        steps, computed_tokens: planned steps and their tokens.
-        recomputed_tokens: of them, positions that had been computed before a preemption.
-        prefix_queried_tokens, prefix_hit_tokens: known tokens of admitted sequences that may read the prefix cache,
-            and those not computed because they were found there.
-        free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
-        oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
-    """
-
-    running: int
-    waiting: int
-    steps: int
-    computed_tokens: int
-    recomputed_tokens: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    finished: int
-    free_blocks: tuple[int, ...]
-    cached_blocks: tuple[int, ...]
-    total_blocks: tuple[int, ...]
-    oldest_waiting: float | None
+Ints = NDArray[np.int32]
+Flags = NDArray[np.bool_]
+Ended = dict[int, FinishedSequence]
+"""Sequences that end with a step, by their place in the plan."""
 
 
 class Scheduler:
@@ -122,6 +105,7 @@ class Scheduler:
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
         self._planner = StepPlanner(self._batch, self._waiting, self._lengths, self._demand, budget=budget)
+        self._drafting: Drafting | None = None
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
         self._in_flight: deque[tuple[StepPlan, NDArray[np.int64]]] = deque()
@@ -160,6 +144,8 @@ class Scheduler:
             cached_blocks=tuple(pool.num_cached for pool in pools),
             total_blocks=tuple(pool.num_blocks - 1 for pool in pools),
             oldest_waiting=None if head is None else head.arrived_at,
+            generated_tokens=counters.generated_tokens,
+            speculation=SpeculationStats() if self._drafting is None else self._drafting.tally.stats,
         )
 
     def add(self, request: Request, now: float) -> None:
@@ -174,16 +160,7 @@ class Scheduler:
         prompt, params = request.prompt_token_ids, request.params
         if request.request_id in self._requests:
             raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
-        if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype != np.int32:
-            raise RequestRefused(
-                f"request {request.request_id!r}: the prompt is {prompt.dtype} {list(prompt.shape)}, "
-                "but must be int32 [tokens] with at least one token"
-            )
-        if request.pooling is not None and params.max_tokens:
-            raise RequestRefused(
-                f"request {request.request_id!r}: pooling {request.pooling!r} goes with max_tokens 0, "
-                f"not {params.max_tokens}"
-            )
+        check_request(request)
         siblings: list[Sequence] = []
         for choice in range(params.n):
             siblings.append(Sequence(request, choice, self._next_serial + choice, siblings, now))
@@ -202,6 +179,11 @@ class Scheduler:
             if (reason := end_of(request, partial)) is not None:
                 ended = self._finish(siblings[partial.index], reason, stop_token_id=partial.stop_token_id)
                 self._finished.append(ended)
+
+    def speculate(self, proposer: Proposer, lengths: DraftLengths) -> None:
+        """Let `proposer` guess tokens from the next step on, as many as `lengths` says."""
+        self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk)
+        self._planner.drafting = self._drafting
 
     def settle(self, *, more_to_come: bool) -> None:
         """Say whether more requests may be added. If none will, the end of the run can be seen, and answers that would
@@ -250,14 +232,17 @@ class Scheduler:
         failed: NDArray[np.bool_],
         now: float,
         reasons: Mapping[int, str] | None = None,
+        accepted: NDArray[np.int32] | None = None,
+        tainted: frozenset[int] = frozenset(),
     ) -> list[FinishedSequence]:
         """Take a step's results.
 
         Args:
             plan: the oldest plan not yet updated.
-            token_ids: int32 [B], the sampled tokens where `plan.samples`.
-            failed: bool [B], rows whose sequences end in `ERROR`.
+            token_ids: int32 [B], the sampled tokens where `plan.samples`, each behind its row's accepted drafts.
+            failed: bool [B], rows whose sequences end in `ERROR`, behind their accepted drafts.
             reasons: row -> why it failed; of a failed row without one, non-finite values are the cause.
+            accepted, tainted: as in `StepOutput`; what became of `plan.drafts`.
 
         Returns:
             The sequences that ended with this step, in the plan's order.
@@ -266,18 +251,29 @@ class Scheduler:
         expected_plan, epochs = self._in_flight.popleft()
         assert expected_plan is plan, "plans come back in the order they were made"
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
+        ended: Ended = {}
+        ends = plan.starts + plan.counts
+        if plan.drafts is not None and self._drafting is not None:
+            assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
+            ends = ends - plan.drafts + accepted
+            self._drafting.settle(plan, accepted, good, tainted)
+            self._accept(plan, accepted, good, ended)
+            good = self._batch.epoch[plan.rows] == epochs
         bad = good & failed
         good &= ~failed
-        ended: dict[int, FinishedSequence] = {}
         for i in np.flatnonzero(bad).tolist():
-            position = int(plan.starts[i] + plan.counts[i]) - 1
+            position = int(ends[i]) - 1
             own = (reasons or {}).get(row := int(plan.rows[i]))
             why = own or f"non-finite values at or before position {position}"
             ended[i] = self._finish(self._batch.owner(row), FinishReason.ERROR, error=why, poisoned=own is None)
-        self._end_scored(plan, good, ended)
+        self._end_scored(plan, ends, good, ended)
         chosen = np.flatnonzero(good & plan.samples)
         if chosen.size:
             self._append(plan.rows[chosen], token_ids[chosen], chosen, ended)
+        for i in np.flatnonzero(self._batch.epoch[plan.rows] == epochs).tolist() if tainted else ():
+            if (row := int(plan.rows[i])) in tainted:
+                self._batch.owner(row).may_draft = False
+                self._planner.put_back(self._batch.owner(row))
         return [ended[i] for i in sorted(ended)]
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> None:
@@ -295,9 +291,23 @@ class Scheduler:
         self._in_flight.clear()
         self._cache.forget()
 
-    def _end_scored(self, plan: StepPlan, good: NDArray[np.bool_], ended: dict[int, FinishedSequence]) -> None:
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """Say how long a step took, from before it was planned until after its update."""
+        if self._drafting is not None:
+            drafted = 0 if plan.drafts is None else int(plan.drafts.sum())
+            self._drafting.lengths.timed(len(plan.rows), plan.num_tokens, drafted, seconds)
+
+    def _accept(self, plan: StepPlan, accepted: Ints, good: Flags, ended: Ended) -> None:
+        """Make accepted drafts known, one after the other: each may end its row, as any token may."""
+        for place in range(int(accepted[good].max(initial=0))):
+            open_rows = [i for i in np.flatnonzero(good & (accepted > place)).tolist() if i not in ended]
+            if open_rows:
+                chosen = np.array(open_rows, dtype=np.intp)
+                rows = plan.rows[chosen]
+                self._append(rows, self.rows.token_ids[rows, self.rows.num_known[rows]], chosen, ended)
+
+    def _end_scored(self, plan: StepPlan, ends: Ints, good: Flags, ended: Ended) -> None:
         """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
-        ends = plan.starts + plan.counts
         seen = good & (plan.num_logits > 0)
         self._batch.confirmed[plan.rows[seen]] = ends[seen]
         done = good & ~plan.samples & (ends == self._stops.max_known[plan.rows])
@@ -309,17 +319,12 @@ class Scheduler:
             sequence.prompt_computed = True
             ended[i] = self._finish(sequence, FinishReason.LENGTH)
 
-    def _append(
-        self,
-        rows: NDArray[np.int32],
-        tokens: NDArray[np.int32],
-        places: NDArray[np.intp],
-        ended: dict[int, FinishedSequence],
-    ) -> None:
+    def _append(self, rows: Ints, tokens: Ints, places: NDArray[np.intp], ended: Ended) -> None:
         """Make the sampled tokens known and end the rows for which they are the last."""
         if (tokens < 0).any():
             row = int(rows[np.argmax(tokens < 0)])
             raise EngineError(f"row {row}: the step gave no token and did not fail; the runner must mark it as failed")
+        self._planner.counters.generated_tokens += len(rows)
         known = self.rows.num_known[rows]
         stopped, full = self._stops.check(rows, tokens, known)
         done = stopped | full
@@ -330,7 +335,7 @@ class Scheduler:
         for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
             sequence = self._batch.owner(int(rows[i]))
             may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
-            if (end := _watch(sequence, int(tokens[i]), may_stop)) is not None:
+            if (end := sequence.watch(int(tokens[i]), may_stop)) is not None:
                 ended[int(places[i])] = self._finish(sequence, end.reason, error=end.error)
                 done[i] = False
         for i in np.flatnonzero(done).tolist():
@@ -364,6 +369,8 @@ class Scheduler:
         request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :].copy()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(request, len(answer))
+            if self._drafting is not None:
+                self._drafting.learn(request, answer)
         if all(sibling.state is SequenceState.FINISHED for sibling in sequence.siblings):
             del self._requests[request.request_id]
             if request.deadline is not None and reason is not FinishReason.TIMEOUT:
@@ -382,6 +389,8 @@ class Scheduler:
             started_at=self._now if sequence.started_at is None else sequence.started_at,
             finished_at=self._now,
             error=error,
+            drafted_tokens=sequence.drafted_tokens,
+            accepted_tokens=sequence.accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -394,25 +403,6 @@ class Scheduler:
                 f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken "
                 f"and {len(self._waiting)} are queued"
             )
-
-
-class _End(NamedTuple):
-    """How a watcher ended its choice."""
-
-    reason: FinishReason
-    error: str | None
-
-
-def _watch(sequence: Sequence, token_id: int, may_stop: bool) -> _End | None:
-    """Show the watcher a token; None to go on.
-
-    A watcher is one request's own code: when it raises, that request ends in `ERROR` and its batch mates go on.
-    """
-    try:
-        stop = sequence.watch(token_id)
-    except Exception as error:  # noqa: BLE001 - it becomes this row's result
-        return _End(FinishReason.ERROR, f"token watcher failed: {type(error).__name__}: {error}")
-    return _End(FinishReason.STOP, None) if stop and may_stop else None
 
 
 def _unfinished(siblings: list[Sequence]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,13 @@ class SequenceState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class WatchedEnd(NamedTuple):
+    """How a watcher ended its choice."""
+
+    reason: FinishReason
+    error: str | None
 
 
 class Sequence:
@@ -37,17 +45,22 @@ class Sequence:
         awaited: digests of the blocks that it will read, while it waits.
         put_back_at: endings that had been counted when it was put back last.
         high_water: most positions that were ever computed.
+        drafted_tokens, accepted_tokens: guesses at its tokens, and those that were right.
+        may_draft: guesses are welcome; not after one left non-finite values in its cache.
         prompt_computed: its whole prompt went through a finished step.
         arrived_at, started_at: `add` and first admission, in seconds.
     """
 
     __slots__ = (
+        "accepted_tokens",
         "arrived_at",
         "awaited",
         "cached_tokens",
         "chain",
         "choice",
+        "drafted_tokens",
         "high_water",
+        "may_draft",
         "preemptions",
         "prompt_computed",
         "put_back_at",
@@ -76,6 +89,9 @@ class Sequence:
         self.cached_tokens = 0
         self.high_water = 0
         self.preemptions = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.may_draft = True
         self.prompt_computed = False
         self.arrived_at = now
         self.started_at: float | None = None
@@ -97,8 +113,18 @@ class Sequence:
         """Positions computed when it runs to its end: the last sampled token is never computed."""
         return max(self.prompt_len, self.max_known - 1)
 
-    def watch(self, token_id: int) -> bool:
-        """Show the next sampled token to the watcher; True when it ends the choice. Raises what the watcher raises."""
+    def watch(self, token_id: int, may_stop: bool) -> WatchedEnd | None:
+        """Show the next sampled token to the watcher; None to go on.
+
+        A watcher is one request's own code: when it raises, that request ends in `ERROR` and its batch mates go on.
+        """
+        try:
+            stop = self._push(token_id)
+        except Exception as error:  # noqa: BLE001 - it becomes this row's result
+            return WatchedEnd(FinishReason.ERROR, f"token watcher failed: {type(error).__name__}: {error}")
+        return WatchedEnd(FinishReason.STOP, None) if stop and may_stop else None
+
+    def _push(self, token_id: int) -> bool:
         if self.watcher is None:
             assert self.request.watcher is not None
             self.watcher = self.request.watcher(self.choice)
@@ -125,6 +151,7 @@ class FinishedSequence:
         prompt_computed: the prompt went through the model (false when it ended before that).
         started_at, finished_at: first admission (the end, when it was never admitted) and end, in seconds.
         error: what failed, when the reason is `ERROR`.
+        drafted_tokens, accepted_tokens: guesses at its tokens, and those that were right.
     """
 
     request: Request
@@ -138,6 +165,8 @@ class FinishedSequence:
     started_at: float
     finished_at: float
     error: str | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def generated_tokens(self) -> int:

@@ -17,6 +17,7 @@ from engine.cache.demand import BlockDemand, BlockOutlook
 from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.speculative.drafting import Drafting
 from engine.waiting import WaitingQueue
 
 
@@ -26,6 +27,7 @@ class Counters:
     __slots__ = (
         "computed_tokens",
         "ended",
+        "generated_tokens",
         "preemptions",
         "prefix_hit_tokens",
         "prefix_queried_tokens",
@@ -36,6 +38,7 @@ class Counters:
     def __init__(self) -> None:
         self.steps = 0
         self.computed_tokens = 0
+        self.generated_tokens = 0
         self.recomputed_tokens = 0
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
@@ -48,6 +51,9 @@ class StepPlanner:
 
     Args:
         budget: most tokens of a step.
+
+    Attributes:
+        drafting: adds guesses to what is planned; None: nobody guesses.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class StepPlanner:
         budget: int,
     ) -> None:
         self.counters = Counters()
+        self.drafting: Drafting | None = None
         self._batch = batch
         self._rows = batch.rows
         self._cache = batch.cache
@@ -117,7 +124,7 @@ class StepPlanner:
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
         pending = self._rows.num_known[rows] - starts
-        counts = np.minimum(pending, 1)
+        counts = np.clip(pending, 0, 1)  # negative while drafts are under way
         visit = np.flatnonzero(self._needs_visit(rows, starts, pending))
         if visit.size:
             counts[visit] = 0
@@ -184,15 +191,19 @@ class StepPlanner:
         return count
 
     def _preempt_last(self) -> Sequence:
-        """Put the newest sequence of the lowest class back into the queue, to be computed again."""
+        """Let the newest sequence of the lowest class give way."""
         self._end -= 1
         sequence = self._batch.owner(int(self._order[self._end]))
+        self.put_back(sequence)
+        return sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a running sequence back into the queue, to be computed again."""
         self._batch.vacate(sequence, SequenceState.WAITING)
         sequence.preemptions += 1
         sequence.put_back_at = self.counters.ended
         self.counters.preemptions += 1
         self._waiting.put_back(sequence)
-        return sequence
 
     # -- waiting sequences
 
@@ -321,15 +332,21 @@ class StepPlanner:
         if self._left == self._budget:
             return None
         rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
+        drafts = None if self.drafting is None else self.drafting.add(rows, counts, self._left)
+        if drafts is not None:
+            counts = counts + drafts
+            self._left -= int(drafts.sum())
         single = counts == 1
         num_decodes = int(np.count_nonzero(single))
         if num_decodes < len(rows):
             order = np.concatenate([np.flatnonzero(single), np.flatnonzero(counts > 1)])
             rows, counts = rows[order], counts[order]
+            drafts = None if drafts is None else drafts[order]
         ends = self._rows.num_computed[rows]
         starts = ends - counts
-        samples = (ends == self._rows.num_known[rows]) & (self._batch.stops.max_known[rows] > ends)
-        num_logits = samples.astype(np.int32)
+        known = self._rows.num_known[rows]
+        samples = (ends >= known) & (self._batch.stops.max_known[rows] > known)
+        num_logits = samples.astype(np.int32) if drafts is None else samples + drafts
         scored = self._batch.scores_prompt[rows] & (starts < self._rows.prompt_len[rows])
         if scored.any():
             num_logits[scored] = counts[scored]
@@ -346,4 +363,5 @@ class StepPlanner:
             num_tokens=num_tokens,
             new_rows=tuple(self._new),
             zero_blocks=self._cache.take_dirty(),
+            drafts=drafts,
         )

@@ -198,6 +198,20 @@ class CacheTables:
         self.length[row] = num_blocks
         return True
 
+    def shrink(self, row: int, num_blocks: int, confirmed: int) -> None:
+        """Shorten the row's tables to `num_blocks`: what was taken for drafts that did not stay is given back
+        (`confirmed`: see `release`). Blocks with a name hold only known tokens, and stay."""
+        length = int(self.length[row])
+        if num_blocks >= length:
+            return
+        for group, pool in enumerate(self.pools):
+            table = self._tables[group][row, num_blocks:length]
+            blocks = table.tolist()
+            table[:] = NO_BLOCK
+            self._mark(group, blocks, num_blocks, confirmed)
+            pool.release(reversed(blocks))
+        self.length[row] = num_blocks
+
     def publish(self, row: int, chain: HashChain, computed: int) -> None:
         """Make findable every full block before position `computed`, which the step being planned will reach."""
         tip = self._tips[row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -60,6 +60,15 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, vocab_size] for hidden [S, hidden_size]."""
+        ...
+
+
+@runtime_checkable
+class WeighedModel(Protocol):
+    """A model that can say what its weights take."""
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes by the form of the weights' elements ("int4", "bfloat16", …), with all that belongs to them."""
         ...
 
 

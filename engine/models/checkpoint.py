@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
+from engine.models.config import quantization_settings
+from engine.quant.formats.registry import quantized_checkpoint
+from engine.quant.weight import QWeight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,7 +37,11 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, into: Tensor) -> None:
-        """Copy a tensor into `into` (the same shape, any float dtype and device)."""
+        """Copy a tensor into `into` (the same shape, any float dtype and device), dequantized if it is quantized."""
+        ...
+
+    def quantized(self, name: str) -> QWeight | None:
+        """A matrix as it is stored, if it is quantized (on the CPU)."""
         ...
 
 
@@ -72,10 +79,36 @@ class SafetensorsCheckpoint:
         dtype = self._files[name].get_slice(name).get_dtype()
         if dtype not in _FLOATS:
             raise UnsupportedModel(f"tensor {name} in {self._paths[name]} is {dtype}, not one of {', '.join(_FLOATS)}")
+        into.copy_(self.tensor(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored, of any dtype."""
         try:
-            into.copy_(self._files[name].get_tensor(name))
+            tensor: Tensor = self._files[name].get_tensor(name)
+            return tensor
         except SafetensorError as error:
             raise CorruptWeights(f"tensor {name} in {self._paths[name]} can't be read: {error}") from error
+
+    def quantized(self, name: str) -> QWeight | None:
+        """None: what is quantized appears as such through `folder_weights`."""
+        return None
+
+
+def folder_weights(folder: Path) -> WeightSource:
+    """The weights of a Hugging Face folder, quantized or not.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptWeights: as `SafetensorsCheckpoint`; and if they are quantized in a way
+            that can't be read, or that contradicts the config.
+    """
+    settings = quantization_settings(folder)
+    stored = SafetensorsCheckpoint(folder)
+    if settings is None:
+        return stored
+    try:
+        return quantized_checkpoint(stored, settings)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder / 'config.json'}: {error}") from error
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

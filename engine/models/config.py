@@ -29,23 +29,36 @@ def folder_config(folder: Path) -> Any:
     """The transformers config of a Hugging Face folder.
 
     Raises:
-        UnsupportedModel: no config that transformers knows, quantized weights, or no language-model head.
+        UnsupportedModel: no config that transformers knows, or no language-model head.
     """
     file = folder / "config.json"
+    quantization_settings(folder)
     with usable(file):
         raw = json.loads(file.read_bytes())
         for part in (raw, raw.get("text_config") or {}):
             check_sizes(file, part)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(f"{folder} is quantized ({method}); give the unquantized weights or a GGUF file")
     architectures = config.architectures or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UnsupportedModel(f"{file} can't be used: architectures is {architectures!r}, but must be a list of names")
     if architectures and not any(name.endswith(_HEADS) for name in architectures):
         raise UnsupportedModel(f"{architectures[0]} is not a causal language model")
     return config
+
+
+def quantization_settings(folder: Path) -> dict[str, Any] | None:
+    """What a folder's config.json says under `quantization_config`, unchecked; None: its weights are not quantized.
+
+    Raises:
+        UnsupportedModel: the file can't be read, or says no object.
+    """
+    with usable(folder / "config.json"):
+        raw = json.loads((folder / "config.json").read_bytes())
+        settings = raw.get("quantization_config") or raw.get("compression_config") or None
+    if settings is not None and not isinstance(settings, dict):
+        kind = type(settings).__name__
+        raise UnsupportedModel(f"{folder / 'config.json'}: quantization_config is a {kind}, but must be an object")
+    return settings
 
 
 def built_config(file: Path, model_type: str, **values: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.models.base import Attend, ModelSpec
 from engine.models.rope import RopeSpec, RotaryTable
 from engine.quant.base import Linear
+from engine.quant.weight import QWeight
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -133,7 +134,7 @@ class FusedDecoder:
         spec: DecoderSpec,
         dtype: torch.dtype,
         *,
-        embedding: Tensor,
+        embedding: Tensor | QWeight,
         layers: tuple[Layer, ...],
         norm: Tensor,
         head: Linear,
@@ -142,10 +143,11 @@ class FusedDecoder:
         """Takes the weights as they are.
 
         Args:
-            embedding: [vocab_size, hidden_size].  norm: float32 [hidden_size].
+            embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up.
+            norm: float32 [hidden_size].
             positions: rotary positions to tabulate at once (None: as they are met, or all where that is impossible).
         """
-        device = embedding.device
+        device = norm.device
         if positions is None and device.type != "cpu":
             positions = spec.max_position
         self._spec = spec.model_spec(dtype)
@@ -166,7 +168,10 @@ class FusedDecoder:
         """See `CausalModel.forward`."""
         spec = self._decoder
         with torch.inference_mode():
-            hidden = self._embedding.index_select(0, input_ids)
+            if isinstance(self._embedding, QWeight):
+                hidden = self._embedding.take(input_ids).dequantize(self._spec.dtype)
+            else:
+                hidden = self._embedding.index_select(0, input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
             rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]

@@ -20,6 +20,7 @@ from engine.models.config import built_config, check_sizes, end_tokens
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf_file import GGUFFile
+from engine.quant.weight import QWeight
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 _CLASSES = {
@@ -100,14 +101,20 @@ class GGUFCheckpoint:
 
     def read(self, name: str, into: Tensor) -> None:
         stored = self._stored[name]
-        if self._architecture == "llama" and ".self_attn.q_proj." in name:
-            self._read_rotary(stored, into, self.config.num_attention_heads)
-        elif self._architecture == "llama" and ".self_attn.k_proj." in name:
-            self._read_rotary(stored, into, self.config.num_key_value_heads)
+        if (heads := self._rotary_heads(name)) is not None:
+            self._read_rotary(stored, into, heads)
         else:
             self._file.read(stored, into)
             if self._architecture == "gemma3" and name.endswith("norm.weight"):
                 into.sub_(1)
+
+    def quantized(self, name: str) -> QWeight | None:
+        stored = self._stored[name]
+        weight = self._file.quantized(stored)
+        heads = self._rotary_heads(name)
+        if weight is None or heads is None:
+            return weight
+        return weight.take(torch.arange(weight.n).view(heads, -1, 2).transpose(1, 2).reshape(-1))
 
     def decoder_spec(self) -> DecoderSpec:
         """The fused decoder's spec, with the end tokens and frequency factors that the file carries."""
@@ -122,6 +129,14 @@ class GGUFCheckpoint:
             raise CorruptWeights(f"{_ROPE_FACTORS} has shape {list(factors.shape)}, not [{spec.head_dim // 2}]")
         stretched = (replace(rope, inverse_frequencies=rope.inverse_frequencies / factors) for rope in spec.ropes)
         return replace(spec, ropes=tuple(stretched))
+
+    def _rotary_heads(self, name: str) -> int | None:
+        """Heads whose rotary halves take turns in this tensor's rows; None: they don't."""
+        if self._architecture != "llama":
+            return None
+        if ".self_attn.q_proj." in name:
+            return int(self.config.num_attention_heads)
+        return int(self.config.num_key_value_heads) if ".self_attn.k_proj." in name else None
 
     def _read_rotary(self, stored: str, into: Tensor, heads: int) -> None:
         interleaved = torch.empty(self._file.tensors[stored].shape, dtype=into.dtype)

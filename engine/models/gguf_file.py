@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import CorruptWeights, UnsupportedModel
+from engine.quant.formats.gguf import unpack
+from engine.quant.weight import QWeight
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -72,12 +75,33 @@ class GGUFFile:
         """Dequantize a tensor into `into` (its shape, any float dtype and device), some rows at a time."""
         tensor = self.tensors[name]
         columns = tensor.shape[-1]
-        stored = np.frombuffer(self._data, np.uint8, tensor.size, tensor.start)
-        stored = stored.reshape(math.prod(tensor.shape[:-1]), -1)
+        stored = self._stored(tensor)
         rows = into.view(-1, columns)
         step = max(1, _CHUNK_ELEMENTS // columns)
         for first in range(0, rows.shape[0], step):
             rows[first : first + step].copy_(_floats(stored[first : first + step], tensor.kind))
+        self._forget(tensor)
+
+    def quantized(self, name: str) -> QWeight | None:
+        """A matrix as it is stored; None: it is no matrix, or not quantized, or in a way that is not kept."""
+        tensor = self.tensors[name]
+        if len(tensor.shape) != 2:
+            return None
+        weight = unpack(tensor.kind, self._stored(tensor))
+        self._forget(tensor)
+        return weight
+
+    def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        """A tensor's bytes, uint8 [rows, bytes of a row], where they lie."""
+        stored = np.frombuffer(self._data, np.uint8, tensor.size, tensor.start)
+        return stored.reshape(math.prod(tensor.shape[:-1]), -1)
+
+    def _forget(self, tensor: GGUFTensor) -> None:
+        """Let go of the pages under a tensor that was read: they would count as this process's memory."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
+            if (size := tensor.start + tensor.size - first) > 0:
+                self._data.madvise(mmap.MADV_DONTNEED, first, size)
 
     def _parse(self) -> None:
         magic, version = struct.unpack_from("<4sI", self._data)

@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
-from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint
+from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint, WeightSource, folder_weights
 from engine.models.config import usable
 from engine.models.hf_check import check_against_eager, check_quantized
-from engine.models.hf_quant import quantize_linears
+from engine.models.hf_quant import quantize_linears, restore_quantized
 from engine.models.loader import DecoderBuilder
 
 _ATTENTION = "tokenmill"
@@ -84,16 +84,20 @@ class TransformersModel:
 
 
 def describe_transformers_model(
-    folder: Path, config: Any, dtype: torch.dtype, eos_token_ids: tuple[int, ...], max_positions: int | None = None
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    eos_token_ids: tuple[int, ...],
+    weights: WeightSource,
+    max_positions: int | None = None,
 ) -> ModelSpec:
-    """The spec of a model that transformers' code will compute, from its config and the headers of its weights.
+    """The spec of a model that transformers' code will compute, from its config (`check_supported`) and the headers of
+    its weights.
 
     Raises:
-        UnsupportedModel: naming what can't be computed over a flat batch with paged attention.
+        UnsupportedModel: its sizes contradict each other.
     """
-    _refuse(config)
-    checkpoint = SafetensorsCheckpoint(folder)
-    parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names if not name.endswith(DERIVED))
+    parameters = sum(math.prod(weights.shape(name)) for name in weights.names if not name.endswith(DERIVED))
     heads = config.num_attention_heads
     if (hidden := config.hidden_size) % heads and getattr(config, "head_dim", None) is None:
         raise UnsupportedModel(f"{folder}: {heads} attention heads can't share a hidden_size of {hidden} evenly")
@@ -120,19 +124,24 @@ def load_transformers_model(
     device: torch.device,
     eos_token_ids: tuple[int, ...],
     max_positions: int | None,
-    builder: DecoderBuilder | None = None,
+    builder: DecoderBuilder,
 ) -> TransformersModel:
     """Load a model into transformers' code and check it against that code's own attention; then quantize it, if
-    `builder` does.
+    `builder` does, or put back the weights that were stored quantized, where `builder` computes with them.
 
     Raises:
         UnsupportedModel: the architecture can't be run like this.  CorruptWeights: tensors are missing or too many.
     """
-    spec = describe_transformers_model(folder, config, dtype, eos_token_ids, max_positions)
+    weights = folder_weights(folder)
+    spec = describe_transformers_model(folder, config, dtype, eos_token_ids, weights, max_positions)
     AttentionInterface.register(_ATTENTION, _attention)
+    quantized = not isinstance(weights, SafetensorsCheckpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # so that transformers reads the weights as what they are here: dense
     with usable(folder):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
+        model, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+            None if quantized else folder,
+            state_dict=_dense(weights, dtype) if quantized else None,
             config=config,
             dtype=dtype,
             attn_implementation=_ATTENTION,
@@ -148,10 +157,22 @@ def load_transformers_model(
     model.to(device).eval()
     wrapped = TransformersModel(model, spec)
     check_against_eager(wrapped, _Eager(model))
-    if builder is not None and builder.quantize != "none":
+    if builder.quantize not in ("none", "dense"):
         quantize_linears(model, builder)
         check_quantized(wrapped, _Eager(model))
+    elif quantized and builder.quantize == "none":
+        restore_quantized(model, builder, weights)
+        check_quantized(wrapped, _Eager(model))
     return wrapped
+
+
+def _dense(weights: WeightSource, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors, dequantized."""
+    tensors = {}
+    for name in weights.names:
+        tensors[name] = torch.empty(weights.shape(name), dtype=dtype)
+        weights.read(name, tensors[name])
+    return tensors
 
 
 class _Eager:
@@ -196,7 +217,12 @@ def _attention(
     return slot.attend(module.layer_idx, q, k, v, float(scale))[None], None
 
 
-def _refuse(config: Any) -> None:
+def check_supported(config: Any) -> None:
+    """Whether transformers' code can compute the model here.
+
+    Raises:
+        UnsupportedModel: naming what can't be computed over a flat batch with paged attention.
+    """
     name = (config.architectures or [config.model_type])[0]
 
     def refuse(why: str) -> None:

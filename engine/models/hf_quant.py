@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UnsupportedModel
+from engine.models.checkpoint import WeightSource
+from engine.models.forms import FormTally
 from engine.models.loader import DecoderBuilder
 from engine.quant.base import Linear
 
@@ -60,6 +62,30 @@ def quantize_linears(model: Any, builder: DecoderBuilder) -> None:
             made = QuantizedModule(builder.linear(weight.detach().contiguous(), _detached(module.bias)))
             parent, _, own = name.rpartition(".")
             setattr(model.base_model.get_submodule(parent), own, made)
+
+
+def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource) -> None:
+    """Give linear layers of a model that was loaded dense the quantized weights of its checkpoint again, where
+    `builder` computes with them; it is said which stay dense."""
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    linears = _linears(model)
+    tally = FormTally()
+    for name in weights.names:
+        if (weight := weights.quantized(name)) is None:
+            continue
+        own = name.removesuffix(".weight").removeprefix(prefix)
+        module = linears.pop(own, None)
+        shape = None if module is None else (module.out_features, module.in_features)
+        if type(module) is nn.Linear and shape == (weight.n, weight.k) and builder.runs(weight, "linear"):
+            dtype, device = module.weight.dtype, module.weight.device
+            tally.kept(weight, dtype)
+            with torch.inference_mode():
+                made = QuantizedModule(builder.linear(weight.to(device), _detached(module.bias)))
+            parent, _, last = own.rpartition(".")
+            setattr(model.base_model.get_submodule(parent), last, made)
+        else:
+            tally.dequantized(weight, next(model.parameters()).dtype)
+    tally.say()
 
 
 def _linears(model: Any) -> dict[str, Any]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from engine.errors import ModelNotFound, OutOfMemory
+from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
-from engine.models.checkpoint import SafetensorsCheckpoint, WeightSource
-from engine.models.config import folder_config, folder_end_tokens, usable
+from engine.models.checkpoint import WeightSource, folder_weights
+from engine.models.config import folder_config, folder_end_tokens, quantization_settings, usable
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
-from engine.models.hf import describe_transformers_model, load_transformers_model
-from engine.models.loader import DecoderBuilder, build_decoder
+from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
+from engine.models.loader import DecoderBuilder, TorchBuilder, build_decoder
+from engine.quant.formats.registry import cache_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,11 @@ def load_model(
         config, decoder, source = _open(path)
         if decoder is None:
             return load_transformers_model(
-                path, config, dtype, device, folder_end_tokens(path, config), max_positions, builder
+                path, config, dtype, device, folder_end_tokens(path, config), max_positions, builder or TorchBuilder()
             )
         return build_decoder(
             decoder,
-            source or SafetensorsCheckpoint(path),
+            source or folder_weights(path),
             dtype=dtype,
             device=device,
             positions=max_positions,
@@ -90,11 +91,54 @@ def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> 
     """
     path = _existing(path)
     config, decoder, _ = _open(path)
-    if decoder is not None:
-        spec = decoder.model_spec(dtype)
+    if decoder is None:
+        spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config), folder_weights(path))
     else:
-        spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config))
+        spec = decoder.model_spec(dtype)
+        if path.is_dir() and quantization_settings(path) is not None:
+            folder_weights(path)  # refuses what can't be read
     return ModelDescription(spec, spec.num_parameters * dtype.itemsize, decoder is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedModel:
+    """A model whose weights can be read one by one.
+
+    Attributes:
+        path: of its folder or file.  config: transformers' config.
+        decoder: of a family that the fused decoder computes, else None.
+    """
+
+    path: Path
+    config: Any
+    decoder: DecoderSpec | None
+    weights: WeightSource
+
+
+def open_model(path: str | Path) -> OpenedModel:
+    """Open a model to read its weights.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers tell.
+    """
+    path = _existing(path)
+    config, decoder, source = _open(path)
+    return OpenedModel(path, config, decoder, source or folder_weights(path))
+
+
+def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
+    """What a model's config wants its KV cache quantized to; None: it says nothing.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: as `load_model`.
+    """
+    path = _existing(path)
+    if path.is_file():
+        return None
+    try:
+        return cache_form(quantization_settings(path))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path / 'config.json'}: {error}") from error
 
 
 def _existing(path: str | Path) -> Path:
@@ -121,6 +165,7 @@ def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
     config = folder_config(path)
     family = fused_family(config)
     if family is None:
+        check_supported(config)  # before anything is said of its weights
         return config, None, None
     with usable(path / "config.json"):
         spec = family(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,24 @@ from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
 from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
+from engine.models.forms import FormTally
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
+from engine.quant.linear import fast_kernel, quantized_linear
+from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.weight import QWeight, stack
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
 large ones would pay gigabytes for little."""
+
+
+_LONGEST_BIAS = 1 << 24
+
+Use = Literal["linear", "gated", "head", "embedding", "tied"]
+"""What a weight is for. "embedding": its rows are looked up; "tied": it is the head, too."""
 
 
 class DecoderBuilder(Protocol):
@@ -37,20 +47,24 @@ class DecoderBuilder(Protocol):
         """What it makes of the weights."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+    def runs(self, weight: QWeight, use: Use) -> bool:
+        """Whether the parts it makes compute with this weight as it is, fast. Others it gets dequantized."""
+        ...
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear: ...
+
+    def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         """The product of gate and up, stacked in this order [2 * intermediate, hidden]."""
         ...
 
-    def head(self, weight: Tensor) -> Linear: ...
+    def head(self, weight: Tensor | QWeight) -> Linear: ...
 
-    def tied_head(self, embedding: Tensor) -> Linear:
+    def tied_head(self, embedding: Tensor | QWeight) -> Linear:
         """A head that is the embedding."""
         ...
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
-        """From embedding, layers, norm, head and positions, as `FusedDecoder` takes them."""
+        """From embedding (a tensor or `QWeight`), layers, norm, head and positions, as `FusedDecoder` takes them."""
         ...
 
 
@@ -64,20 +78,29 @@ class TorchBuilder:
 
     quantize: Quantize = "none"
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def runs(self, weight: QWeight, use: Use) -> bool:
+        return use == "embedding" or fast_kernel(weight) is not None
+
+    def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
+        if self.quantize in AT_LOAD and isinstance(weight, Tensor):
+            weight = round_to_nearest(weight, AT_LOAD[self.quantize])
+        if isinstance(weight, QWeight):
+            return quantized_linear(weight, bias)
         if self.quantize == "int8":
             return Int8Linear(weight, bias)
         if self.quantize == "int8-weight-only":
             return Int8WeightLinear(weight, bias)
         return dense(weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         return self.linear(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
-        return dense(weight)
+    def head(self, weight: Tensor | QWeight) -> Linear:
+        return quantized_linear(weight) if isinstance(weight, QWeight) else dense(weight)
 
-    def tied_head(self, embedding: Tensor) -> Linear:
+    def tied_head(self, embedding: Tensor | QWeight) -> Linear:
+        if isinstance(embedding, QWeight):
+            return quantized_linear(embedding)
         small = embedding.numel() * embedding.element_size() <= _PACKED_HEAD_BYTES
         return dense(embedding) if small and packs(embedding.dtype, embedding.device) else DenseLinear(embedding)
 
@@ -88,9 +111,11 @@ class TorchBuilder:
 class _Reader:
     """Takes tensors from a source, each once, and knows at the end what was left."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, source: WeightSource, builder: DecoderBuilder, dtype: torch.dtype, device: torch.device) -> None:
         self._source = source
+        self._builder = builder
         self._left = set(source.names)
+        self._tally = FormTally()
         self.dtype = dtype
         self.device = device
 
@@ -109,26 +134,46 @@ class _Reader:
         self._source.read(name, into)
         self._left.remove(name)
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def matrix(self, name: str, rows: int, columns: int, use: Use) -> Tensor | QWeight:
         self.expect(name, rows, columns)
-        weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        self.fill(name, weight)
-        return weight
+        return self._matrices([name], [rows], columns, use)
 
     def fused(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, use: Use = "linear"
+    ) -> tuple[Tensor | QWeight, Tensor | None]:
         """Weight and bias of the products `names`, stacked."""
         for name, count in zip(names, rows, strict=True):
             self.expect(f"{name}.weight", count, columns)
-        weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
+        weight = self._matrices([f"{name}.weight" for name in names], rows, columns, use)
         offset = torch.empty(sum(rows), dtype=self.dtype, device=self.device) if bias else None
-        for index, part in enumerate(torch.split(weight, list(rows))):
-            self.fill(f"{names[index]}.weight", part)
         if offset is not None:
             for index, part in enumerate(torch.split(offset, list(rows))):
                 self.fill(f"{names[index]}.bias", part)
         return weight, offset
+
+    def _matrices(self, names: Sequence[str], rows: Sequence[int], columns: int, use: Use) -> Tensor | QWeight:
+        """Stacked: quantized if all are, can be stacked so and the builder computes with that; else dense."""
+        parts: list[QWeight | None] = [None] * len(names)
+        if self._builder.quantize == "none":
+            parts = [self._source.quantized(name) for name in names]
+            stored = [part for part in parts if part is not None]
+            whole = stack(stored) if len(stored) == len(parts) else None
+            if whole is not None and self._builder.runs(whole := whole.to(self.device), use):
+                assert (whole.n, whole.k) == (sum(rows), columns), names
+                self._left.difference_update(names)
+                self._tally.kept(whole, self.dtype)
+                return whole
+            for part in stored:
+                self._tally.dequantized(part, self.dtype)
+        weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
+        for index, into in enumerate(torch.split(weight, list(rows))):
+            if (quantized := parts[index]) is None:
+                self.fill(names[index], into)
+            else:
+                quantized.dequantize(into=into)
+                self._left.remove(names[index])
+                parts[index] = None
+        return weight
 
     def norm(self, name: str, size: int, offset: bool) -> Tensor:
         weight = torch.empty(size, dtype=torch.float32, device=self.device)
@@ -136,10 +181,21 @@ class _Reader:
         return weight.add_(1) if offset else weight
 
     def finish(self, ignored: tuple[str, ...]) -> None:
-        rest = sorted(n for n in self._left if not n.endswith(DERIVED) and not n.startswith(ignored or ("\0",)))
+        known = (n for n in self._left if not n.endswith(DERIVED) and not n.startswith(ignored or ("\0",)))
+        rest = sorted(n for n in known if not self._adds_nothing(n))
         if rest:
             more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
             raise CorruptWeights(f"the checkpoint holds tensor {rest[0]}{more}, which this architecture has no use for")
+        self._tally.say()
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether this is a bias of zeros, as quantizers give to every product that they pack."""
+        shape = self._source.shape(name)
+        if not name.endswith(".bias") or len(shape) != 1 or shape[0] > _LONGEST_BIAS:
+            return False
+        bias = torch.empty(shape)
+        self._source.read(name, bias)
+        return not bool(bias.any())
 
 
 def build_decoder(
@@ -160,9 +216,10 @@ def build_decoder(
         CorruptWeights: a tensor is missing, has another shape, can't be read, or is one too many.
     """
     builder = builder or TorchBuilder()
-    reader = _Reader(source, dtype, device)
+    reader = _Reader(source, builder, dtype, device)
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
-    embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    use: Use = "tied" if spec.tied else "embedding"
+    embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
     layers = tuple(_layer(spec, reader, builder, f"{prefix}layers.{index}") for index in range(spec.num_layers))
     norm = reader.norm(f"{prefix}norm", spec.hidden_size, spec.norm_offset)
     head = _head(spec, reader, builder, embedding)
@@ -189,7 +246,7 @@ def _layer(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, name: st
         output=builder.linear(*reader.fused([f"{attention}.o_proj"], [hidden], spec.qkv_sizes[0], spec.output_bias)),
         mlp_norm=norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"),
         gate_up=builder.gated(
-            *reader.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, spec.mlp_bias)
+            *reader.fused([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, spec.mlp_bias, "gated")
         ),
         down=builder.linear(*reader.fused([f"{mlp}.down_proj"], [hidden], inner, spec.mlp_bias)),
         qk_norm=qk_norm,
@@ -198,11 +255,17 @@ def _layer(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, name: st
     )
 
 
-def _head(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, embedding: Tensor) -> Linear:
+def _head(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, embedding: Tensor | QWeight) -> Linear:
     """The language-model head. A checkpoint that stores a head unlike the embedding it is tied to means the head."""
     name = next((head for head in _HEADS if reader.has(head)), _HEADS[0])
     if not spec.tied or reader.has(name):
-        head = reader.matrix(name, spec.vocab_size, spec.hidden_size)
-        if not (spec.tied and torch.equal(head, embedding)):
+        head = reader.matrix(name, spec.vocab_size, spec.hidden_size, "head")
+        if not (spec.tied and _same(head, embedding)):
             return builder.head(head)
     return builder.tied_head(embedding)
+
+
+def _same(head: Tensor | QWeight, embedding: Tensor | QWeight) -> bool:
+    if isinstance(head, QWeight) and isinstance(embedding, QWeight):
+        return head.equals(embedding)
+    return isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding)

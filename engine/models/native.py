@@ -7,6 +7,7 @@ between the layers; products take them in the model's dtype, or quantized row by
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,20 @@ from engine.config import Quantize
 from engine.errors import EngineError
 from engine.models.base import Attend, ModelSpec
 from engine.models.decoder import DecoderSpec, Layer
+from engine.models.loader import Use
 from engine.models.rope import RotaryTable
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
+from engine.native.packing import pack_quantized, runs_small
 from engine.native.shapes import ShapeTable
 from engine.native.structs import KIND_OF, PARTS, DecoderShape, Kind, LayerStruct, StepStruct
 from engine.native.workspace import Workspace
 from engine.quant.base import Linear
+from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.weight import QWeight
+
+_NORMS = ("input_norm", "mlp_norm", "qk_norm", "output_norm", "down_norm")
+"""Of a layer, in the order of `_norms`."""
 
 
 class NativeDecoder:
@@ -38,18 +46,20 @@ class NativeDecoder:
         dtype: torch.dtype,
         library: NativeLibrary,
         *,
-        embedding: Tensor,
+        embedding: Tensor | NativeLinear,
         layers: tuple[Layer, ...],
         norm: Tensor,
         head: Linear,
         positions: int | None,
     ) -> None:
-        """As `FusedDecoder`; the layers' and the head's products are `NativeLinear`s."""
+        """As `FusedDecoder`; the layers' and the head's products are `NativeLinear`s, and so is an embedding in a small
+        form, whose rows are unpacked when they are looked up."""
         self.library = library
         self._spec = spec.model_spec(dtype)
         self._decoder = spec
         self._kind = KIND_OF[dtype]
-        self._embedding = embedding
+        self._embedding = embedding if isinstance(embedding, Tensor) else None
+        self._table = None if isinstance(embedding, Tensor) else embedding
         self._layers = layers
         self._norm = norm
         self._head = _native(head)
@@ -96,10 +106,29 @@ class NativeDecoder:
             return {}
         return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
 
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes that the weights take, by the form of their elements ("int4", "bfloat16", …): factors and biases
+        included with what they belong to, and what serves twice counted once. Norms are float32."""
+        found: Counter[str] = Counter()
+        for linear in self._linears():
+            found[linear.form] += linear.num_bytes
+        if self._embedding is not None:
+            found[str(self._embedding.dtype).removeprefix("torch.")] += self._embedding.nbytes
+        norms = [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
+        found["float32"] += sum(norm.nbytes for norm in norms)
+        return dict(found)
+
+    def _linears(self) -> list[NativeLinear]:
+        found = [_native(part) for layer in self._layers for part in _products(layer)]
+        found.append(self._head)
+        if self._table is not None and self._table is not self._head:
+            found.append(self._table)
+        return found
+
     def _room(self, rows: int) -> Workspace:
         if self._bound is not None and rows <= self._bound.space.max_tokens:
             return self._bound.space
-        return Workspace.for_linear(self.library, self._decoder.hidden_size, rows)
+        return Workspace.for_linear(self.library, self._decoder.hidden_size, rows, reorders=self._head.reorders)
 
     def _bind(self, attention: NativeAttention, tokens: int) -> _Bound:
         """Structs that point to the weights and to this attention's cache, and room for so many tokens."""
@@ -117,20 +146,21 @@ class NativeDecoder:
         shape = DecoderShape(
             self._kind, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.num_heads,
             int(spec.activation == "gelu_tanh"), spec.norm_eps, spec.attention_scale, self._embedding_scale(), cache,
+            None if self._table is None else ctypes.addressof(self._table.struct),
         )  # fmt: skip
         layers = (LayerStruct * spec.num_layers)()
         for index, layer in enumerate(self._layers):
             struct = attention.storage.layer_struct(index)
             struct.qkv, struct.output = _native(layer.qkv).struct, _native(layer.output).struct
             struct.gate_up, struct.down = _native(layer.gate_up).struct, _native(layer.down).struct
-            for name in ("input_norm", "mlp_norm", "qk_norm", "output_norm", "down_norm"):
-                weight: Tensor | None = getattr(layer, name)
+            for name, weight in zip(_NORMS, _norms(layer), strict=True):
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             struct.rope = spec.layer_ropes[index]
             layers[index] = struct
         space = Workspace.for_decoder(
-            self.library, cache, spec.num_heads, spec.hidden_size, spec.intermediate_size, self._kind, tokens
-        )
+            self.library, cache, spec.num_heads, spec.hidden_size, spec.intermediate_size, self._kind, tokens,
+            reorders=any(linear.reorders for linear in self._linears()),
+        )  # fmt: skip
         return _Bound(attention, shape, layers, space)
 
     def _embedding_scale(self) -> float:
@@ -159,22 +189,46 @@ class NativeBuilder:
     quantize: Quantize = "none"
     table: ShapeTable | None = None
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return NativeLinear(self.library, self._kind(weight), weight, bias)
+    def runs(self, weight: QWeight, use: Use) -> bool:
+        """Small weights of any use. Those whose groups the kernels can't follow are better dequantized once."""
+        return runs_small(weight)
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
+        weight = self._rounded(weight)
+        if isinstance(weight, QWeight):
+            return NativeLinear(self.library, pack_quantized(self.library, weight, bias))
+        return NativeLinear.dense(self.library, self._kind(weight), weight, bias)
+
+    def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         """Gate and up, stacked, are interleaved by vectors, so that both halves of a result lie in one panel."""
         mixed_bias = None if bias is None else self._mix(bias)
-        return NativeLinear(self.library, self._kind(weight), self._mix(weight), mixed_bias)
+        weight = self._rounded(weight)
+        if isinstance(weight, QWeight):
+            return NativeLinear(self.library, pack_quantized(self.library, weight, mixed_bias, gated=True))
+        return NativeLinear.dense(self.library, self._kind(weight), self._mix(weight), mixed_bias)
 
-    def head(self, weight: Tensor) -> Linear:
-        return NativeLinear(self.library, KIND_OF[weight.dtype], weight)
+    def head(self, weight: Tensor | QWeight) -> Linear:
+        if isinstance(weight, QWeight):
+            return self.linear(weight, None)
+        return NativeLinear.dense(self.library, KIND_OF[weight.dtype], weight)
 
-    def tied_head(self, embedding: Tensor) -> Linear:
-        return self.head(embedding)
+    def tied_head(self, embedding: Tensor | QWeight) -> Linear:
+        return self._table(embedding) if isinstance(embedding, QWeight) else self.head(embedding)
 
     def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> NativeDecoder:
-        return NativeDecoder(spec, dtype, self.library, **parts)
+        """A tied head in a small form is the embedding's only copy."""
+        if isinstance(embedding := parts.pop("embedding"), QWeight):
+            head = _native(parts["head"])
+            embedding = head if head.looked_up else self._table(embedding)
+        return NativeDecoder(spec, dtype, self.library, embedding=embedding, **parts)
+
+    def _table(self, embedding: QWeight) -> NativeLinear:
+        return NativeLinear(self.library, pack_quantized(self.library, embedding, looked_up=True))
+
+    def _rounded(self, weight: Tensor | QWeight) -> Tensor | QWeight:
+        if isinstance(weight, Tensor) and self.quantize in AT_LOAD:
+            return round_to_nearest(weight, AT_LOAD[self.quantize])
+        return weight
 
     def _mix(self, stacked: Tensor) -> Tensor:
         lanes = self.library.panel // 2
@@ -192,6 +246,14 @@ class NativeBuilder:
             if table.int8_is_faster(*weight.shape):
                 return Kind.I8
         return KIND_OF[weight.dtype]
+
+
+def _products(layer: Layer) -> tuple[Linear, ...]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _norms(layer: Layer) -> tuple[Tensor | None, ...]:
+    return layer.input_norm, layer.mlp_norm, layer.qk_norm, layer.output_norm, layer.down_norm
 
 
 def _native(linear: Linear) -> NativeLinear:

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tm_panel": (c_int, [c_int]),
     "tm_abi": (c_int, []),
     "tm_pack": (None, [c_int, c_int, c_int, c_int, *[c_void_p] * 4, c_int64]),
+    "tm_pack_codes": (None, [c_int, c_int, c_int, c_int, c_void_p, c_int64, *[c_void_p] * 3]),
     "tm_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, c_void_p]),
     "tm_plan_groups": (c_void_p, [c_void_p]),
     "tm_plan_shared_rows": (c_int, [c_void_p, c_int]),
@@ -76,6 +77,15 @@ class NativeLibrary:
             self._isa, kind, n, k, rows.data_ptr(), packed.data_ptr(), _at(scale), _at(offset), stride
         )
 
+    def pack_codes(
+        self, kind: Kind, k: int, codes: Tensor, rows: Tensor, packed: Tensor, offset: Tensor | None
+    ) -> None:
+        """Pack codes [n, bytes] (k of them a row) into zeroed panels: column c is row rows[c] (int32, -1: zeros)."""
+        self._library.tm_pack_codes(
+            self._isa, kind, rows.numel(), k, codes.data_ptr(), codes.stride(0), rows.data_ptr(), packed.data_ptr(),
+            _at(offset),
+        )  # fmt: skip
+
     def plan(
         self, cache: structs.CacheShape, heads: int, most_partials: int, groups: ctypes.Array[structs.GroupInput]
     ) -> StepTasks:
@@ -85,10 +95,10 @@ class NativeLibrary:
         )
         return StepTasks(self._library, handle)
 
-    def forward(self, shape: Any, layers: Any, embedding: Tensor, norm: Tensor, step: Any, space: Any) -> None:
-        """Run a decoder's step; see csrc/decoder.h."""
+    def forward(self, shape: Any, layers: Any, embedding: Tensor | None, norm: Tensor, step: Any, space: Any) -> None:
+        """Run a decoder's step; see csrc/decoder.h. `embedding` None: it is the shape's table."""
         self._library.tm_forward(
-            self._isa, self.threads, self._matrix, ctypes.byref(shape), ctypes.byref(layers), embedding.data_ptr(),
+            self._isa, self.threads, self._matrix, ctypes.byref(shape), ctypes.byref(layers), _at(embedding),
             norm.data_ptr(), ctypes.byref(step), ctypes.byref(space),
         )  # fmt: skip
 

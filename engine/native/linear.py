@@ -8,55 +8,53 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary
+from engine.native.packing import Packed, pack_dense
 from engine.native.structs import KIND_OF, Kind, LinearStruct
-from engine.native.workspace import QUANT_GROUP, Workspace
-
-_ROWS_AT_ONCE = 4096
-"""Weight rows that are held in float32 while they are packed."""
+from engine.native.workspace import Workspace
 
 
 class NativeLinear:
-    """y = x W^T + b with W in panels of `library.panel` columns.
+    """y = x W^T + b with W in panels of `library.panel` columns."""
 
-    Attributes:
-        struct: for the kernels; points into tensors that live as long as this object.
-    """
+    __slots__ = ("_packed", "_space", "in_features", "kind", "library", "out_features")
 
-    __slots__ = ("_keep", "_space", "in_features", "kind", "library", "out_features", "struct")
-
-    def __init__(self, library: NativeLibrary, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Packs weight [out_features, in_features] (any float dtype; drop your reference to it) as `kind`."""
+    def __init__(self, library: NativeLibrary, packed: Packed) -> None:
+        """Of a weight that was packed for this library."""
         self.library = library
-        self.kind = kind
-        n, k = weight.shape
-        self.out_features, self.in_features = n, k
-        panel = library.panel
-        padded = -(-n // panel) * panel
-        words = {Kind.F32: k, Kind.I8: -(-k // 4)}.get(kind, -(-k // 2))
-        packed_words = padded * words // (2 if kind == Kind.W8 else 1)
-        packed = torch.empty(packed_words + 16, dtype=torch.int32)
-        quantized = kind in (Kind.I8, Kind.W8)
-        scale = torch.empty(padded, dtype=torch.float32) if quantized else None
-        offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == Kind.I8 else None
-        rows = _ROWS_AT_ONCE // panel * panel
-        for at in range(0, n, rows):
-            part = weight[at : at + rows].to(torch.float32).contiguous()
-            first = at * words // (2 if kind == Kind.W8 else 1)
-            scales, offsets = (None if t is None else t[..., at:] for t in (scale, offset))
-            library.pack(kind, part, packed[first:], scales, offsets)
-        padded_bias = None
-        if bias is not None:
-            padded_bias = torch.zeros(padded, dtype=torch.float32)
-            padded_bias[:n] = bias
-        self._keep = (packed, scale, offset, padded_bias)
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._keep]
-        self.struct = LinearStruct(kind, n, k, words, *pointers)
+        self.kind = packed.kind
+        self.out_features, self.in_features = packed.n, packed.k
+        self._packed = packed
         self._space: Workspace | None = None
+
+    @classmethod
+    def dense(cls, library: NativeLibrary, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """Packs weight [out_features, in_features] (any float dtype; drop your reference to it) as `kind`."""
+        return cls(library, pack_dense(library, kind, weight, bias))
+
+    @property
+    def struct(self) -> LinearStruct:
+        """For the kernels; points into tensors that live as long as this object."""
+        return self._packed.struct
+
+    @property
+    def form(self) -> str:
+        """What the weight's elements are: "float32", "bfloat16", "int8", "int4" or "fp8"."""
+        return self._packed.form
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its rows are the embeddings, too."""
+        return self._packed.looked_up
+
+    @property
+    def reorders(self) -> bool:
+        """Whether its columns are in an order of their own, so that inputs are gathered first."""
+        return bool(self._packed.struct.order)
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed weight with its scales."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._keep if tensor is not None)
+        """Of the packed weight with its factors and bias."""
+        return self._packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self._workspace(x.shape[0])).to(x.dtype)
@@ -94,5 +92,5 @@ class NativeLinear:
 
     def _workspace(self, rows: int) -> Workspace:
         if self._space is None or self._space.max_tokens < rows:
-            self._space = Workspace.for_linear(self.library, self.in_features, max(rows, 16))
+            self._space = Workspace.for_linear(self.library, self.in_features, max(rows, 16), reorders=self.reorders)
         return self._space

@@ -67,7 +67,7 @@ class ShapeTable:
         weight = torch.randn(n, k)
         space = Workspace.for_linear(library, k, max(ROWS))
         inputs = [torch.randn(rows, k).to(self._dtype) for rows in ROWS]
-        linears = {kind: NativeLinear(library, kind, weight) for kind in (KIND_OF[self._dtype], Kind.I8)}
+        linears = {kind: NativeLinear.dense(library, kind, weight) for kind in (KIND_OF[self._dtype], Kind.I8)}
         return {
             kind.name: [_seconds(partial(linear.product, x, space)) for x in inputs] for kind, linear in linears.items()
         }

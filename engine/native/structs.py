@@ -10,12 +10,16 @@ import torch
 
 
 class Kind(IntEnum):
-    """Element kinds. I8 weights multiply quantized activations, W8 weights plain ones."""
+    """Element kinds. I8 weights multiply quantized activations, those below it plain ones: they are unpacked as they
+    are multiplied, W8 scaled afterwards, the others by groups before."""
 
     F32 = 0
     BF16 = 1
     I8 = 2
     W8 = 3
+    Q4 = 4
+    Q8 = 5
+    E4M3 = 6
 
 
 PARTS = ("norm", "product", "rotate", "attention", "quantize", "head")
@@ -25,10 +29,27 @@ KIND_OF = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 """Kinds that activations can have."""
 
 
+class FactorForm(IntEnum):
+    """How a small weight's factors are kept."""
+
+    NONE = 0
+    F16 = 1
+    BF16 = 2
+    F32 = 3
+    TWO_I8 = 4
+    TWO_U8 = 5
+
+
+class FactorsStruct(ctypes.Structure):
+    _fields_ = (("form", c_int32), ("per", c_int32), ("values", c_void_p), ("steps", c_void_p))
+
+
 class LinearStruct(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32), ("n", c_int32), ("k", c_int32), ("kw", c_int32),
         ("packed", c_void_p), ("scale", c_void_p), ("offset", c_void_p), ("bias", c_void_p),
+        ("scales", FactorsStruct), ("lows", FactorsStruct), ("order", c_void_p),
+        ("group", c_int32), ("unused", c_int32),
     )  # fmt: skip
 
 
@@ -54,6 +75,7 @@ class DecoderShape(ctypes.Structure):
         ("activations", c_int32), ("num_layers", c_int32), ("hidden", c_int32), ("intermediate", c_int32),
         ("heads", c_int32), ("gelu", c_int32),
         ("eps", c_float), ("attention_scale", c_float), ("embedding_scale", c_float), ("cache", CacheShape),
+        ("table", c_void_p),
     )  # fmt: skip
 
 

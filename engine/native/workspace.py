@@ -35,9 +35,11 @@ class Workspace:
     _keep: tuple[Tensor, ...]
 
     @classmethod
-    def for_linear(cls, library: NativeLibrary, in_features: int, max_tokens: int) -> Workspace:
-        """For products only."""
-        words = _padded(-(-in_features // 4), 16)
+    def for_linear(
+        cls, library: NativeLibrary, in_features: int, max_tokens: int, *, reorders: bool = False
+    ) -> Workspace:
+        """For products only. `reorders`: also with weights whose columns are in an order of their own."""
+        words = _padded(in_features if reorders else -(-in_features // 4), 16)
         thread_bytes = _product_bytes(library, in_features)
         buffers = {
             "row_scale": torch.empty(max_tokens * -(-in_features // QUANT_GROUP)),
@@ -64,9 +66,9 @@ class Workspace:
     @classmethod
     def for_decoder(
         cls, library: NativeLibrary, cache: CacheShape, heads: int, hidden: int, intermediate: int, activations: Kind,
-        max_tokens: int,
+        max_tokens: int, *, reorders: bool = False,
     ) -> Workspace:  # fmt: skip
-        """For whole steps of up to `max_tokens` tokens."""
+        """For whole steps of up to `max_tokens` tokens; `reorders` as in `for_linear`."""
         panel, dim = library.panel, cache.head_dim
         strides = {
             "hidden_stride": _padded(hidden, panel),
@@ -77,7 +79,7 @@ class Workspace:
         }
         element = 1 if activations == Kind.F32 else 2  # elements of activations in a word
         widest = max(hidden, heads * dim, intermediate)
-        input_words = _padded(max(-(-hidden // element), -(-widest // 4)), 16)
+        input_words = _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16)
         stride = cache.value_dim + 2
         buffers = {
             "residual": torch.zeros(max_tokens * strides["hidden_stride"]),

@@ -22,6 +22,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8), scale
 
 
+def quantize_by(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `quantize_rows`, by one scale that was calibrated before; what lies beyond it is cut off."""
+    x = x.float()
+    broken = ~x.isfinite().all(dim=1, keepdim=True)
+    whole = x.div(scale).round_().clamp_(-128, 127).nan_to_num_(nan=0)
+    return whole.to(torch.int8), torch.full_like(broken, scale, dtype=torch.float32).masked_fill_(broken, torch.nan)
+
+
 def multiplies_exactly() -> bool:
     """Whether torch's int8 product is right here: on processors without VNNI it adds pairs in 16 bits, where large ones
     are cut off."""
@@ -32,7 +40,7 @@ def multiplies_exactly() -> bool:
 class Int8Linear:
     """W8A8: int8 weights times inputs that are quantized row by row."""
 
-    __slots__ = ("_exact", "_scale", "_weight", "bias", "in_features", "out_features")
+    __slots__ = ("_exact", "_input_scale", "_scale", "_weight", "bias", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool | None = None) -> None:
         """Quantizes weight [out_features, in_features]; drop your reference to it.
@@ -40,14 +48,32 @@ class Int8Linear:
         Args:
             exact: multiply in int8; False: the same whole numbers in float32, slower. None: whichever is right here.
         """
-        self.out_features, self.in_features = weight.shape
-        self._weight, scale = quantize_rows(weight)
-        self._scale = scale[:, 0]
+        codes, scale = quantize_rows(weight)
+        self._take(codes, scale[:, 0], bias, None, exact)
+
+    @classmethod
+    def of(
+        cls, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, input_scale: float | None = None
+    ) -> Int8Linear:
+        """From a weight that is quantized: int8 codes [out_features, in_features] and a float32 scale for each row.
+
+        Args:
+            input_scale: of all inputs; None: each row's own.
+        """
+        made = cls.__new__(cls)
+        made._take(codes, scale, bias, input_scale, None)
+        return made
+
+    def _take(
+        self, codes: Tensor, scale: Tensor, bias: Tensor | None, input_scale: float | None, exact: bool | None
+    ) -> None:
+        self.out_features, self.in_features = codes.shape
+        self._weight, self._scale, self._input_scale = codes, scale, input_scale
         self._exact = multiplies_exactly() if exact is None else exact
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scale = quantize_rows(x)
+        rows, scale = quantize_rows(x) if self._input_scale is None else quantize_by(x, self._input_scale)
         if self._exact:
             y = torch._int_mm(rows, self._weight.t()).float()
         else:

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import ScheduleConfig
-from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepPlan
+from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
 from engine.sequence import FinishedSequence
+from engine.speculative.base import Ask, Draft
+from engine.speculative.lengths import FixedLengths
 
 VOCAB = 23
 EOS = (1,)
@@ -87,6 +89,7 @@ class Harness:
     Attributes:
         depth: steps that may be planned before the results of the first one are taken (1: one after the other).
         computed: tokens computed, by (request_id, choice).
+        guessing: most drafts of a row; `Guesser` makes them.  poison: with the poisonous token among them.
     """
 
     config: ScheduleConfig
@@ -97,6 +100,8 @@ class Harness:
     rope_original_max: int | None = None
     depth: int = 1
     options: dict = field(default_factory=dict)
+    guessing: int = 0
+    poison: bool = True
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -113,10 +118,12 @@ class Harness:
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
         self.plans: list[StepPlan] = []
+        if self.guessing:
+            self.scheduler.speculate(Guesser(self), FixedLengths(self.guessing))
         self._scripts: dict[tuple[str, int], Script] = {}
         self._owner: dict[int, tuple[Request, int]] = {}
         self._reached: dict[int, int] = {}
-        self._flying: deque[tuple[StepPlan, NDArray[np.int32], NDArray[np.bool_]]] = deque()
+        self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
 
     def script(self, request: Request, choice: int) -> Script:
         key = (request.request_id, choice)
@@ -131,8 +138,14 @@ class Harness:
         if plan is not None:
             self.plans.append(plan)
             self._flying.append(self._compute(plan))
+            if self.guessing and self.rope_original_max is None:
+                self.check_names()
         if self._flying and (plan is None or len(self._flying) >= self.depth):
-            self._note(self.scheduler.update(*self._flying.popleft(), now))
+            done, out = self._flying.popleft()
+            ended = self.scheduler.update(
+                done, out.token_ids, out.failed, now, accepted=out.accepted, tainted=out.tainted
+            )
+            self._note(ended)
         self._note(self.scheduler.take_finished())
         self.scheduler.check_integrity()
         return plan
@@ -162,6 +175,19 @@ class Harness:
         else:
             assert (got, end.finish_reason, end.stop_token_id) == (due.tokens, due.finish_reason, due.stop_token_id)
 
+    def check_names(self) -> None:
+        """Whoever hits a named block finds the keys of the tokens that it is named by, and of no guess."""
+        for group, pool in enumerate(self.scheduler._cache.pools):
+            for block, node in pool.named():
+                names, at = [], node
+                while at.parent is not None:
+                    names.append(np.frombuffer(at.token_bytes, dtype=np.int32))
+                    at = at.parent
+                keys = [7]
+                for token in np.concatenate(names[::-1]).tolist():
+                    keys.append(next_key(keys[-1], token, 0))
+                assert self.kv[group][block].tolist() == keys[-self.block_size :], "a block is not what it is named"
+
     def check_empty(self) -> None:
         """Everything is given back."""
         stats = self.scheduler.stats
@@ -171,7 +197,18 @@ class Harness:
 
     # -- the simulated model
 
-    def _compute(self, plan: StepPlan) -> tuple[StepPlan, NDArray[np.int32], NDArray[np.bool_]]:
+    def keys_of(self, row: int, end: int) -> list[int]:
+        """The row's keys up to position `end`, those of drafts included."""
+        request, choice = self._owner[row]
+        rows, due = self.scheduler.rows, self.script(request, choice).keys
+        keys = due[: min(end, int(rows.num_known[row]))]
+        for position in range(len(keys), end):
+            limit = self.rope_original_max
+            length = max(len(request.prompt_token_ids), position + 1, limit) if limit else 0
+            keys.append(next_key(keys[-1], int(rows.token_ids[row, position]), length))
+        return keys
+
+    def _compute(self, plan: StepPlan) -> tuple[StepPlan, StepOutput]:
         self._check_shape(plan)
         for ref in plan.zero_blocks:
             self.kv[ref.group][ref.block] = 0
@@ -183,16 +220,28 @@ class Harness:
         self._write(plan)
         tokens = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
         failed = np.zeros(len(plan.rows), dtype=np.bool_)
+        accepted = np.zeros(len(plan.rows), dtype=np.int32)
+        tainted = set()
         for i, row in enumerate(plan.rows.tolist()):
             request, choice = self._owner[row]
+            drafts = 0 if plan.drafts is None else int(plan.drafts[i])
             end = int(plan.starts[i] + plan.counts[i])
-            finite = self._read(plan, i)
+            self._read(plan, i)
+            keys = self.keys_of(row, end)
+            while accepted[i] < drafts and (key := keys[end - drafts + accepted[i] - 1]) != NAN:
+                if next_token(key, request, choice) != self.scheduler.rows.token_ids[row, end - drafts + accepted[i]]:
+                    break
+                accepted[i] += 1
+            end += int(accepted[i]) - drafts
+            self._reached[row] = end
             pooled = request.pooling is not None and end == len(request.prompt_token_ids)
-            if (plan.num_logits[i] or pooled) and not finite:
+            if (plan.num_logits[i] or pooled) and NAN in keys[:end]:
                 failed[i] = True
             elif plan.samples[i]:
-                tokens[i] = next_token(self.script(request, choice).keys[end - 1], request, choice)
-        return plan, tokens, failed
+                tokens[i] = next_token(keys[end - 1], request, choice)
+                if NAN in keys[end:]:
+                    tainted.add(row)
+        return plan, StepOutput(tokens, failed, {}, {}, {}, {}, accepted, frozenset(tainted))
 
     def _check_shape(self, plan: StepPlan) -> None:
         assert plan.counts.sum() == plan.num_tokens <= self.config.max_num_batched_tokens
@@ -223,16 +272,19 @@ class Harness:
         known = int(rows.num_known[row])
         due = request.prompt_token_ids.tolist() + self.script(request, choice).tokens
         assert rows.token_ids[row, :known].tolist() == due[:known]
-        samples = end == known and params.max_tokens > 0
+        drafts = 0 if plan.drafts is None else int(plan.drafts[i])
+        assert drafts == rows.num_drafts[row]
+        assert drafts == 0 or (count == drafts + 1 and start >= prompt)
+        samples = end - drafts == known and params.max_tokens > 0
         scored = params.prompt_logprobs is not None and start < prompt
         assert bool(plan.samples[i]) == samples
-        assert int(plan.num_logits[i]) == (count if scored else int(samples))
+        assert int(plan.num_logits[i]) == (count if scored else int(samples) + drafts)
         assert not scored or end <= prompt
 
     def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int, int]] = set()
         for i, row in enumerate(plan.rows.tolist()):
-            keys = self.script(*self._owner[row]).keys
+            keys = self.keys_of(row, int(plan.starts[i] + plan.counts[i]))
             for group, table in enumerate(self.scheduler.rows.block_tables):
                 for position in range(int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])):
                     block, offset = int(table[row, position // self.block_size]), position % self.block_size
@@ -241,10 +293,10 @@ class Harness:
                     written.add((group, block, offset))
                     self.kv[group][block, offset] = keys[position]
 
-    def _read(self, plan: StepPlan, i: int) -> bool:
-        """Whether all that the row's queries read is finite; what they see must be the row's own keys."""
+    def _read(self, plan: StepPlan, i: int) -> None:
+        """What the row's queries see must be the row's own keys, and no NaN but its own may be near."""
         row, start, end = int(plan.rows[i]), int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])
-        keys = self.script(*self._owner[row]).keys
+        keys = self.keys_of(row, end)
         finite = True
         for group, table in enumerate(self.scheduler.rows.block_tables):
             window = self.groups[group].window
@@ -255,5 +307,33 @@ class Harness:
             offset = first // self.block_size * self.block_size
             assert content[first - offset : end - offset].tolist() == keys[first:end], "keys of another sequence"
             finite &= bool((content != NAN).all()) or NAN in keys[:end]
-        assert finite, "a NaN that another sequence left behind reaches a healthy row"
-        return NAN not in keys[:end]
+        assert finite, "a NaN that another sequence, or a draft, left behind reaches a healthy row"
+
+
+class Guesser:
+    """Drafts what the model will say, with an error here and there, and now and then the poisonous token."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        return [Draft(np.array(self._guess(ask), dtype=np.int32), "guess") for ask in asks]
+
+    def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
+        pass
+
+    def _guess(self, ask: Ask) -> list[int]:
+        rows = self._harness.scheduler.rows
+        known = int(rows.num_known[ask.row])
+        keys = self._harness.script(ask.request, ask.choice).keys
+        key, tokens = keys[known - 1], []
+        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.most + 1)):
+            limit = self._harness.rope_original_max
+            length = max(len(ask.request.prompt_token_ids), position + 1, limit) if limit else 0
+            token = next_token(key, ask.request, ask.choice)
+            chance = hash((key, position, 5)) % 16
+            tokens.append(
+                POISON if chance == 0 and self._harness.poison else (token + 1) % VOCAB if chance < 4 else token
+            )
+            key = next_key(key, tokens[-1], length)
+        return tokens

@@ -7,16 +7,30 @@
 extern "C" {
 
 // Element kinds. Of activations and caches: F32, BF16; of caches also I8. Of weights: any.
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_W8 = 3 };
+enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_I8 = 2, KIND_W8 = 3, KIND_Q4 = 4, KIND_Q8 = 5, KIND_E4M3 = 6 };
+
+// How the factors of a group are kept; two levels: int8 or uint8 times a float16 for `per` groups.
+enum FactorForm : int32_t { FACTOR_NONE, FACTOR_F16, FACTOR_BF16, FACTOR_F32, FACTOR_TWO_I8, FACTOR_TWO_U8 };
+
+struct Factors {
+    int32_t form, per;
+    const void* values;     // [panels][groups][panel]
+    const uint16_t* steps;  // two levels: [panels][ceil(groups / per)][panel]
+};
 
 // y = x W^T + bias with W packed in panels of `panel` columns: [ceil(n / panel)][kw][panel] words.
-// KIND_I8: x is quantized by row; KIND_W8: int8 weights, unpacked to the activations' bf16 or f32 panel by panel.
+// KIND_I8: x is quantized by row. The others below are small weights, unpacked to the activations' bf16 or f32 (small.h):
+// KIND_W8: int8, scaled when it is multiplied. KIND_Q4, Q8, E4M3: scale * code + low, rounded to the activations' kind,
+// with a scale and low for each `group` columns of k.
 struct Linear {
     int32_t kind, n, k, kw;
     const uint32_t* packed;
-    const float* scale;     // [n padded to panels], int8 kinds
+    const float* scale;     // [n padded to panels], KIND_I8 and KIND_W8
     const int32_t* offset;  // KIND_I8: [groups][n padded], -128 * sum of the group's weights of the column
     const float* bias;      // or null, padded likewise
+    Factors scales, lows;
+    const int32_t* order;   // or null; [k]: column j multiplies element order[j] of x
+    int32_t group, unused;
 };
 
 struct Layer {
@@ -41,6 +55,7 @@ struct DecoderShape {
     int32_t num_layers, hidden, intermediate, heads, gelu;
     float eps, attention_scale, embedding_scale;
     CacheShape cache;
+    const Linear* table;  // the embedding where it is kept as a small weight, or null
 };
 
 // Consecutive query rows of one KV head over a range of key tiles.
@@ -99,6 +114,8 @@ struct Kernels {
     int32_t panel, lanes;
     void (*pack)(int32_t kind, int32_t n, int32_t k, const float* rows, uint32_t* packed, float* scale, int32_t* offset,
                  int64_t offset_stride);
+    void (*pack_codes)(int32_t kind, int32_t padded, int32_t k, const uint8_t* codes, int64_t stride, const int32_t* rows,
+                       uint32_t* packed, int32_t* offset);
     void (*forward)(Team*, int32_t member, const DecoderShape*, const Layer*, const void* embedding, const float* norm,
                     const Step*, const Workspace*);
     void (*linear)(Team*, int32_t member, int32_t activations, const Linear*, const void* x, int64_t rows, float* y,
@@ -117,5 +134,6 @@ constexpr int QUANT_GROUP = 192;
 
 constexpr int RANGE_STRIDE = 16;      // two cache lines, which processors fetch together
 constexpr int ROW_BLOCK = 120;        // rows of a product that share a pass over a weight panel
+constexpr int UNPACKED_ROWS = 240;    // rows for which a panel of small weights is unpacked once
 constexpr int TILE_KEYS = 256;        // keys whose scores are held at once
 constexpr int ATTENTION_ROWS = 60;    // query rows (tokens x heads of one KV head) of an attention task

@@ -59,7 +59,11 @@ struct Decoder {
             for (int t = first; t < last; t++) {
                 float* x = space.residual + t * stride;
                 const int64_t at = step.token_ids[t] * shape.hidden;
-                if (shape.activations == KIND_F32)
+                if (shape.table) {
+                    unpack_row(*shape.table, step.token_ids[t], x);
+                    if (shape.activations == KIND_BF16)
+                        for (int i = 0; i < shape.hidden; i++) x[i] = from_bf16(to_bf16(x[i]));
+                } else if (shape.activations == KIND_F32)
                     read_operand(KIND_F32, (const float*)embedding + at, shape.hidden, x);
                 else
                     read_operand(KIND_BF16, (const uint16_t*)embedding + at, shape.hidden, x);
@@ -87,7 +91,7 @@ struct Decoder {
                 rms_norm(x, weight, n, shape.eps, y);
                 const int64_t row = step.num_wanted < 0 ? t : step.wanted[t];
                 if (next)
-                    write_operand(operand_kind(shape.activations, *next), y, n, space.input + t * space.input_words,
+                    write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n, space.input + t * space.input_words,
                                   space.row_scale + t * space.scale_stride);
                 else if (shape.activations == KIND_F32)
                     __builtin_memcpy((float*)hidden + row * n, y, n * 4);

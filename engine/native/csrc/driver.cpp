@@ -227,6 +227,11 @@ void tm_pack(int isa, int kind, int n, int k, const float* rows, uint32_t* packe
     kernels_of(isa)->pack(kind, n, k, rows, packed, scale, offset, offset_stride);
 }
 
+void tm_pack_codes(int isa, int kind, int padded, int k, const uint8_t* codes, int64_t stride, const int32_t* rows,
+                   uint32_t* packed, int32_t* offset) {
+    kernels_of(isa)->pack_codes(kind, padded, k, codes, stride, rows, packed, offset);
+}
+
 struct GroupInput {
     const int32_t *starts, *counts, *tables;
     const int64_t* slots;

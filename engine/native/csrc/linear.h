@@ -5,6 +5,7 @@
 
 #include "api.h"
 #include "product.h"
+#include "small.h"
 #include "team.h"
 
 namespace {
@@ -57,7 +58,10 @@ void pack(int32_t kind, int32_t n, int32_t k, const float* rows, u32* packed, fl
                         ((uint16_t*)packed)[at * 2 + e] = to_bf16(x);
                     } else {
                         const int q = int(rintf(x * inverse));
-                        ((int8_t*)packed)[at * per + e] = int8_t(q);
+                        if (kind == KIND_W8)
+                            ((int8_t*)packed)[p * panel_bytes(kind, kw) + code_at(kind, c, i)] = int8_t(q);
+                        else
+                            ((int8_t*)packed)[at * per + e] = int8_t(q);
                         if (offset) offset[i / QUANT_GROUP * offset_stride + row] -= 128 * q;
                     }
                 }
@@ -80,25 +84,6 @@ void panel_product(const Team& team, const u32* a, int64_t lda, int rows, const 
         }
     }
     if (rows) product<D>(a, lda, rows, &b, 1, kw, PANEL, PANEL, c, PANEL, ahead ? &ahead : nullptr);
-}
-
-// int8 weights of a panel as bf16 or float32 words: integers up to 127 are exact in both.
-inline void unpack_panel(int32_t activations, const u32* packed, int kw, u32* out) {
-    const int8_t* bytes = (const int8_t*)packed;
-    for (int w = 0; w < kw; w++) {
-        for (int v = 0; v < PANEL; v += VL) {
-            const vi pairs = widen_pairs(bytes + (int64_t(w) * PANEL + v) * 2);
-            const vf low = to_float(shift_right_signed<16>(shift_left<16>(pairs)));
-            const vf high = to_float(shift_right_signed<16>(pairs));
-            if (activations == KIND_BF16) {
-                F32::store_acc(out + w * PANEL + v,
-                               as_float(or_i(shift_right<16>(as_words(low)), and_i(as_words(high), set1_i(int(0xffff0000u))))));
-            } else {
-                store((float*)out + (2 * w) * PANEL + v, low);
-                store((float*)out + (2 * w + 1) * PANEL + v, high);
-            }
-        }
-    }
 }
 
 // As micro_grouped, by the matrix primitives; rows: whole tiles.
@@ -144,52 +129,103 @@ inline void grouped_product(const Team& team, const Linear& w, const u32* a, int
     }
 }
 
+// c [count][PANEL] = c * the columns' scales + bias, where there are such that the product has not seen.
+inline void finish_columns(const Linear& w, int panel, int count, float* c) {
+    const float* scale = w.kind == KIND_W8 ? w.scale + panel * PANEL : nullptr;
+    const float* bias = w.bias && w.kind != KIND_I8 ? w.bias + panel * PANEL : nullptr;
+    for (int v = 0; (scale || bias) && v < PANEL; v += VL) {
+        const vf factor = scale ? load(scale + v) : set1(1.0f), more = bias ? load(bias + v) : zero();
+        for (int r = 0; r < count; r++) store(c + r * PANEL + v, fma(load(c + r * PANEL + v), factor, more));
+    }
+}
+
+// Rows of `target` are fetched while their product is computed, because they lie far apart.
+template <class T> inline void fetch_targets(int first, int count, int panel, T target) {
+    for (int r = 0; r < count; r++)
+        if (const void* to = target(first + r, panel)) {
+            __builtin_prefetch(to, 1);
+            if (PANEL * 4 > 64) __builtin_prefetch((const char*)to + 64, 1);
+        }
+}
+
+// `for_panels` for small weights and a few rows of bfloat16: they are multiplied as they are unpacked.
+template <class T, class F>
+void for_few_rows(Member& me, const Linear& w, const u32* a, int64_t lda, int rows, uint8_t* space, T target, F finish) {
+    const int panels = (w.n + PANEL - 1) / PANEL, at_once = rows <= TWO_PANEL_ROWS ? 2 : 1;
+    const SmallKernels& kernels = *small_kernels_of(w);
+    float* c = (float*)space;
+    me.share((panels + at_once - 1) / at_once, [&](int task) {
+        const int first = task * at_once, count = panels - first < at_once ? panels - first : at_once;
+        for (int p = first; p < first + count; p++) fetch_targets(0, rows, p, target);
+        (count == 2 ? kernels.two_panels : kernels.few)[rows - 1](w, first, a, lda, c);
+        for (int i = 0; i < count; i++) {
+            finish_columns(w, first + i, rows, c + i * rows * PANEL);
+            finish(0, rows, first + i, c + i * rows * PANEL);
+        }
+    });
+}
+
+// For more rows: what is unpacked serves as many as possible.
+template <class T, class F>
+void for_small_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, int rows, uint8_t* space,
+                      T target, F finish) {
+    const int panels = (w.n + PANEL - 1) / PANEL;
+    int blocks = (rows + UNPACKED_ROWS - 1) / UNPACKED_ROWS;
+    if (panels * blocks < 2 * me.team->size) blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    float* c = (float*)space;
+    u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
+    const SmallKernels& kernels = *small_kernels_of(w);
+    const int64_t bytes = panel_bytes(w.kind, w.kw);
+    me.share(panels * blocks, [&](int task) {
+        const int block = task / panels, p = task % panels;
+        const int first = int(int64_t(rows) * block / blocks), end = int(int64_t(rows) * (block + 1) / blocks);
+        const int parts = (end - first + ROW_BLOCK - 1) / ROW_BLOCK;
+        (activations == KIND_BF16 ? kernels.bf16 : kernels.f32)(w, p, unpacked);
+        const u32* ahead = p + 1 < panels ? (const u32*)((const uint8_t*)w.packed + (p + 1) * bytes) : nullptr;
+        for (int part = 0; part < parts; part++) {
+            const int from = first + (end - first) * part / parts, count = first + (end - first) * (part + 1) / parts - from;
+            const u32* a = x + from * lda;
+            fetch_targets(from, count, p, target);
+            if (activations == KIND_BF16)
+                panel_product<BF16>(*me.team, a, lda, count, unpacked, w.kw, (u32*)c, part ? nullptr : ahead);
+            else
+                panel_product<F32>(*me.team, a, lda, count, unpacked, w.k, (u32*)c, part ? nullptr : ahead);
+            finish_columns(w, p, count, c);
+            finish(from, count, p, c);
+        }
+    });
+}
+
 // Calls finish(first_row, rows, panel, c) for blocks of rows and panels, c: [rows][PANEL] float32, scaled and biased.
 // x: [rows][lda words]. row_scale: of quantized rows, [rows][scale_stride].
-// target(row, panel): where `finish` will write that row, or null; it is fetched while the product is computed, because
-// rows lie far apart.
+// target(row, panel): where `finish` will write that row, or null.
 template <class T, class F>
 void for_panels(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t lda, const float* row_scale,
                 int64_t scale_stride, int rows, uint8_t* space, T target, F finish) {
+    if (is_small(w.kind) && rows <= FEW_ROWS && activations == KIND_BF16)
+        return for_few_rows(me, w, x, lda, rows, space, target, finish);
+    if (is_small(w.kind)) return for_small_panels(me, activations, w, x, lda, rows, space, target, finish);
     const int panels = (w.n + PANEL - 1) / PANEL, size = me.team->size;
     int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     // As many for each thread, so that it meets its own rows again in the next product.
     const int even = (blocks + size - 1) / size * size;
     if (rows / even >= 4 * TILE_ROWS) blocks = even;
     float* c = (float*)space;
-    u32* unpacked = (u32*)(space + ROW_BLOCK * PANEL * 4);
+    u32* sums = (u32*)(space + ROW_BLOCK * PANEL * 4);
     me.share(panels * blocks, [&](int task) {
         const int block = task / panels, p = task % panels;
         const int first = int(int64_t(rows) * block / blocks), count = int(int64_t(rows) * (block + 1) / blocks) - first;
         const u32* a = x + first * lda;
         const u32* b = w.packed + int64_t(p) * w.kw * PANEL;
-        for (int r = 0; r < count; r++)
-            if (const void* to = target(first + r, p)) {
-                __builtin_prefetch(to, 1);
-                if (PANEL * 4 > 64) __builtin_prefetch((const char*)to + 64, 1);
-            }
+        fetch_targets(first, count, p, target);
         const u32* ahead = p + 1 < panels ? b + int64_t(w.kw) * PANEL : nullptr;
-        if (w.kind == KIND_F32) {
+        if (w.kind == KIND_F32)
             panel_product<F32>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
-        } else if (w.kind == KIND_BF16) {
+        else if (w.kind == KIND_BF16)
             panel_product<BF16>(*me.team, a, lda, count, b, w.kw, (u32*)c, ahead);
-        } else if (w.kind == KIND_I8) {
-            grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride, c, unpacked,
-                            ahead);
-        } else {
-            const int words = activations == KIND_BF16 ? w.kw : w.k;
-            unpack_panel(activations, (const u32*)((const int8_t*)w.packed + int64_t(p) * w.kw * PANEL * 2), w.kw, unpacked);
-            if (activations == KIND_BF16)
-                panel_product<BF16>(*me.team, a, lda, count, unpacked, words, (u32*)c, nullptr);
-            else
-                panel_product<F32>(*me.team, a, lda, count, unpacked, words, (u32*)c, nullptr);
-        }
-        const float* scale = w.kind == KIND_W8 ? w.scale + p * PANEL : nullptr;
-        const float* bias = w.bias && w.kind != KIND_I8 ? w.bias + p * PANEL : nullptr;
-        for (int v = 0; (scale || bias) && v < PANEL; v += VL) {
-            const vf factor = scale ? load(scale + v) : set1(1.0f), more = bias ? load(bias + v) : zero();
-            for (int r = 0; r < count; r++) store(c + r * PANEL + v, fma(load(c + r * PANEL + v), factor, more));
-        }
+        else
+            grouped_product(*me.team, w, a, lda, count, p, b, row_scale + first * scale_stride, scale_stride, c, sums, ahead);
+        finish_columns(w, p, count, c);
         finish(first, count, p, c);
     });
 }
@@ -251,10 +287,17 @@ inline void read_operand(int32_t activations, const void* row, int n, float* out
 
 inline int32_t operand_kind(int32_t activations, const Linear& w) { return w.kind == KIND_I8 ? KIND_I8 : activations; }
 
-// x in the activations' kind as the operand of w: itself, or quantized into `input` (a phase of its own).
+// x [k] in the order of w's columns, into `to`, where that is another one; returns where it is.
+inline const float* in_order(const Linear& w, const float* x, float* to) {
+    if (!w.order) return x;
+    for (int i = 0; i < w.k; i++) to[i] = x[w.order[i]];
+    return to;
+}
+
+// x in the activations' kind as the operand of w: itself, or quantized or in w's order into `input` (a phase of its own).
 inline const u32* as_operand(Member& me, int32_t activations, const Linear& w, const u32* x, int64_t x_words, int rows,
                              const Workspace& space, int64_t* lda) {
-    if (w.kind != KIND_I8) {
+    if (w.kind != KIND_I8 && !w.order) {
         *lda = x_words;
         return x;
     }
@@ -263,8 +306,8 @@ inline const u32* as_operand(Member& me, int32_t activations, const Linear& w, c
     me.share_rows(rows, 4, [&](int first, int last) {
         for (int r = first; r < last; r++) {
             read_operand(activations, x + r * x_words, w.k, line);
-            write_operand(KIND_I8, line, w.k, space.input + r * space.input_words,
-                          space.row_scale + r * space.scale_stride);
+            write_operand(operand_kind(activations, w), in_order(w, line, line + w.k + VL), w.k,
+                          space.input + r * space.input_words, space.row_scale + r * space.scale_stride);
         }
     });
     me.book(PART_QUANTIZE);

@@ -62,6 +62,19 @@ inline vi load_bytes(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si
 inline vi load_halves(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x)); }
 inline void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+inline vi load_ubytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vf load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+// The lowest four bits of each lane as a number.
+inline vf nibbles(vi x) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(x, numbers);
+}
+// 2 VL float8_e4m3fn -> float32, times 2^-8: their bits are a float16's, but for the exponent's bias.
+inline void load_e4m3(const uint8_t* p, vf* two) {
+    const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)), 7);
+    const __m512i bits = _mm512_and_si512(wide, _mm512_set1_epi16(short(0xbfff)));
+    two[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(bits)), two[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+}
 // VL pairs of int8 -> VL words of two int16
 inline vi widen_pairs(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
@@ -131,10 +144,28 @@ inline void store_bytes(uint8_t* p, vi x) {
     __m128i halves = _mm_and_si128(pack_halves(x), _mm_set1_epi16(0xff));
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
 }
+inline vi load_ubytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vf load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline vf nibbles(vi x) { return to_float(and_i(x, set1_i(15))); }
+inline void load_e4m3(const uint8_t* p, vf* two) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    const __m256i bits = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbfff)));
+    two[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(bits)), two[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+}
 inline vi widen_pairs(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 inline vi dot_pairs(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }
 
 #endif
+
+// x itself, rounded: what follows is not contracted with what gave it.
+inline vf rounded(vf x) {
+    asm("" : "+v"(x));
+    return x;
+}
+inline float rounded(float x) {
+    asm("" : "+x"(x));
+    return x;
+}
 
 // x itself. Without it gcc 12 keeps sums in two types at once all through the loop before, and runs out of registers.
 inline vi settled(vi x) {
@@ -163,6 +194,54 @@ inline void store_bf16(uint16_t* p, vf x) {
 }
 
 inline vf load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_halves(p))); }
+
+// Pairs: VL columns with two consecutive k each, in two vectors whose lanes hold the two of a column side by side. Which
+// columns are in which vector is whatever makes `pair_words` cheapest; `pair_lane` says it.
+
+// Lane (VL and more: of the second vector) of a column's element k % 2.
+inline int pair_lane(int column, int parity) {
+#if defined(__AVX512BF16__)
+    return 2 * column + parity;
+#else
+    return column % 4 / 2 * VL + column / 4 * 4 + column % 2 * 2 + parity;
+#endif
+}
+
+// A number for each column -> for each lane of its pairs.
+inline void spread_pairs(vf columns, vf* pairs) {
+#if defined(__AVX512BF16__)
+    pairs[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), columns);
+    pairs[1] = _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), columns);
+#elif defined(__AVX512F__)
+    pairs[0] = _mm512_unpacklo_ps(columns, columns), pairs[1] = _mm512_unpackhi_ps(columns, columns);
+#else
+    pairs[0] = _mm256_unpacklo_ps(columns, columns), pairs[1] = _mm256_unpackhi_ps(columns, columns);
+#endif
+}
+
+// Pairs -> words of bfloat16, column by column.
+inline vi pair_words(vf one, vf two) {
+#if defined(__AVX512BF16__)
+    return (__m512i)_mm512_cvtne2ps_pbh(two, one);
+#elif defined(__AVX512F__)
+    return _mm512_packus_epi32(round_to_bf16(one), round_to_bf16(two));
+#else
+    return _mm256_packus_epi32(round_to_bf16(one), round_to_bf16(two));
+#endif
+}
+
+// Pairs -> all columns' first and all their second elements.
+inline void split_pairs(vf one, vf two, vf* first, vf* second) {
+#if defined(__AVX512BF16__)
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    *first = _mm512_permutex2var_ps(one, even, two);
+    *second = _mm512_permutex2var_ps(one, add_i(even, set1_i(1)), two);
+#elif defined(__AVX512F__)
+    *first = _mm512_shuffle_ps(one, two, 0x88), *second = _mm512_shuffle_ps(one, two, 0xdd);
+#else
+    *first = _mm256_shuffle_ps(one, two, 0x88), *second = _mm256_shuffle_ps(one, two, 0xdd);
+#endif
+}
 
 // 2^x for x <= 126 (no less than 2^-126): a polynomial of the fraction, fitted to a relative error of 1e-7; where the
 // result is rounded to 8 bits or so anyway, `ROUGH`, of 1e-4.

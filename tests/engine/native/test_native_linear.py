@@ -69,7 +69,7 @@ def test_products_are_those_of_the_weights(name: str, shape: tuple[int, int], li
     for rows in ROWS:
         for with_bias in (True, False):
             weight, bias, x = made(*shape, rows, dtype)
-            linear = NativeLinear(library, kind, weight, bias if with_bias else None)
+            linear = NativeLinear.dense(library, kind, weight, bias if with_bias else None)
             y = product(linear, x)
             assert (y.shape, y.dtype) == ((rows, shape[0]), torch.float32)
             # Few quantized elements can be further off than many.
@@ -82,7 +82,7 @@ def test_products_are_those_of_the_weights(name: str, shape: tuple[int, int], li
 def test_a_weight_that_is_packed_in_several_pieces_is_whole(name: str, library: NativeLibrary) -> None:
     kind, dtype, most = KINDS[name]
     weight, bias, x = made(9001, 20, 2, dtype)
-    assert off_by(product(NativeLinear(library, kind, weight, bias), x), exact(x, weight, bias, kind)) < most
+    assert off_by(product(NativeLinear.dense(library, kind, weight, bias), x), exact(x, weight, bias, kind)) < most
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -92,7 +92,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 ) -> None:
     kind, dtype, _ = KINDS[name]
     weight, bias, x = made(*shape, 250, dtype)
-    linear = NativeLinear(library, kind, weight, bias)
+    linear = NativeLinear.dense(library, kind, weight, bias)
     together = product(linear, x)
     for first, last in ((0, 1), (7, 8), (119, 121), (100, 230), (249, 250)):
         assert torch.equal(product(linear, x[first:last]), together[first:last]), (first, last)
@@ -106,7 +106,7 @@ def test_threads_change_no_bit(name: str, threads: int, library: NativeLibrary) 
     kind, dtype, _ = KINDS[name]
     other = NativeLibrary(library.path, library.name, threads, brgemm=bool(library._matrix))
     weight, bias, x = made(257, 194, 130, dtype)
-    ours, theirs = (NativeLinear(each, kind, weight, bias) for each in (library, other))
+    ours, theirs = (NativeLinear.dense(each, kind, weight, bias) for each in (library, other))
     assert torch.equal(product(ours, x), product(theirs, x))
     assert torch.equal(argmax(ours, x)[0], argmax(theirs, x)[0])
 
@@ -118,7 +118,7 @@ def test_the_argmax_is_that_of_the_products(name: str, shape: tuple[int, int], l
     for rows in ROWS:
         for shift in (0.0, -50.0):  # below zero, where the padding's zeros would win
             weight, bias, x = made(*shape, rows, dtype)
-            linear = NativeLinear(library, kind, weight, bias + shift)
+            linear = NativeLinear.dense(library, kind, weight, bias + shift)
             best, finite = argmax(linear, x)
             assert torch.equal(best, product(linear, x).argmax(dim=1)), (rows, shift)
             assert finite.all()
@@ -131,9 +131,9 @@ def test_of_equal_products_the_lowest_column_wins(name: str, library: NativeLibr
     for same in ((3, 4), (15, 16), (31, 170), (40, 99, 199)):
         largest = weight.clone()
         largest[list(same)] = 30 * x[0].float()  # the first row's product is by far the largest here, several times
-        best, _ = argmax(NativeLinear(library, kind, largest), x)
+        best, _ = argmax(NativeLinear.dense(library, kind, largest), x)
         assert best[0] == same[0]
-    best, finite = argmax(NativeLinear(library, kind, torch.zeros(200, 48)), x)
+    best, finite = argmax(NativeLinear.dense(library, kind, torch.zeros(200, 48)), x)
     assert not best.any()
     assert finite.all()
 
@@ -143,7 +143,7 @@ def test_of_equal_products_the_lowest_column_wins(name: str, library: NativeLibr
 def test_rows_that_are_not_finite_are_told_and_spoil_no_other(name: str, broken: float, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
     weight, bias, x = made(70, 50, 124, dtype)
-    linear = NativeLinear(library, kind, weight, bias)
+    linear = NativeLinear.dense(library, kind, weight, bias)
     sound, before = product(linear, x), argmax(linear, x)[0]
     for row, column in ((1, 0), (60, 49), (121, 17)):
         x[row, column] = broken
@@ -164,12 +164,12 @@ def test_a_column_of_minus_infinity_is_allowed_and_other_infinities_are_not(path
     weight, bias, x = made(70, 48, 5, torch.float32)
     for value, allowed in ((-math.inf, True), (math.inf, False), (math.nan, False)):
         bias[column] = value
-        linear = NativeLinear(library, Kind.F32, weight, bias)
+        linear = NativeLinear.dense(library, Kind.F32, weight, bias)
         best, finite = argmax(linear, x)
         assert finite.tolist() == [allowed] * 5
         if allowed:
             assert torch.equal(best, product(linear, x).argmax(dim=1))
-    nothing = NativeLinear(library, Kind.F32, weight, torch.full((70,), -math.inf))
+    nothing = NativeLinear.dense(library, Kind.F32, weight, torch.full((70,), -math.inf))
     assert not argmax(nothing, x)[1].any()
 
 
@@ -177,7 +177,7 @@ def test_a_column_of_minus_infinity_is_allowed_and_other_infinities_are_not(path
 @pytest.mark.parametrize("name", KINDS)
 def test_no_rows_are_no_work(path: str, name: str) -> None:
     kind, dtype, _ = KINDS[name]
-    linear = NativeLinear(native_path(path), kind, torch.ones(20, 8))
+    linear = NativeLinear.dense(native_path(path), kind, torch.ones(20, 8))
     assert linear(torch.ones(0, 8, dtype=dtype)).shape == (0, 20)
     assert argmax(linear, torch.ones(0, 8, dtype=dtype))[0].shape == (0,)
 
@@ -186,7 +186,7 @@ def test_no_rows_are_no_work(path: str, name: str) -> None:
 def test_quantized_weights_take_the_place_they_should(path: str) -> None:
     library = native_path(path)
     weight, _, _ = made(640, 576, 1, torch.float32)
-    sizes = {kind: NativeLinear(library, kind, weight).num_bytes for kind in Kind}
+    sizes = {kind: NativeLinear.dense(library, kind, weight).num_bytes for kind, _, _ in KINDS.values()}
     assert sizes[Kind.BF16] == pytest.approx(weight.nbytes / 2, rel=0.01)
     for kind in (Kind.I8, Kind.W8):
         assert sizes[kind] == pytest.approx(weight.nbytes / 4, rel=0.05)
@@ -195,14 +195,14 @@ def test_quantized_weights_take_the_place_they_should(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are(path: str) -> None:
     weight, _, x = made(33, 48, 12, torch.float32)
-    linear = NativeLinear(native_path(path), Kind.F32, weight)
+    linear = NativeLinear.dense(native_path(path), Kind.F32, weight)
     assert torch.equal(linear(x[::3]), linear(x)[::3])
     assert torch.equal(linear(x.t().contiguous().t()), linear(x))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, torch.bfloat16), (Kind.BF16, torch.float32)])
 def test_rows_of_another_dtype_than_the_weights_are_refused(kind: Kind, dtype: torch.dtype) -> None:
-    linear = NativeLinear(native_path("avx2"), kind, torch.ones(20, 8))
+    linear = NativeLinear.dense(native_path("avx2"), kind, torch.ones(20, 8))
     for dtype_of_rows in (dtype, torch.float16):
         x = torch.ones(2, 8, dtype=dtype_of_rows)
         for call in (product, argmax):

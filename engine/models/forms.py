@@ -1,0 +1,55 @@
+"""Counts what became of a checkpoint's quantized weights, and says it once, when all are loaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+
+import structlog
+import torch
+
+from engine.quant.weight import QWeight
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Count:
+    """Weights of one form: how many, and their bytes as they are stored and as they would be dense."""
+
+    weights: int = 0
+    stored_bytes: int = 0
+    dense_bytes: int = 0
+
+    def add(self, weight: QWeight, dtype: torch.dtype) -> None:
+        self.weights += 1
+        self.stored_bytes += weight.nbytes
+        self.dense_bytes += weight.n * weight.k * dtype.itemsize
+
+
+class FormTally:
+    """What stayed quantized, and what was dequantized to which dtype."""
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[str, _Count] = defaultdict(_Count)
+        self._dequantized: defaultdict[tuple[str, torch.dtype], _Count] = defaultdict(_Count)
+
+    def kept(self, weight: QWeight, dtype: torch.dtype) -> None:
+        """It stays as it is; `dtype`: of the model."""
+        self._kept[weight.kind].add(weight, dtype)
+
+    def dequantized(self, weight: QWeight, dtype: torch.dtype) -> None:
+        """It becomes a dense weight of `dtype`."""
+        self._dequantized[weight.kind, dtype].add(weight, dtype)
+
+    def say(self) -> None:
+        """Log both, by form; what was dequantized as a warning, because it takes more memory than the checkpoint."""
+        for form, count in self._kept.items():
+            logger.info("weights stay quantized", form=form, **asdict(count))
+        for (form, dtype), count in self._dequantized.items():
+            name = str(dtype).removeprefix("torch.")
+            logger.warning(
+                f"no kernel here computes with weights in this form: they were dequantized to {name}",
+                form=form,
+                **asdict(count),
+            )

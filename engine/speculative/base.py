@@ -1,0 +1,55 @@
+"""The seam between the scheduler and whatever guesses tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A row for which drafts are wanted.
+
+    Attributes:
+        row: where its tokens are (`RowState`); its known tokens are all computed but the last one.
+        epoch: counts the row's owners; what was kept for another epoch is another sequence's.
+        most: drafts at most. Block tables reach so far behind the known tokens.
+        request, choice: whose row it is.
+    """
+
+    row: int
+    epoch: int
+    most: int
+    request: Request
+    choice: int
+
+
+class Draft(NamedTuple):
+    """Guesses at a row's next tokens."""
+
+    tokens: NDArray[np.int32]  # int32 [at most `Ask.most`], perhaps none
+    source: str  # who guessed, for the counters
+
+
+class Proposer(Protocol):
+    """Guesses what comes next.
+
+    It may keep what it likes for a row, under the row's epoch: a preempted, cancelled or ended sequence never comes
+    back under it. What was accepted shows in the row's known tokens.
+    """
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        """One draft for each row asked for, in order."""
+        ...
+
+    def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
+        """An answer has come to its natural end; token_ids: int32 [tokens]."""
+        ...
+
+
+NO_DRAFT = Draft(np.zeros(0, dtype=np.int32), "")

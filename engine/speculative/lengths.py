@@ -1,0 +1,253 @@
+"""How many drafts a row gets: a fixed number, or as many as are worth their time.
+
+The price of a draft is the time that one more position adds to a step; it is measured, by rows in the step. With what
+the batch yields in that time without it, the price is a number of tokens, and the j-th draft of a row pays when its
+chance to stay is higher. (The goodput rule of Liu et al. 2024, TurboSpec, section 4, taken one
+draft at a time.) A thin batch waits for memory, so its price is near 0; a full one computes all the time, and there
+it comes near to 1. Then nobody drafts, and nothing is even looked up.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import SpeculationConfig
+
+Ints = NDArray[np.int32]
+
+
+class DraftLengths(Protocol):
+    """Decides on lengths, and hears what came of it."""
+
+    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
+        """Whether any drafts are wanted in a step of these rows with these many positions; int32 [B] each."""
+        ...
+
+    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
+        """Most drafts of each of these rows, int32 [n]; epochs: int64 [n], count each row's owners."""
+        ...
+
+    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+        """What became of a row's drafts."""
+        ...
+
+    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+        """A step is done: its rows, the positions it computed, the drafts among them, and its time."""
+        ...
+
+
+class FixedLengths:
+    """Always the same.
+
+    Args:
+        length: drafts a row gets.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
+        return True
+
+    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
+        return np.full(len(rows), self._length, dtype=np.int32)
+
+    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+        pass
+
+    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+        pass
+
+
+OFF_ABOVE = 0.45
+"""Price of a draft, in tokens, above which nobody drafts. What could be gained there is little more than what it takes
+to look for drafts, some 20 microseconds a row."""
+
+ON_BELOW = 0.35
+"""Below it drafts come back. Between the two all stays as it is, so that noise doesn't switch them."""
+
+FEW_ROWS = 16
+"""So few rows draft before any price is known: they wait for memory on most machines, and then the price is known."""
+
+MARGIN = 0.05
+"""By how much a draft's chance must be above its price: to look it up and to take it back costs time, too."""
+
+LOOK_EVERY = 64
+"""Steps that draft, after which one goes without, to see what it takes now."""
+
+
+class StepCosts:
+    """What steps of decoding rows take, by their number; numbers within a factor of 2^(1/2) count as one.
+
+    A mean over the latest steps is kept of each: `plain` seconds without drafts, and `extra` seconds for each draft.
+    """
+
+    KEPT = 0.9
+    """Weight of the past in a mean."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, tuple[float, float]] = {}  # rows and seconds
+        self._extra: dict[int, float] = {}
+
+    @staticmethod
+    def _class_of(rows: int) -> int:
+        return round(2 * log2(rows))
+
+    def note(self, rows: int, drafted: int, seconds: float) -> None:
+        """A step of so many decoding rows, with so many drafts behind them, took this time."""
+        key = self._class_of(rows)
+        known = self._plain.get(key)
+        if not drafted:
+            if known is None:
+                self._plain[key] = (rows, seconds)
+            else:
+                seconds = min(seconds, 3 * known[1])  # something else ran on the machine
+                self._plain[key] = (self._mean(known[0], rows), self._mean(known[1], seconds))
+        elif known is not None:
+            # A draft is no dearer than a row of its own, whatever else ran on the machine.
+            extra = min(max(0.0, seconds - known[1]) / drafted, known[1] / known[0])
+            self._extra[key] = self._mean(self._extra.get(key, extra), extra)
+
+    def price(self, rows: int) -> float | None:
+        """What a draft costs beside so many rows, as a share of what a row's own token costs: 1 when drafts could as
+        well be rows of their own. None: not known.
+
+        Where no drafts were measured, it is estimated from steps of more (or else fewer) rows: too high, if anything,
+        because rows read their own keys, and drafts read their row's.
+        """
+        key = self._class_of(rows)
+        plain = self._plain.get(key)
+        if plain is None:
+            return None
+        extra = self._extra.get(key)
+        if extra is None:
+            other = min((one for one in self._plain if one > key), default=None)
+            if other is None:
+                other = max((one for one in self._plain if one < key), default=None)
+            if other is None:
+                return None
+            rows_there, seconds_there = self._plain[other]
+            extra = max(0.0, (seconds_there - plain[1]) / (rows_there - plain[0]))
+        return extra * plain[0] / plain[1]
+
+    def _mean(self, old: float, new: float) -> float:
+        return self.KEPT * old + (1 - self.KEPT) * new
+
+
+class Chances:
+    """How often something stayed, of each row, drawn towards all rows' share while a row has shown little.
+
+    Args:
+        num_rows: rows.
+        prior: share assumed before anything has been seen.
+    """
+
+    WEIGHT = 4.0
+    """Judgements of a row that what is known of all rows is worth."""
+
+    KEPT = 0.9
+    """What a row's past judgements still count after its next ones."""
+
+    def __init__(self, num_rows: int, prior: float) -> None:
+        self._stayed, self._judged = np.zeros(num_rows), np.zeros(num_rows)
+        self._all_stayed, self._all_judged = 8 * prior, 8.0
+
+    def forget(self, rows: Ints) -> None:
+        """These rows have other owners."""
+        self._stayed[rows] = self._judged[rows] = 0
+
+    def of(self, rows: Ints) -> NDArray[np.float64]:
+        """Each row's chance, float64 [n]. A row that fared badly is forgiven with time, or it would never be tried
+        again."""
+        prior = self._all_stayed / self._all_judged
+        chance = (self._stayed[rows] + self.WEIGHT * prior) / (self._judged[rows] + self.WEIGHT)
+        self._stayed[rows] *= 0.98
+        self._judged[rows] *= 0.98
+        clipped: NDArray[np.float64] = np.clip(chance, 1e-6, 1 - 1e-6)
+        return clipped
+
+    def note(self, row: int | None, stayed: int, judged: int) -> None:
+        """Of so many that were judged, so many stayed; row None: of a row that has another owner by now."""
+        if row is not None:
+            self._stayed[row] = self.KEPT * self._stayed[row] + stayed
+            self._judged[row] = self.KEPT * self._judged[row] + judged
+        self._all_stayed = 0.995 * self._all_stayed + stayed
+        self._all_judged = 0.995 * self._all_judged + judged
+
+
+class AdaptiveLengths:
+    """As many as pay, by measured step times, and by how each row's drafts have fared.
+
+    Whether a text is copying shows with the first draft: where that one stays the next ones most often do. So a row's
+    j-th draft has the chance first * next^(j - 1), with two shares that are counted apart.
+
+    Args:
+        max_num_seqs: rows.
+        longest: drafts a row gets at most.
+    """
+
+    def __init__(self, max_num_seqs: int, longest: int) -> None:
+        self._longest = longest
+        self._costs = StepCosts()
+        self._on = False
+        self._since_look = 0
+        self._since_try = 0
+        self._price = 0.0
+        self._epoch = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._first, self._next = Chances(max_num_seqs, 0.6), Chances(max_num_seqs, 0.7)
+
+    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
+        """As `DraftLengths.worthwhile`. Steps that compute prompts are not thin, and keep the machine busy."""
+        if int(counts.max(initial=0)) > 1:
+            return False
+        count = int(np.count_nonzero(counts))
+        price = self._costs.price(count)
+        if price is None:
+            self._on, price = count <= FEW_ROWS, 0.0
+        else:
+            self._on = price < (OFF_ABOVE if self._on else ON_BELOW)
+        if not self._on:
+            # Where so few decode a price that was once measured too high is measured again: it costs next to nothing.
+            self._since_try += 1
+            if count > FEW_ROWS or self._since_try < LOOK_EVERY:
+                return False
+            self._since_try, price = 0, min(price, ON_BELOW)
+        self._since_look += 1
+        if self._since_look >= LOOK_EVERY:
+            self._since_look = 0
+            return False
+        self._price = price + MARGIN
+        return True
+
+    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
+        changed = rows[self._epoch[rows] != epochs]
+        self._epoch[rows] = epochs
+        self._first.forget(changed)
+        self._next.forget(changed)
+        first, following = self._first.of(rows), self._next.of(rows)
+        lengths = 1 + np.floor(np.log(self._price / first) / np.log(following))
+        return np.where(first > self._price, np.minimum(lengths, self._longest), 0).astype(np.int32)
+
+    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+        # What stands behind the first rejected draft was never judged: its context was wrong.
+        own = row if self._epoch[row] == epoch else None
+        self._first.note(own, int(accepted > 0), 1)
+        if accepted:
+            self._next.note(own, accepted - 1, accepted - 1 + (accepted < drafted))
+
+    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+        if rows and positions - drafted == rows:
+            self._costs.note(rows, drafted, seconds)
+
+
+def lengths_of(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
+    """What decides, by the settings. Raises ValueError."""
+    if config.longest < 1:
+        raise ValueError(f"SpeculationConfig.longest is {config.longest}, but must be 1 or more")
+    if config.method == "auto":
+        return AdaptiveLengths(max_num_seqs, config.longest)
+    return FixedLengths(config.longest)

@@ -1,0 +1,39 @@
+"""What the scheduler counts, as others read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.speculative.tally import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts since the start, and the state now.
+
+    Attributes:
+        steps, computed_tokens: planned steps and their tokens.
+        recomputed_tokens: of them, positions that had been computed before a preemption.
+        prefix_queried_tokens, prefix_hit_tokens: known tokens of admitted sequences that may read the prefix cache,
+            and those not computed because they were found there.
+        free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
+        generated_tokens: sampled tokens, end tokens included.
+        speculation: drafts and what became of them.
+        oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    computed_tokens: int
+    recomputed_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    finished: int
+    free_blocks: tuple[int, ...]
+    cached_blocks: tuple[int, ...]
+    total_blocks: tuple[int, ...]
+    oldest_waiting: float | None
+    generated_tokens: int
+    speculation: SpeculationStats
