@@ -32,11 +32,12 @@ from throughput import machine
 
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, known_input
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, run_job, tokens_per_sequence
+from tokenmill.wiring import RunPlan, run_job, tokens_per_sequence
 from workers.model_host import LoadedModel
 
 OUTPUT_TOKENS = 8

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher import Dispatcher, DispatchSettings
-from pipeline.foreman import Foreman
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
+from pipeline.together import AT_ONCE, BESIDE, InTurn
 from schemas.job import Closing
 from tests.cluster.cluster import settings_of
 from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
@@ -106,7 +108,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ledgers = plan_jobs(world, args.jobs, args.shards)
         print(f"{args.jobs} jobs planned in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, SILENCE)
-        dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(isolate=True))
+        settings = DispatchSettings(isolate=True)
+        # As `tokenmill dispatcher` does.
+        together, beside = (
+            InTurn() if args.store == "folder" else ThreadPoolExecutor(threads) for threads in (AT_ONCE, BESIDE)
+        )
+        dispatcher = Dispatcher(world, queue, beats, settings=settings, together=together, beside=beside)
         foreman = Foreman(world, dispatcher)
         client = ShardClient(
             "w", world, lambda job: JobLedger(world.store, f"{JOBS}{job}/"), queue, beats, lambda: False,
@@ -147,6 +154,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if args.jobs > 1:
             facts["seconds_to_cancel"] = round(until_seen(foreman.tick, ledgers[-1], world, 0.2), 2)
         foreman.close()
+        together.shutdown()
+        beside.shutdown()
         return facts
 
 

@@ -47,12 +47,13 @@ from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, S
 from engine.models.load import describe_model
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.processes import settled_heap
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
+from tokenmill.wiring import RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 
 ALLOWED = 0.05

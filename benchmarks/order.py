@@ -42,10 +42,11 @@ from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLo
 from schemas.checkpoints import FinishedRows
 from schemas.job import Job, JobSettings, ModelPin, Tier
 from tokenmill.embedded import open_output
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
-from tokenmill.wiring import EngineOptions, pin_model, rows_at_once, sequences, tokens_per_sequence
+from tokenmill.wiring import pin_model, rows_at_once, sequences, tokens_per_sequence
 from workers.model_host import LoadedModel
 from workers.shard_state import HINTS
 from workers.shard_worker import ShardWorker

@@ -27,11 +27,12 @@ from engine.request import Completion
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from schemas.requests import ChatMessage
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
+from tokenmill.wiring import RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 from workers.settings import WorkerSettings
 

@@ -37,13 +37,13 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
 
-WEIGHTS = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}
+WEIGHTS = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 """Bytes an element; scales of quantized weights and keys count nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In what the engine keeps and multiplies: "f32", "bf16" or "int8".
+    """In what the engine keeps and multiplies: "f32", "bf16", "int8", "fp8" or "int4".
 
     Attributes:
         weights: as they are stored.  linears: as they are multiplied.  kv: keys and values, as they are stored.
@@ -65,7 +65,7 @@ class Precision:
         if dtype not in names:
             raise PeaksError(f"no peak is measured for {dtype}; use bfloat16 or float32")
         plain = names[dtype]
-        weights = plain if config.quantize == "none" else "int8"
+        weights = plain if config.quantize in ("none", "dense") else config.quantize.removesuffix("-weight-only")
         linears = "int8" if config.quantize == "int8" else plain
         kv = plain if config.kv_dtype == "auto" else config.kv_dtype
         return cls(weights, linears, kv, kv, plain, plain)
