@@ -44,6 +44,7 @@ test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
+	$(PY) -m pytest -m exhaustive tests/tokenmill $(PYTEST_ARGS)
 
 cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes here, and send a file in by every door
 	$(PY) -m tests.cluster examples/requests.jsonl --model demo

@@ -27,11 +27,10 @@ _SHA = 32
 _LENGTH = 4
 _HEADER = len(MAGIC) + _SHA + _LENGTH
 
-USAGE_FIELDS = (
-    pa.field("usage_prompt", pa.int64(), nullable=False),
-    pa.field("usage_cached", pa.int64(), nullable=False),
-    pa.field("usage_completion", pa.int64(), nullable=False),
-)
+ROW_USAGE = ("prompt", "cached", "completion", "drafted", "accepted")
+"""What a row can cost, as `Usage` names it."""
+
+USAGE_FIELDS = tuple(pa.field(f"usage_{name}", pa.int64(), nullable=False) for name in ROW_USAGE)
 FINISHED_SCHEMA = pa.schema([*RESULT_FIELDS, *USAGE_FIELDS])
 """Results, with the tokens that the row cost (0 for copies)."""
 
@@ -114,7 +113,7 @@ class FinishedRows:
     def table(self) -> pa.Table:
         """The rows in `FINISHED_SCHEMA`."""
         table = results_table(self.rows)
-        for field, name in zip(USAGE_FIELDS, ("prompt", "cached", "completion"), strict=True):
+        for field, name in zip(USAGE_FIELDS, ROW_USAGE, strict=True):
             table = table.append_column(field, pa.array([getattr(u, name) for u in self.usages], field.type))
         return table
 

@@ -97,7 +97,7 @@ class ModelPin(Paper):
         source: folder, GGUF file or hub name it is loaded from.
         digest: of the weight files, "sha256:…".
         revision: of a hub repository.
-        quantization: of the weights at load; "int8" quantizes activations too.
+        quantization: of the weights at load; "none": as they are stored, "int8" quantizes activations too.
         kv_dtype: of the KV cache; "auto" is the dtype's.
     """
 
@@ -106,7 +106,7 @@ class ModelPin(Paper):
     digest: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"]
-    quantization: Literal["none", "int8", "int8-weight-only"] = "none"
+    quantization: Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"] = "none"
     kv_dtype: Literal["auto", "int8"] = "auto"
 
     @property

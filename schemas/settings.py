@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -29,6 +29,13 @@ CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
 
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
+
+
+def check_speculate(given: str) -> str:
+    """A way to guess tokens, as it was given; raises ValueError."""
+    if given in ("off", "ngram", "auto") or given.removeprefix("draft:") not in ("", given):
+        return given
+    raise ValueError(f"{given!r} is no way to guess tokens; give off, ngram, draft:MODEL or auto")
 
 
 class InvalidSettingsError(ValueError):
@@ -205,6 +212,7 @@ class Settings(BaseSettings):
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
         spot_notice: a worker ends in order when Amazon says that its spot instance will be taken away.
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
+        speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL or auto.
     """
 
     model_config = SettingsConfigDict(
@@ -221,6 +229,7 @@ class Settings(BaseSettings):
     stuck_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     spot_notice: bool = False
     instruction_set: InstructionSet = "auto"
+    speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"
     root: str | None = None
     s3: S3Options = S3Options()
     bucket: BucketOptions = BucketOptions()

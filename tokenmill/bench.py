@@ -26,9 +26,10 @@ from engine.models.base import ModelSpec
 from engine.request import Request, SamplingParams, as_token_ids
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, run_job, tokens_per_sequence
+from tokenmill.wiring import RunPlan, run_job, tokens_per_sequence
 from workers.model_host import LoadedModel
 
 if TYPE_CHECKING:

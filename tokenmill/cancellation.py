@@ -16,7 +16,7 @@ from pipeline.adapters.locks import RunLock
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs import find_ledger
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_again

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, run, serve, submit
+from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, quantize, run, serve, submit
 from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
 from tokenmill.output import say
 
@@ -57,6 +57,7 @@ app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
 app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
+app.command("quantize", short_help="A quantized checkpoint of a model, and what it costs.")(quantize.quantize)
 app.command("bench", short_help="Throughput of this machine.")(bench.bench)
 
 

@@ -18,7 +18,7 @@ from pipeline.adapters.locks import RunLock
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient

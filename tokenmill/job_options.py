@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from schemas.job import InputRef, JobSettings
     from schemas.settings import Settings
-    from tokenmill.options import Device, DType, KvDType, Quantize
-    from tokenmill.wiring import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +75,6 @@ def job_settings(
         limits=settings.limits,
         plan=settings.plan,
     )
-
-
-def engine_options(
-    settings: Settings,
-    dtype: DType,
-    device: Device,
-    threads: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_memory: int | None,
-    quantize: Quantize,
-    kv_dtype: KvDType,
-) -> EngineOptions:
-    """How the engine is to run, by a command's options and the settings. `kv_cache_memory` in bytes."""
-    from tokenmill.wiring import EngineOptions
-
-    return EngineOptions(
-        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        settings.instruction_set,
-    )  # fmt: skip
 
 
 def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:

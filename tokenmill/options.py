@@ -44,6 +44,16 @@ def num_bytes(given: str) -> int:
     return int(float(match.group(1)) * UNITS[(match.group(2) or "").upper()])
 
 
+def speculate(given: str) -> str:
+    """How tokens are guessed."""
+    from schemas.settings import check_speculate
+
+    try:
+        return check_speculate(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def folder(given: str) -> Path:
     """A folder's path; an unset variable must not become the current folder."""
     if not given:
@@ -100,7 +110,7 @@ Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks."
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu"]
-Quantize = Literal["none", "int8", "int8-weight-only"]
+Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
 KvDType = Literal["auto", "int8"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
@@ -113,12 +123,23 @@ DTypeOption = Annotated[
 QuantizeOption = Annotated[
     Quantize,
     typer.Option(
-        help="Weights at load. int8: activations too, row by row, where that is faster; int8-weight-only: smaller, "
-        "nearer to the model."
+        help="Weights at load. none: as the checkpoint has them, quantized or not; dense: dequantized to --dtype; "
+        "int8: activations too, row by row, where that is faster; int8-weight-only: smaller, nearer to the model; int4 "
+        "and fp8: weights only, rounded to nearest."
     ),
 ]
 KvDTypeOption = Annotated[
     KvDType, typer.Option(help="Of the KV cache. int8: half of bfloat16's bytes. auto: as --dtype.")
+]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        parser=speculate,
+        metavar="METHOD",
+        help="Guess the next tokens and check them all in one step; no answer changes by it. ngram: what followed the "
+        "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; auto: ngram where it pays; off. "
+        "Default: TOKENMILL_SPECULATE, else auto.",
+    ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]

@@ -6,16 +6,19 @@ parts are the same: only what stands behind the ports of queue and heartbeats di
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
 from pipeline.adapters.folder import FolderStore
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import INCOMING, FolderInbox
-from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.housekeeping import Housekeeper, HousekeepingSettings
 from pipeline.intake import Intake
+from pipeline.together import AT_ONCE, BESIDE, InTurn
 from schemas.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.hints import Hints
@@ -31,9 +34,20 @@ def dispatcher_part(root: Root, hints: Hints, settings: Settings, price_per_hour
     dispatching = DispatchSettings(
         settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour
     )
-    dispatcher = Dispatcher(root.world, hints.queue, hints.heartbeats, settings=dispatching)
-    foreman = Foreman(root.world, dispatcher, root.open_input, ForemanSettings(planners=settings.planners), hints.lease)
-    return foreman.run
+
+    def requests(threads: int) -> Executor:
+        return InTurn() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
+
+    def dispatch(stop: threading.Event) -> None:
+        # A folder answers at once; a bucket is worth asking many things at a time.
+        with requests(AT_ONCE) as together, requests(BESIDE) as beside:
+            dispatcher = Dispatcher(
+                root.world, hints.queue, hints.heartbeats, settings=dispatching, together=together, beside=beside
+            )
+            planning = ForemanSettings(planners=settings.planners)
+            Foreman(root.world, dispatcher, root.open_input, planning, hints.lease).run(stop)
+
+    return dispatch
 
 
 def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:

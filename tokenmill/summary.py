@@ -27,6 +27,8 @@ def summary_table(manifest: Manifest) -> Table:
         ("output tokens", count(usage.completion)),
     ]
     rows += [(f"  {name}", count(number)) for name, number in (("repeated", usage.repeated),) if number]
+    if usage.drafted:
+        rows.append(("  guessed right", f"{count(usage.accepted)} of {count(usage.drafted)} guesses"))
     if manifest.tokens_per_second is not None:
         rows.append(("output tokens/s", count(manifest.tokens_per_second)))
     if manifest.total_tokens_per_second is not None:

@@ -15,7 +15,6 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 
-from engine.config import CacheConfig, Device, DType, EngineConfig, KVDType, Quantize, ScheduleConfig
 from engine.engine import resolve_device, resolve_dtype
 from engine.models.load import describe_model
 from pipeline.jobs import summarize_job
@@ -26,6 +25,7 @@ from pipeline.submit import Order, submit
 from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Tier
 from schemas.progress import Progress
 from tokenmill.embedded import Output, dispatch, open_output
+from tokenmill.engine_options import EngineOptions
 from tokenmill.errors import ModelError
 from tokenmill.inputs import open_input
 from tokenmill.job_options import ChosenModel, token_counter
@@ -43,38 +43,6 @@ ROWS_MARGIN = 1.1
 
 ROWS_STEP = 16
 """Rows come in multiples: those of a tile of the matrix units."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How the engine is to run, as the command line has it; `kv_cache_bytes` None: from the machine and the work."""
-
-    dtype: DType = "auto"
-    device: Device = "auto"
-    threads: int | None = None
-    max_num_seqs: int = ScheduleConfig().max_num_seqs
-    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
-    kv_cache_bytes: int | None = None
-    quantize: Quantize = "none"
-    kv_dtype: KVDType = "auto"
-    instruction_set: str = "auto"
-
-    def config(
-        self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
-    ) -> EngineConfig:
-        """The engine's settings, for so many sequences of about this length (tokens), at most `rows` at once."""
-        return EngineConfig(
-            dtype=self.dtype,
-            device=self.device,
-            threads=self.threads,
-            instruction_set=self.instruction_set,
-            quantize=self.quantize,
-            kv_dtype=self.kv_dtype,
-            cache=CacheConfig(
-                memory_bytes=self.kv_cache_bytes, sequences=sequences, tokens_per_sequence=tokens_per_sequence
-            ),
-            schedule=ScheduleConfig(min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,8 @@ class Checkpointer:
                     prompt=completion.prompt_tokens,
                     cached=completion.cached_tokens,
                     completion=completion.generated_tokens,
+                    drafted=completion.drafted_tokens,
+                    accepted=completion.accepted_tokens,
                 )
                 shard.note_times(completion.started_at, completion.finished_at)
         rows = self._builder.results(finished, envelope)

@@ -19,6 +19,7 @@ from engine.null_runner import NullRunner
 from engine.plan import RowState
 from engine.request import Completion, PartialChoice, Request
 from engine.runner import StepRunner
+from engine.speculative.tally import SpeculationStats
 from schemas.job import ModelPin
 from workers.errors import WorkerError
 from workers.tokenizer import Tokenizer
@@ -114,12 +115,14 @@ class LoadedModel:
         """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
 
         The digest is computed meanwhile in a thread (hashing lets go of the interpreter), unless it is given.
-        Raises what `Engine.load` raises, and `TokenizerError`.
+        Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` where a draft model's tokens are others.
         """
         path = model_path(path)
         with ThreadPoolExecutor(max_workers=1) as pool:
             proof = None if digest is not None else pool.submit(model_digest, path, chat_template)
             tokenizer = Tokenizer.load(path, chat_template)
+            if config is not None and (draft := config.speculation.draft_model) is not None:
+                _check_same_tokens(draft, tokenizer)
             engine = Engine.load(path, config)
             digest = digest if proof is None else proof.result()
         return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
@@ -197,6 +200,15 @@ class LoadedModel:
         return None
 
 
+def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
+    """Refuse a draft model whose token ids mean other texts; raises `WorkerError`."""
+    if (token_id := tokenizer.first_difference(Tokenizer.load(model_path(Path(draft))))) is not None:
+        raise WorkerError(
+            f"the draft model {draft} has another tokenizer: token {token_id} is not the same text; "
+            "choose a smaller model with the same tokenizer"
+        )
+
+
 def model_path(path: Path) -> Path:
     """The model itself: a folder with weights, or the GGUF file, also when a folder with just that file is given."""
     if path.is_dir() and not (path / "config.json").is_file():
@@ -262,7 +274,21 @@ def engine_facts(engine: Engine) -> dict[str, Fact]:
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.schedule.max_num_seqs,
         "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+        "speculate": config.speculation.method,
+        "draft_model": config.speculation.draft_model,
+        **{f"weight_bytes_{form}": size for form, size in engine.weight_bytes.items()},
     }
+
+
+def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
+    """What became of guessed tokens since the engine was made, as a manifest shows it: by who guessed them, and which
+    share of those at each place was right."""
+    facts: dict[str, Fact] = {}
+    for source, counts in stats.sources.items():
+        facts[f"drafted_{source}"], facts[f"accepted_{source}"] = counts.num_drafted, counts.num_accepted
+        shares = (accepted / drafted for drafted, accepted in zip(counts.drafted, counts.accepted, strict=True))
+        facts[f"accepted_by_place_{source}"] = " ".join(f"{share:.2f}" for share in shares)
+    return facts
 
 
 def library_versions() -> dict[str, str]:

@@ -40,7 +40,7 @@ from workers.beside import Beside, Nothing, run_out
 from workers.checkpointing import Checkpointer
 from workers.fetching import ShardFetcher
 from workers.lookahead import Lookahead, engine_has_all
-from workers.model_host import LoadedModel, library_versions
+from workers.model_host import LoadedModel, library_versions, speculation_facts
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import Envelope, ResponseBuilder, failure_of
 from workers.rows import ComputedRow, PreparedRow, RefusedRow
@@ -281,6 +281,7 @@ class ShardWorker:
             self._finish(self._trials.proved(completion.error))
             return
         if self._beside.take(completion):
+            self._trials.doubt(completion.error)
             return
         found = self._running.pop(completion.request_id, None)
         if found is None:  # its shard was given back
@@ -311,7 +312,7 @@ class ShardWorker:
             exposed=max(self._checkpointer.exposed, shard.unlogged),
             engine_started_at=None if shard.first_start is None else self._wall(shard.first_start),
             engine_finished_at=None if shard.last_end is None else self._wall(shard.last_end),
-            engine=self._model.facts,
+            engine={**self._model.facts, **speculation_facts(self._engine.stats().speculation)},
             versions=self._versions,
         )
         return self._sink.commit(shard.work, FinishedRows(shard.built_rows, shard.built_usages), report)

@@ -100,6 +100,15 @@ class Tokenizer:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TokenizerError(f"{path}: no tokenizer that can be loaded (tokenizer.json, …): {reason}") from error
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The lowest token id that is not the same text for both; None: there is none."""
+        mine, theirs = (of._backend.get_vocab(with_added_tokens=True) for of in (self, other))
+        return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
+
+    def save(self, folder: Path) -> None:
+        """Write it as a Hugging Face folder has it: tokenizer.json, its settings and the chat template."""
+        self._hf.save_pretrained(folder)
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None

@@ -46,6 +46,7 @@ class Trials:
         self._failed_proofs = 0
         self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._verdicts: list[tuple[OpenShard, ComputedRow]] = []
+        self._doubted = False  # a request that is no row's failed with a step
 
     def __bool__(self) -> bool:
         """Whether there are rows to try."""
@@ -58,8 +59,8 @@ class Trials:
 
     @property
     def undecided(self) -> bool:
-        """Whether rows have failed alone, and it isn't known yet whether that was the engine's fault."""
-        return bool(self._verdicts)
+        """Whether something has failed, and it isn't known yet whether that was the engine's fault."""
+        return bool(self._verdicts) or self._doubted
 
     @property
     def noted(self) -> bool:
@@ -111,6 +112,12 @@ class Trials:
         """A step raised; completions whose error is `reason` are suspects."""
         self._suspects.step_failed(reason)
 
+    def doubt(self, error: str | None) -> None:
+        """A request beside the rows ended with this error. Where a step failed with it the engine has to show that it
+        works: there may be no rows, and nobody else would notice."""
+        if self._suspects.concerns(error):
+            self._doubted = self._trying = True
+
     def proved(self, error: str | None) -> list[tuple[OpenShard, ComputedRow]]:
         """How a harmless request did: if well, the rows that failed alone did so by themselves, and are returned.
         Raises `BrokenEngineError` when it failed too often."""
@@ -120,6 +127,7 @@ class Trials:
                 raise BrokenEngineError(f"the engine fails with every request, last with: {error}")
             return []
         self._failed_proofs = 0
+        self._doubted = False
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 

@@ -36,10 +36,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show with a test that failed what the servers said that it uses."""
     report: pytest.TestReport = yield
     if report.failed:
+        used = item.funcargs.values() if isinstance(item, pytest.Function) else []
         for server in item.config.stash[SERVERS]:
-            report.sections.append((f"end of the log of {server.name} ({server.log})", server.log_end()))
+            if server in used:
+                report.sections.append((f"end of the log of {server.name} ({server.log})", server.log_end()))
     return report
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.adapters.folder import FolderStore
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
+from pipeline.together import InTurn
 from schemas.job import Closing, InputRef, JobSettings, PlanSettings
-from tests.inline_helper import InlineHelper
 from tests.simulation import model
 from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
@@ -149,7 +149,7 @@ class House:
             poisonous = self.scenario.poisonous
             loaded = model.load(process, facts, lambda request: poisonous.get(row_of(request)), self.watch)
             process.threaded = self.scenario.threaded
-            helper = SecondThread(process) if process.threaded else InlineHelper()
+            helper = SecondThread(process) if process.threaded else InTurn()
             worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
             try:
                 worker.run(cast(Any, _Asked(process)))

@@ -56,7 +56,6 @@ def copied(folder: Path) -> Path:
     """The source, to be broken."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "tests/inline_helper.py", folder / "tests")
     return folder
 
 

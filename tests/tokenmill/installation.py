@@ -16,8 +16,8 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
-from pipeline.dispatcher import Dispatcher, DispatchSettings
-from pipeline.foreman import Foreman, ForemanSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import ObjectStore, World

@@ -21,7 +21,7 @@ from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from schemas.job import JobStatus, OnInvalid

@@ -13,7 +13,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from tests.pipeline.made_jobs import plan_by_hand

@@ -20,10 +20,11 @@ from schemas.job import Counts, Job, JobSettings, ModelPin, PlanSegment, Tier
 from schemas.limits import PlanSettings
 from tokenmill import models
 from tokenmill.embedded import Output, open_output
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, known_input
 from tokenmill.planner_process import PlannerProcess
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, JobRun, RunPlan, load_model, run_job
+from tokenmill.wiring import JobRun, RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 
 Cli = Callable[..., Any]

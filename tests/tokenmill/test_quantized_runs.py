@@ -13,9 +13,9 @@ from engine import config
 from engine.native.library import CHOICES
 from schemas.job import ModelPin
 from schemas.settings import InstructionSet
+from tokenmill.engine_options import EngineOptions
 from tokenmill.measured import FILE, MeasuredSpeed, keep, recall, this_machine
 from tokenmill.options import KvDType, Quantize
-from tokenmill.wiring import EngineOptions
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -43,6 +43,7 @@ def test_given_quantization_when_run_then_papers_and_manifest_say_so(
     engine = json.loads((out / "manifest.json").read_text())["engine"]
     assert (engine["quantization"], engine["kv_dtype"]) == ("int8-weight-only", "int8")
     assert engine["attention"].startswith("native (")
+    assert 0 < engine["weight_bytes_int8"] < engine["weight_bytes_float32"]  # embedding and head stay as they are
     assert "tiny (float32, weights int8-weight-only, KV int8)" in tokenmill("jobs", "show", out).out
 
 
@@ -82,7 +83,7 @@ def test_given_a_job_when_it_is_retried_then_it_keeps_its_quantization_unless_to
     assert [(pin["quantization"], pin["kv_dtype"]) for pin in pins] == [("int8-weight-only", "int8"), ("none", "auto")]
 
 
-@pytest.mark.parametrize("option", [("--quantize", "int4"), ("--kv-dtype", "fp8")])
+@pytest.mark.parametrize("option", [("--quantize", "int3"), ("--kv-dtype", "fp8")])
 @pytest.mark.parametrize("command", ["run", "estimate", "bench"])
 def test_given_a_value_that_is_not_known_then_one_line_names_those_that_are(
     tokenmill: Cli, place: Path, run: tuple[object, ...], option: tuple[str, str], command: str

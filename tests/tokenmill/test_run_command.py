@@ -18,9 +18,10 @@ from pipeline.adapters.locks import RunLock
 from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill import models
+from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import EngineOptions, RunPlan, load_model, run_job
+from tokenmill.wiring import RunPlan, load_model, run_job
 from workers.model_host import LoadedModel
 
 Chat = Callable[..., dict[str, Any]]
@@ -300,8 +301,8 @@ def test_given_an_output_in_use_when_run_then_it_is_never_taken_over(
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--tier", "urgent"), "'urgent' is not one of"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--threads", "0"), "--threads"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--kv-cache-memory", "much"), "'much' is no size"),
-        (("run", "in.jsonl", "-m", "m", "-o", "out", "--quantize", "int4"), "'int4' is not one of"),
-        (("run", "in.jsonl", "-m", "m", "-o", "out", "--speculate", "ngram"), "No such option: --speculate"),
+        (("run", "in.jsonl", "-m", "m", "-o", "out", "--quantize", "int3"), "'int3' is not one of"),
+        (("run", "in.jsonl", "-m", "m", "-o", "out", "--speculate", "psychic"), "'psychic' is no way to guess"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "soon"), "'soon' is no amount of time"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "0h"), "'0h' is no amount of time"),
         (("run", "in.jsonl", "-m", "m", "-o", "out", "--deadline", "9999999d"), "9999999d is more than 3650 days"),

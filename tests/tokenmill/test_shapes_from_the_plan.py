@@ -13,7 +13,8 @@ from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.embedded import open_output
-from tokenmill.wiring import EngineOptions, rows_at_once
+from tokenmill.engine_options import EngineOptions
+from tokenmill.wiring import rows_at_once
 
 
 def plan(folder: Path, bodies: list[dict[str, Any]]) -> list[PlanSegment]:

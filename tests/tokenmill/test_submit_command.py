@@ -20,11 +20,11 @@ from pipeline.adapters.s3_client import S3Connection
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.doors.bucket_inbox import BucketInbox
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import FolderInbox
-from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.inputs import pin_uri
 from pipeline.intake import Intake
 from pipeline.ledger import JOBS, JobLedger

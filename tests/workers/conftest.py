@@ -17,13 +17,13 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.together import InTurn
 from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Tier, Usage
 from schemas.requests import dump_body, parse_body
 from schemas.results import ResultRow
 from schemas.tables import SHARD_FIELDS
-from tests.inline_helper import InlineHelper
 from workers.tokenizer import Tokenizer
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -239,7 +239,7 @@ def kit() -> SimpleNamespace:
         TEMPLATE=TEMPLATE,
         byte_level_tokenizer=byte_level_tokenizer,
         sentencepiece_tokenizer=sentencepiece_tokenizer,
-        InlineHelper=InlineHelper,
+        InTurn=InTurn,
         FakeClock=FakeClock,
         ListSource=ListSource,
         MemorySink=MemorySink,

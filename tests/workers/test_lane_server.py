@@ -28,6 +28,7 @@ from pipeline.lane_caller import CallSettings, answer
 from pipeline.worker_api import BY_URGENCY, ShardWork
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from workers.errors import BrokenEngineError
 from workers.lane_answers import LaneAnswer
 from workers.lane_requests import LaneReader, LaneRules
 from workers.lane_server import LaneServer, LaneServing
@@ -431,6 +432,26 @@ def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any,
     assert isinstance(last, ErrorEvent)
     wait_until(lambda: 1 in worker.sink.parts)
     assert [row.completion_tokens for row in worker.sink.parts[1]] == [60] * 6
+
+
+def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_answers(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    # Given no rows of shards, which would have shown it
+    broken, runner = host()
+    runner.fails = lambda prompts: True
+    worker = Worker(kit, broken, lane, "broken", ())
+    events = answer(lane, request(broken, kit.chat("x", max_tokens=5, ignore_eos=True)), CLOCK, CALL)
+    lane_events: list[LaneEvent] = []
+    caller = threading.Thread(target=lambda: lane_events.extend(events))
+    caller.start()
+    worker.thread.join(WAIT)
+    assert isinstance(worker.error, BrokenEngineError)
+    model, _ = host()
+    work(model, "sound")
+    caller.join(WAIT)
+    assert not caller.is_alive()
+    assert response(lane_events)["usage"]["completion_tokens"] == 5
 
 
 def test_an_idle_worker_answers_at_once_and_burns_no_processor(

@@ -117,7 +117,7 @@ def work_on(world: World, model: LoadedModel, turns: float, kit: Any, **settings
     house.dispatcher.add(house.ledger)
     source = Ticking(house, "w")
     how = WorkerSettings(report_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
-    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InlineHelper())  # type: ignore[arg-type]
+    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InTurn())  # type: ignore[arg-type]
     try:
         worker.run()
     except Killed:
@@ -236,7 +236,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
         source: Any = Ticking(house, "w")
         model = load()
         how = WorkerSettings(checkpoint_seconds=1e9, max_open_shards=2)
-        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineHelper()).run(Stops(looks))  # type: ignore[arg-type]
+        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InTurn()).run(Stops(looks))  # type: ignore[arg-type]
         assert progress.stopped
         assert not model.engine.has_work
     manifest = work_on(broken, load(), float("inf"), kit)

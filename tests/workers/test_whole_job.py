@@ -21,7 +21,8 @@ from engine.engine import Engine
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, StepOutput, StepPlan
-from engine.scheduler import Scheduler, SchedulerStats
+from engine.scheduler import Scheduler
+from engine.stats import SchedulerStats
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
@@ -134,7 +135,7 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., Run]:
             ShardWork(job, number, 1, f"attempt-{number}", table, kit.NOON) for number, table in sink.tables.items()
         ]
         results = kit.MemorySink()
-        ShardWorker(model, kit.ListSource(works), results, clock, helper=kit.InlineHelper()).run()
+        ShardWorker(model, kit.ListSource(works), results, clock, helper=kit.InTurn()).run()
         assert sorted(results.rows) == list(range(len(asks)))
         assert {row.status for row in results.rows.values()} == {"succeeded"}
         cached = sum(row.cached_tokens or 0 for row in results.rows.values())

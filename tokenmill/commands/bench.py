@@ -41,8 +41,8 @@ def bench(
     from engine.engine import Engine
     from tokenmill import bench as measure
     from tokenmill import job_options, measured
+    from tokenmill.engine_options import EngineOptions
     from tokenmill.logs import log_to_stderr
-    from tokenmill.wiring import EngineOptions
     from workers.model_host import dtype_name, model_digest, model_path
 
     log_to_stderr()

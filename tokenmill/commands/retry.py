@@ -28,17 +28,20 @@ from tokenmill.options import (
     PricePerHour,
     Quantize,
     RootUrl,
+    SpeculateOption,
     Threads,
     Tier,
 )
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.retry import Retry
+    from pipeline.retry import Retry, Wishes
     from schemas.job import InputFile, InputRef, Job
     from schemas.results import RowStatus
+    from tokenmill.engine_options import EngineOptions
     from tokenmill.job_options import ChosenModel
     from tokenmill.places import JobPlace
+    from tokenmill.wiring import RunPlan
 
 
 class Ended(StrEnum):
@@ -51,7 +54,8 @@ class Ended(StrEnum):
 
 ONLY_HERE: Final = {
     "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
-    "kv_dtype": "--kv-dtype", "device": "--device", "threads": "--threads", "fresh": "--fresh",
+    "kv_dtype": "--kv-dtype", "speculate": "--speculate", "device": "--device", "threads": "--threads",
+    "fresh": "--fresh",
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
@@ -85,6 +89,7 @@ def retry(
     dtype: Annotated[DType | None, typer.Option(help="Of weights and arithmetic. Default: as in JOB.")] = None,
     quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in JOB.")] = None,
     kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in JOB.")] = None,
+    speculate: SpeculateOption = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
@@ -110,10 +115,9 @@ def retry(
     root it is a job of that root, whose id is printed at once; engine options are those of the root's workers. The same
     command again finds the retry that it has made, and makes no second one.
     """
-    from pipeline.retry import RETRIED, Wishes, retried_settings
+    from pipeline.retry import RETRIED, Wishes
     from schemas.job import Tier as JobTier
     from schemas.results import RowStatus
-    from tokenmill import job_options
     from tokenmill.places import locate
     from tokenmill.retrying import retry_in_root, tell_rows
 
@@ -122,52 +126,69 @@ def retry(
     place = locate(job_given, root_url, settings)
     given = Path(job_given).expanduser()
     out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
+    wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens)
     if out is None:
         _check_options(context, place)
-        wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens)
         retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
         return
     if new is None:
         raise typer.BadParameter("a folder's job is tried again in a folder; name it", param_hint="--output")
     if watch:
         raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
+    from tokenmill.engine_options import engine_options  # needs torch, which isn't there where no model runs
     from tokenmill.running import execute
-    from tokenmill.wiring import EngineOptions, RunPlan  # needs torch, which isn't there where no model runs
-    from workers.settings import WorkerSettings
 
     first = _first(out, new, statuses, include_invalid=include_invalid, other_model=model is not None)
-    job = first.job
-    pin = job.models[0]
-    wanted_tier = job.tier if tier is None else JobTier(tier)
-    if max_output_tokens is not None:
-        job_options.check_cap(max_output_tokens, settings.max_output_tokens.of(wanted_tier), wanted_tier)
-    plan = RunPlan(
+    pin = first.job.models[0]
+    engine = engine_options(
+        settings, dtype or pin.dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
+        quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate,
+    )  # fmt: skip
+    plan = _plan(
+        first, new, wishes, engine, input_, model, chat_template,
+        fresh=fresh, price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+    )  # fmt: skip
+    tell_rows(first)
+    execute(plan, as_json=as_json)
+
+
+def _plan(
+    first: Retry,
+    new: Path,
+    wishes: Wishes,
+    engine: EngineOptions,
+    input_: str | None,
+    model: str | None,
+    chat_template: Path | None,
+    *,
+    fresh: bool,
+    price_per_hour: float | None,
+) -> RunPlan:
+    """Everything that can be found out, and refused, before a retry is run here."""
+    from pipeline.retry import retried_settings
+    from tokenmill import job_options
+    from tokenmill.wiring import RunPlan
+    from workers.settings import WorkerSettings
+
+    settings, job = read_settings(), first.job
+    tier = wishes.tier or job.tier
+    if wishes.max_output_tokens is not None:
+        job_options.check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
+    return RunPlan(
         inputs=_same_input(job, input_),
         model=_model(job, model, settings.model_cache),
         output=new.expanduser(),
-        tier=wanted_tier,
-        settings=retried_settings(first, max_output_tokens),
-        engine=EngineOptions(
-            dtype=dtype or pin.dtype,
-            device=device,
-            threads=threads,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_bytes=kv_cache_memory,
-            quantize=quantize or pin.quantization,
-            kv_dtype=kv_dtype or pin.kv_dtype,
-            instruction_set=settings.instruction_set,
-        ),
+        tier=tier,
+        settings=retried_settings(first, wishes.max_output_tokens),
+        engine=engine,
         chat_template=job_options.read_template(chat_template),
         fresh=fresh,
-        price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+        price_per_hour=price_per_hour,
         worker=WorkerSettings(request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds),
-        deadline=deadline,
+        deadline=wishes.deadline,
         retry_of=job.id,
-        digest=pin.digest if model is None and chat_template is None else None,
+        digest=job.models[0].digest if model is None and chat_template is None else None,
     )
-    tell_rows(first)
-    execute(plan, as_json=as_json)
 
 
 def _check_options(context: typer.Context, place: JobPlace) -> None:

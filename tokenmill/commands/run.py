@@ -26,6 +26,7 @@ from tokenmill.options import (
     OutputTo,
     PricePerHour,
     QuantizeOption,
+    SpeculateOption,
     Threads,
     Tier,
 )
@@ -34,7 +35,8 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from tokenmill.wiring import EngineOptions, RunPlan
+    from tokenmill.engine_options import EngineOptions
+    from tokenmill.wiring import RunPlan
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
+    speculate: SpeculateOption = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
@@ -68,13 +71,14 @@ def run(
     The same command again goes on where the last one stopped; what was committed is never computed again. Every line
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
     """
-    from tokenmill.job_options import engine_options
+    from tokenmill.engine_options import engine_options
     from tokenmill.running import execute
 
     settings = read_settings()
     engine = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
-    )
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        speculate,
+    )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,

@@ -24,6 +24,7 @@ from tokenmill.options import (
     PricePerHour,
     QuantizeOption,
     RootUrl,
+    SpeculateOption,
     SwitchAfter,
     Threads,
     folder,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from schemas.settings import Settings
-    from tokenmill.wiring import EngineOptions
+    from tokenmill.engine_options import EngineOptions
     from workers.model_host import LoadedModel
 
 Data = Annotated[
@@ -53,6 +54,7 @@ def serve(
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
+    speculate: SpeculateOption = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
@@ -72,8 +74,8 @@ def serve(
     """
     from pipeline.adapters.locks import RunLock
     from tokenmill import service
+    from tokenmill.engine_options import engine_options
     from tokenmill.hints import hints_in_process
-    from tokenmill.job_options import engine_options
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
@@ -82,8 +84,9 @@ def serve(
     log_to_stderr(logging.INFO)
     settings = read_settings()
     options = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
-    )
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        speculate,
+    )  # fmt: skip
     with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
         hints = hints_in_process(root)
         folders = service.folder_part(root, settings, settle)
@@ -100,6 +103,7 @@ def worker(
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
+    speculate: SpeculateOption = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
@@ -113,13 +117,14 @@ def worker(
 
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
     """
-    from tokenmill.job_options import engine_options
+    from tokenmill.engine_options import engine_options
     from tokenmill.working import run_worker
 
     settings = read_settings()
     options = engine_options(
-        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype
-    )
+        settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        speculate,
+    )  # fmt: skip
     run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after)
 
 

@@ -12,18 +12,18 @@ from typing import Any, cast
 from pipeline.adapters.folder import FolderStore
 from pipeline.announcer import Announcer, AnnouncerSettings
 from pipeline.catalog import Catalog
-from pipeline.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
-from pipeline.foreman import Foreman, ForemanSettings
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import PipelineError, World
 from pipeline.retention import Collector, RetentionSettings
 from pipeline.shard_client import ShardClient
+from pipeline.together import InTurn
 from schemas.job import CatalogEntry, InputRef, ModelPin, PlanSettings
-from tests.inline_helper import InlineHelper
 from tests.simulation import model
 from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import Machine, Process, ProcessClock, ProcessRandomness
@@ -180,7 +180,7 @@ class RootHouse:
             )  # fmt: skip
             dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
-            planners = SecondThread(process) if process.threaded else InlineHelper()
+            planners = SecondThread(process) if process.threaded else InTurn()
             foreman = Foreman(
                 office.world, dispatcher, self.open_input,
                 ForemanSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
@@ -205,7 +205,7 @@ class RootHouse:
                 facts = model.EngineFacts(scenario.max_num_seqs, scenario.step_seconds)
                 loaded = model.load(process, facts, self.oracle.poison_of, self.watch, pin)
                 process.threaded = scenario.threaded
-                helper = SecondThread(process) if process.threaded else InlineHelper()
+                helper = SecondThread(process) if process.threaded else InTurn()
                 worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
                 try:
                     worker.run(self.stop(process))

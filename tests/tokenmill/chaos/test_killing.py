@@ -23,7 +23,7 @@ def setup(place: Path, model_folder: Path) -> Setup:
     return Setup(f"tiny={model_folder}", place, options, (("TOKENMILL_PLAN__MAX_SHARD_ROWS", "8"),))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_given_kills_at_random_moments_when_started_again_then_the_answers_are_those_of_an_unbroken_run(
     setup: Setup, how: signal.Signals
 ) -> None:
