@@ -30,6 +30,9 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
 	@$(PY) examples/show_results.py $(OUT)
 
+# Two processes of tests share the machine: OpenMP threads that wait for each other spin, and each would hold the others up.
+test test-all test-models: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
