@@ -34,6 +34,30 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceConfig:
+    """What requests of class 0 are promised, and what it weighs against the other classes' work (`engine.pacing`).
+
+    Attributes:
+        ttft: seconds from a request's arrival in the engine until its first token.
+        itl: seconds between two tokens of an answer.
+        quantile: share of the first tokens, and of the later ones, that should be in time.
+        weight_ttft, weight_itl: of samples that are late.
+        weight_utilisation: of work that is held back; at 0 the shares above are met exactly, beyond that fewer are.
+        weight_drops: of requests of class 0 that run into their deadline.
+        least_tokens: of a step, that other classes always keep.
+    """
+
+    ttft: float = 1.0
+    itl: float = 0.1
+    quantile: float = 0.97
+    weight_ttft: float = 1.0
+    weight_itl: float = 1.0
+    weight_utilisation: float = 0.3
+    weight_drops: float = 1.0
+    least_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     """One step's limits.
 
@@ -41,11 +65,13 @@ class ScheduleConfig:
         max_num_seqs: rows of the running batch.
         max_num_batched_tokens: token budget of a step.
         max_chunk_tokens: most prompt tokens of one row in a step; None: the budget.
+        pace: what class 0 is promised; None: it goes first, and nothing is held back for it.
     """
 
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
+    pace: PaceConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

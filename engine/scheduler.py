@@ -44,6 +44,7 @@ from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.pacing import URGENT, Pace, Paced
 from engine.plan import CacheGroup, RowState, StepPlan
 from engine.request import FinishReason, Request, check_request
 from engine.resumption import check_partial, end_of
@@ -104,11 +105,14 @@ class Scheduler:
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
-        self._planner = StepPlanner(self._batch, self._waiting, self._lengths, self._demand, budget=budget)
+        self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
+        self._planner = StepPlanner(
+            self._batch, self._waiting, self._lengths, self._demand, budget=budget, pace=self._pace
+        )
         self._drafting: Drafting | None = None
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
-        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64], Paced | None]] = deque()
         self._finished: list[FinishedSequence] = []
         self._next_serial = 0
         self._now = 0.0  # the latest time told; `cancel` is told none
@@ -146,6 +150,7 @@ class Scheduler:
             oldest_waiting=None if head is None else head.arrived_at,
             generated_tokens=counters.generated_tokens,
             speculation=SpeculationStats() if self._drafting is None else self._drafting.tally.stats,
+            pace=None if self._pace is None else self._pace.stats,
         )
 
     def add(self, request: Request, now: float) -> None:
@@ -220,9 +225,11 @@ class Scheduler:
         while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
             siblings = self._deadlines.pop()
             self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
+            if self._pace is not None and siblings[0].request.priority == URGENT:
+                self._pace.dropped()
         plan = self._planner.plan(now)
         if plan is not None:
-            self._in_flight.append((plan, self._batch.epoch[plan.rows]))
+            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.paced))
         return plan
 
     def update(
@@ -248,9 +255,11 @@ class Scheduler:
             The sequences that ended with this step, in the plan's order.
         """
         self._now = now
-        expected_plan, epochs = self._in_flight.popleft()
+        expected_plan, epochs, paced = self._in_flight.popleft()
         assert expected_plan is plan, "plans come back in the order they were made"
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
+        if self._pace is not None and paced is not None:
+            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:
@@ -284,7 +293,7 @@ class Scheduler:
         """
         self._now = now
         assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
-        for lost, epochs in self._in_flight:
+        for lost, epochs, _ in self._in_flight:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
                 sequence = self._batch.owner(row)
                 self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))

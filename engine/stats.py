@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.pacing import PaceStats
 from engine.speculative.tally import SpeculationStats
 
 
@@ -19,6 +20,7 @@ class SchedulerStats:
         free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
         generated_tokens: sampled tokens, end tokens included.
         speculation: drafts and what became of them.
+        pace: how class 0 fares; None: nothing is promised to it.
         oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
     """
 
@@ -37,3 +39,4 @@ class SchedulerStats:
     oldest_waiting: float | None
     generated_tokens: int
     speculation: SpeculationStats
+    pace: PaceStats | None

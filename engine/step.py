@@ -15,6 +15,7 @@ from engine.admission import LengthEstimator
 from engine.batch import RunningBatch
 from engine.cache.demand import BlockDemand, BlockOutlook
 from engine.cache.prefix import PrefixNode
+from engine.pacing import URGENT, Pace, Paced
 from engine.plan import NewRow, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.speculative.drafting import Drafting
@@ -51,9 +52,11 @@ class StepPlanner:
 
     Args:
         budget: most tokens of a step.
+        pace: bounds what a step holds beside urgent rows; None: nothing does.
 
     Attributes:
         drafting: adds guesses to what is planned; None: nobody guesses.
+        paced: what the last step held, where there were urgent rows, and a pace.
     """
 
     def __init__(
@@ -64,9 +67,12 @@ class StepPlanner:
         demand: BlockDemand,
         *,
         budget: int,
+        pace: Pace | None = None,
     ) -> None:
         self.counters = Counters()
         self.drafting: Drafting | None = None
+        self.paced: Paced | None = None
+        self._pace = pace
         self._batch = batch
         self._rows = batch.rows
         self._cache = batch.cache
@@ -80,6 +86,9 @@ class StepPlanner:
     def _begin(self) -> None:
         """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end."""
         self._left = self._budget
+        self._held = 0  # tokens of the budget that nobody may have
+        self._answers_first = False
+        self.paced = None
         self._order = self._batch.order()
         self._next = 0
         self._end = len(self._order)
@@ -94,13 +103,59 @@ class StepPlanner:
         self._begin()
         if self._waiting.order_is_due:
             self._order_waiting()
+        if self._pace is None or not self._urgent():
+            self._plan_classes(None, now)
+            return self._assemble()
+        streams, prompts = self._plan_urgent(self._pace, now)
+        before = self._left
+        self._plan_classes(None, now)
+        plan = self._assemble()
+        others = before - self._left
+        beside = self._budget - self._held - self._left - streams
+        held = self._held > 0 and (len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0)
+        self.paced = Paced(streams, prompts, beside, others, held)
+        return plan
+
+    def _urgent(self) -> bool:
+        """Whether anybody waits for a token."""
+        order, head = self._order, self._waiting.peek()
+        running = len(order) > 0 and self._batch.priority[order[0]] == URGENT
+        return bool(running) or (head is not None and head.request.priority == URGENT)
+
+    def _plan_urgent(self, pace: Pace, now: float) -> tuple[int, int]:
+        """Plan class 0, and take from the budget what nobody else may have. Returns how many rows of it are answering,
+        and how many have yet to begin."""
+        urgent = self._order[self._batch.priority[self._order] == URGENT]
+        answering = self._rows.num_known[urgent] > self._rows.prompt_len[urgent]
+        streams = int(np.count_nonzero(answering))
+        if streams:
+            self._hold_back(streams + pace.chunk())
+        self._answers_first = True
+        self._plan_classes(URGENT, now)
+        self._answers_first = False
+        spent = self._budget - self._held - self._left
+        self._left, self._held = self._left + self._held, 0
+        head = self._waiting.peek()
+        prompts = len(urgent) - streams + (head is not None and head.request.priority == URGENT)
+        prompts += sum(self._batch.priority[row] == URGENT for row in self._admitted)
+        self._hold_back(pace.others(streams, prompts, max(0, spent - streams)))
+        return streams, prompts
+
+    def _hold_back(self, most: int) -> None:
+        """Leave no more than so many tokens to be planned."""
+        self._held = max(0, self._left - most)
+        self._left -= self._held
+
+    def _plan_classes(self, last: int | None, now: float) -> None:
+        """Plan running rows and admit waiting ones, class by class, up to class `last` (None: all)."""
         while self._left > 0 and (head := self._waiting.peek()) is not None:
+            if last is not None and head.request.priority > last:
+                break
             self._plan_running(head.request.priority)
             head = self._waiting.peek() or head  # one that has just given way may stand before it now
             if self._left <= 0 or not self._admit(head, now):
                 break
-        self._plan_running(None)
-        return self._assemble()
+        self._plan_running(last)
 
     def _order_waiting(self) -> None:
         """Let the queue see how much there is left to do, and how many do it together."""
@@ -129,11 +184,15 @@ class StepPlanner:
         if visit.size:
             counts[visit] = 0
             before = np.cumsum(counts)
+            # What rows in front of a chunk and behind it want for their answers.
+            answers = int(before[-1]) + int((pending[visit] == 1).sum())
             spent, first = 0, self._next
             for i in visit.tolist():
                 if first + i >= self._end:
                     break
                 left = self._left - int(before[i]) - spent
+                if self._answers_first and pending[i] > 1:
+                    left = self._left - answers - spent
                 if left > 0:
                     counts[i] = count = self._catch_up(int(rows[i]), left)
                     spent += count
@@ -329,7 +388,7 @@ class StepPlanner:
 
     def _assemble(self) -> StepPlan | None:
         """The plan: rows with one token first, then the chunks, each in class then arrival order."""
-        if self._left == self._budget:
+        if self._left + self._held == self._budget:
             return None
         rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
         drafts = None if self.drafting is None else self.drafting.add(rows, counts, self._left)
@@ -350,7 +409,7 @@ class StepPlanner:
         scored = self._batch.scores_prompt[rows] & (starts < self._rows.prompt_len[rows])
         if scored.any():
             num_logits[scored] = counts[scored]
-        num_tokens = self._budget - self._left
+        num_tokens = self._budget - self._held - self._left
         self.counters.steps += 1
         self.counters.computed_tokens += num_tokens
         return StepPlan(
