@@ -231,7 +231,7 @@ class TestPrompts:
             machine.step()
             # then each step has a token of each of them all the same.
             assert machine.plans[-1].num_decodes == 16
-        assert len(machine.plans) > 5
+        assert len(machine.plans) >= 5
 
 
 class TestDrops:
