@@ -25,6 +25,7 @@ from engine.native.library import NativeLibrary
 from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
 from engine.null_runner import NullRunner
+from engine.pacing import PaceStats
 from engine.plan import CacheGroup, RowState
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
@@ -54,6 +55,7 @@ class EngineStats:
         preemptions: sequences put back.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
         speculation: drafts and what became of them.
+        pace: how requests of class 0 fare; None: nothing is promised to them.
     """
 
     computed: int
@@ -68,6 +70,7 @@ class EngineStats:
     free_blocks: int
     total_blocks: int
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    pace: PaceStats | None = None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -352,4 +355,5 @@ class Engine:
             free_blocks=sum(stats.free_blocks),
             total_blocks=sum(stats.total_blocks),
             speculation=stats.speculation,
+            pace=stats.pace,
         )

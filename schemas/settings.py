@@ -158,18 +158,46 @@ class CeleryOptions(BaseModel):
     generate_waiting: Positive = 1_000
 
 
+class PaceOptions(BaseModel):
+    """What requests whose callers wait are promised by a worker's engine, and what it weighs against other work.
+
+    Attributes:
+        hold_back: other work is held back where the promises can't be kept beside it.
+        ttft_seconds: from a request's arrival in the engine until its first token.
+        itl_seconds: between two of its tokens.
+        quantile: share of the first tokens, and of the later ones, that should be in time.
+        weight_ttft, weight_itl, weight_drops: of those that are late, and of requests that run out of time.
+        weight_utilisation: of other work that is held back. The larger, the more may be late.
+        least_tokens: of an engine's step that other work always keeps.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hold_back: bool = True
+    ttft_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    itl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    weight_ttft: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    weight_itl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    weight_utilisation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
+    weight_drops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    least_tokens: Positive = 1
+
+
 class LaneOptions(BaseModel):
     """How a worker serves the requests whose callers wait.
 
     Attributes:
         most_requests: that a worker has at once; None: a few more than its batch has rows.
         drain_seconds: that they have to come to their end when the worker is told to stop; the others go on elsewhere.
+        pace: what they are promised.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     most_requests: Positive | None = None
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
+    pace: PaceOptions = PaceOptions()
 
 
 class RetentionOptions(BaseModel):

@@ -11,6 +11,7 @@ from engine.config import (
     DType,
     EngineConfig,
     KVDType,
+    PaceConfig,
     Quantize,
     ScheduleConfig,
     Speculate,
@@ -36,6 +37,7 @@ class EngineOptions:
     kv_dtype: KVDType = "auto"
     instruction_set: str = "auto"
     speculate: str = "off"  # or ngram, auto, draft:PATH
+    pace: PaceConfig | None = None
 
     def config(
         self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
@@ -51,13 +53,27 @@ class EngineOptions:
             cache=CacheConfig(
                 memory_bytes=self.kv_cache_bytes, sequences=sequences, tokens_per_sequence=tokens_per_sequence
             ),
-            schedule=ScheduleConfig(min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens),
+            schedule=ScheduleConfig(
+                min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, pace=self.pace
+            ),
             speculation=self._speculation(),
         )
 
     def _speculation(self) -> SpeculationConfig:
         method, _, model = self.speculate.partition(":")
         return SpeculationConfig(cast(Speculate, method), model or None)
+
+
+def pace_config(settings: Settings) -> PaceConfig | None:
+    """What a worker promises to requests whose callers wait."""
+    pace = settings.lane.pace
+    if not pace.hold_back:
+        return None
+    return PaceConfig(
+        ttft=pace.ttft_seconds, itl=pace.itl_seconds, quantile=pace.quantile, weight_ttft=pace.weight_ttft,
+        weight_itl=pace.weight_itl, weight_utilisation=pace.weight_utilisation, weight_drops=pace.weight_drops,
+        least_tokens=pace.least_tokens,
+    )  # fmt: skip
 
 
 def engine_options(

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Final
@@ -51,13 +51,17 @@ class LaneServing:
     Attributes:
         most: requests that it has at once; None: a few more than its batch has rows, so that no row stands empty until
             the next has come.
-        tell_seconds: between two events of a request. Its first token is told at once.
+        tell_seconds, tell_each_seconds: between two events of a request, and as much more for each request that is
+            here: telling takes time from computing. A first token is told at once.
+        report_seconds: between two notes in the log on how they fare.
         grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
         tries: in the engine, for a request whose step fails.
     """
 
     most: int | None = None
-    tell_seconds: float = 0.1
+    tell_seconds: float = 0.02
+    tell_each_seconds: float = 0.0005
+    report_seconds: float = 60.0
     grace: float = 20.0
     tries: int = 2
 
@@ -120,6 +124,8 @@ class LaneServer:
         # The loop's own.
         self._open: dict[str, _Open] = {}  # by the engine's name
         self._next_tell = 0.0
+        self._next_report = 0.0
+        self._reported = 0
 
     @contextmanager
     def running(self, stop: threading.Event) -> Iterator[LaneServer]:
@@ -161,6 +167,7 @@ class LaneServer:
             self._pass_on()
         while admit and self._arrived:
             self._add(self._arrived.popleft())
+        self._report()
 
     def take(self, completion: Completion) -> bool:
         """Whether it is one of the lane's requests that has ended."""
@@ -225,7 +232,7 @@ class LaneServer:
         now = self._clock.monotonic()
         due = everything or now >= self._next_tell
         if due:
-            self._next_tell = now + self._serving.tell_seconds
+            self._next_tell = now + self._serving.tell_seconds + len(self._open) * self._serving.tell_each_seconds
         for opened in self._open.values():
             if opened.begun and not due:
                 continue
@@ -236,6 +243,19 @@ class LaneServer:
             if new:
                 opened.begun = True
                 self._news.put(partial(opened.answer.grown, new))
+
+    def _report(self) -> None:
+        """Say in the log how they fare, now and then, where something is promised and somebody was served."""
+        now = self._clock.monotonic()
+        if now < self._next_report:
+            return
+        self._next_report = now + self._serving.report_seconds
+        pace = self._engine.stats().pace
+        if pace is not None and pace.first_tokens > self._reported:
+            self._reported = pace.first_tokens
+            logger.info(
+                "requests whose callers wait", **{name: _rounded(value) for name, value in asdict(pace).items()}
+            )
 
     def _drop_unwanted(self) -> None:
         with self._changed:
@@ -384,3 +404,7 @@ class LaneServer:
 
 def _unforeseen(error: Exception) -> RowError:
     return RowError(RowErrorCode.ENGINE_ERROR, f"the worker failed with it: {type(error).__name__}: {error}"[:1000])
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else round(value, 4)

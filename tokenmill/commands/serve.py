@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -168,10 +169,12 @@ def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
     """What loads each of the models. Raises `UserError` for a name twice, and where one can't be found."""
+    from tokenmill.engine_options import pace_config
     from tokenmill.errors import UserError
     from tokenmill.job_options import choose_model, read_template
     from tokenmill.working import load_any
 
+    options = replace(options, pace=pace_config(settings))
     chosen = [choose_model(model, settings.model_cache) for model in models]
     names = [one.name for one in chosen]
     if len(set(names)) != len(names):
