@@ -89,7 +89,7 @@ $(VENV)/.pip.stamp:
 $(VENV)/.run.stamp: $(VENV)/.pip.stamp pyproject.toml constraints.txt
 	@echo "installing torch, then tokenmill: minutes the first time, nothing after that" >&2
 	$(PIP) --constraint $(CONSTRAINT) torch
-	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --editable ".[engine]"
+	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --editable ".[engine,gateway]"
 	@touch $@
 
 $(VENV)/.dev.stamp: $(VENV)/.run.stamp

@@ -40,12 +40,13 @@ class IntakeRefused(PipelineError):
 @dataclass(frozen=True, slots=True)
 class JobDraft:
     """A job as a door found it. `job_id` is derived from the event that it comes from; `tenant` is never taken from
-    what the sender wrote."""
+    what the sender wrote. `url`: of all its requests; None: each says its own."""
 
     input: InputRef
     options: JobOptions
     tenant: str
     job_id: str
+    url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class Intake:
                 limit=options.limit,
                 default_max_tokens=settings.default_max_tokens,
                 max_output_tokens=self._cap(tier, options.max_output_tokens),
+                url=draft.url,
                 limits=settings.limits,
                 plan=settings.plan,
             ),

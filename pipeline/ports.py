@@ -37,8 +37,9 @@ class ObjectStore(Protocol):
         """Size of an object, or None if there is none."""
         ...
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose keys start with `prefix`, in key order; only those behind the key `after`, which need not
+        exist."""
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:

@@ -7,6 +7,8 @@ What goes, and when:
 - an intake's batch, which is a job's input that only we hold: when the job's results are gone, and it is so old that
   the door can't see the same events again;
 - an intake's ticket, by which a task is known again: when it is that old, and its job has ended or never was;
+- a file of the HTTP gateway, when its time is over and no open job reads it, and what is left over of an upload or a
+  removal; its words on requests that were heard, when they are as old as an intake's tickets;
 - a dead letter, when it is older than dead letters are kept;
 - the marker of a dropped file: when the file is gone;
 - parts of uploads that nobody will end, where the store has such.
@@ -31,6 +33,7 @@ from pipeline.dead_letters import DeadLetters, letter_objects
 from pipeline.doors.celery_tasks import INTAKE as TASKS
 from pipeline.doors.celery_tasks import TICKET, load_ticket
 from pipeline.doors.drops import file_hash, markers_of
+from pipeline.gateway.collecting import expired_files, old_words
 from pipeline.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ports import ObjectInfo, World
 from pipeline.records import Tombstone
@@ -53,6 +56,7 @@ class Kind(StrEnum):
     LETTER = "letter"
     MARKER = "marker"
     UPLOAD = "upload"
+    FILE = "file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class Collector:
         for prefix in self._unless_stopped(self._store.folders(JOBS)):
             self._collect_job(JobLedger(self._store, prefix))
         self._collect_tickets()
+        self._collect_files()
         self._collect_letters()
         self._collect_markers()
         if isinstance(self._store, HoldsUploads) and not self._dry_run:
@@ -212,6 +217,13 @@ class Collector:
                         self._remove(Kind.BATCH, beside)
             elif ledger.manifest() is None:
                 continue
+            self._remove(Kind.TICKET, info)
+
+    def _collect_files(self) -> None:
+        now = self._now()
+        for info in self._unless_stopped(expired_files(self._store, now, self._settings.uploads, self._dry_run)):
+            self._remove(Kind.FILE, info)
+        for info in self._unless_stopped(old_words(self._store, now - self._settings.intake)):
             self._remove(Kind.TICKET, info)
 
     def _collect_letters(self) -> None:

@@ -10,13 +10,14 @@ import base64
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipeline.active import mark, tidy, unmark
 from pipeline.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
 from pipeline.ports import PipelineError, Randomness, World
 from pipeline.records import RunRecord
+from pipeline.tenants import list_batch
 from schemas.job import InputRef, Job, JobSettings, JobStatus, ModelPin, Tier
 
 _NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
@@ -91,6 +92,8 @@ def submit(
             retry_of=order.retry_of, metadata=order.metadata,
         )  # fmt: skip
         mark(ledger)
+        if ledger.in_root:
+            list_batch(ledger.store, order.tenant, ledger.name)
         if ledger.create_job(job):
             mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)
@@ -123,7 +126,7 @@ def clear(ledger: JobLedger) -> None:
 
 def new_job_id(now: datetime, random: Randomness) -> str:
     """An id that sorts before all earlier ones, so that a listing begins with the newest."""
-    return f"job-{_time_digits(now)}{base64.b32hexencode(random.token(5)).decode().lower()}"
+    return f"job-{time_digits(now)}{base64.b32hexencode(random.token(5)).decode().lower()}"
 
 
 def derived_job_id(at: datetime, *identity: str) -> str:
@@ -134,12 +137,22 @@ def derived_job_id(at: datetime, *identity: str) -> str:
         identity: what tells the event from all others.
     """
     digest = hashlib.sha256("\0".join(identity).encode()).digest()[:_DERIVED_BYTES]
-    return f"job-{_time_digits(at)}{base64.b32hexencode(digest).decode().lower()}"
+    return f"job-{time_digits(at)}{base64.b32hexencode(digest).decode().lower()}"
 
 
-def _time_digits(at: datetime) -> str:
+def time_digits(at: datetime) -> str:
+    """How ids begin that sort the newest first; milliseconds."""
     left = _NEVER - int(at.timestamp() * 1000)
     return "".join(_DIGITS[left >> (5 * place) & 31] for place in reversed(range(_TIME_DIGITS)))
+
+
+def id_moment(name: str) -> datetime | None:
+    """The moment that the id of a job or a file (`KIND-…`) was made of; None for other names."""
+    digits = name.partition("-")[2][:_TIME_DIGITS]
+    if len(digits) < _TIME_DIGITS or not set(digits) <= set(_DIGITS):
+        return None
+    left = sum(_DIGITS.index(digit) << (5 * place) for place, digit in enumerate(reversed(digits)))
+    return datetime.fromtimestamp((_NEVER - left) / 1000, UTC) if left <= _NEVER else None
 
 
 def _record_run(ledger: JobLedger, world: World, now: datetime) -> None:

@@ -140,6 +140,7 @@ class JobSettings(Paper):
         rows: answer these only, under the index that they have in the input; None: all.
         default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
         max_output_tokens: a request that asks for more is refused.
+        url: of all requests; one that names another is invalid. None: each says its own.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -148,6 +149,7 @@ class JobSettings(Paper):
     rows: RowSelection | None = None
     default_max_tokens: Annotated[int, Field(ge=1)] = 4_096
     max_output_tokens: Annotated[int, Field(ge=1)] = 131_072
+    url: Annotated[str, Field(max_length=256)] | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -184,6 +184,38 @@ class PaceOptions(BaseModel):
     least_tokens: Positive = 1
 
 
+class GatewayOptions(BaseModel):
+    """How HTTP is served.
+
+    Attributes:
+        auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
+        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway; further ones are refused.
+        max_body_bytes: of any other request.
+        idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
+        request_seconds: after which a request to a model is given up, or earlier if it says so.
+        drain_seconds: that requests have to come to their end when the gateway is told to stop.
+        tls_certificate, tls_key: PEM files; both or none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    auth: Literal["auto", "keys", "off"] = "auto"
+    max_upload_bytes: Positive = 2 << 30
+    uploads_at_once: Positive = 8
+    max_body_bytes: Positive = 10 << 20
+    idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> GatewayOptions:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together; set both")
+        return self
+
+
 class LaneOptions(BaseModel):
     """How a worker serves the requests whose callers wait.
 
@@ -227,7 +259,8 @@ class Settings(BaseSettings):
         price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
         model_cache: where pulled weights are kept.
         root: the folder or s3:// URL that holds all jobs of this installation.
-        s3: how to reach S3.  bucket, kafka, celery: the doors there.  lane: for requests whose callers wait.
+        s3: how to reach S3.  bucket, kafka, celery: the doors there.  gateway: HTTP.  lane: for requests whose callers
+            wait.
         redis_url: for heartbeats and locks.  broker_url: that Celery uses for shards; None: the same Redis.
         default_model: of jobs that name none; None: their rows may name any model that is served.
         default_tier: of jobs that name none.
@@ -263,6 +296,7 @@ class Settings(BaseSettings):
     bucket: BucketOptions = BucketOptions()
     kafka: KafkaOptions = KafkaOptions()
     celery: CeleryOptions = CeleryOptions()
+    gateway: GatewayOptions = GatewayOptions()
     lane: LaneOptions = LaneOptions()
     redis_url: SecretStr | None = None
     broker_url: SecretStr | None = None

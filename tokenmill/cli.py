@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.commands import bench, deadletters, estimate, gc, jobs, models, quantize, run, serve, submit
+from tokenmill.commands import bench, deadletters, estimate, gc, jobs, keys, models, quantize, run, serve, submit
 from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
 from tokenmill.output import say
 
@@ -48,12 +48,14 @@ def root(
 
 app.command("run", short_help="Answer a file of requests, into Parquet.")(run.run)
 app.command("submit", short_help="Hand a file to an installation that runs elsewhere.")(submit.submit)
-app.command("serve", short_help="Answer what is dropped into a folder; all in one process.")(serve.serve)
+app.command("serve", short_help="Answer HTTP, and what is dropped into a folder; all in one process.")(serve.serve)
 app.command("worker", short_help="Compute shards that a dispatcher hands out.")(serve.worker)
 app.command("dispatcher", short_help="Plan jobs and hand out their shards.")(serve.dispatcher)
 app.add_typer(deadletters.app, name="deadletters", short_help="What could not become a request.")
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
 app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
+app.command("gateway", short_help="Serve HTTP for OpenAI's clients.")(serve.gateway)
+app.add_typer(keys.app, name="keys", short_help="API keys for HTTP.")
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
 app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")

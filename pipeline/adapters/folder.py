@@ -118,11 +118,12 @@ class FolderStore:
             self._fail(f"can't look at {key}", path, error)
         return ObjectInfo(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order; holds the names of one folder at a time."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose keys start with `prefix`, in key order, behind `after`; holds the names of one folder at a
+        time."""
         check_prefix(prefix)
         folder, _, beginning = prefix.rpartition("/")
-        return self._walk(f"{folder}/" if folder else "", beginning)
+        return self._walk(f"{folder}/" if folder else "", beginning, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Prefixes directly below `prefix`, in order."""
@@ -215,12 +216,16 @@ class FolderStore:
         make_folders(self._disk, folder, below=self.root)
         self._synced.add(folder)
 
-    def _walk(self, folder: str, beginning: str) -> Iterator[ObjectInfo]:
-        """Objects below `folder` ("" or ends in "/") whose name in it starts with `beginning`."""
+    def _walk(self, folder: str, beginning: str, after: str) -> Iterator[ObjectInfo]:
+        """Objects below `folder` ("" or ends in "/") whose name in it starts with `beginning`, behind the key
+        `after`."""
         for name in self._names(folder, beginning):
+            key = folder + name
+            if key <= after and not after.startswith(key):  # what is behind a folder's name may be in it
+                continue
             if name.endswith("/"):
-                yield from self._walk(folder + name, "")
-            elif (found := self.info(folder + name)) is not None:
+                yield from self._walk(key, "", after)
+            elif key > after and (found := self.info(key)) is not None:
                 yield found
 
     def _names(self, folder: str, beginning: str) -> Sequence[str]:

@@ -122,10 +122,11 @@ class S3Store:
             return None
         return ObjectInfo(key, state.size)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose keys start with `prefix`, in key order; holds one page of at most 1,000 at a time."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose keys start with `prefix`, in key order, behind `after`; holds one page of at most 1,000 at a
+        time."""
         check_prefix(prefix)
-        return self._list(prefix)
+        return self._list(prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Prefixes directly below `prefix`, in order."""
@@ -182,8 +183,9 @@ class S3Store:
         write = partial(send, self._connection, self.bucket, full, source=source)
         return write_once(self._connection, self.bucket, full, lambda attempt: write(attempt=attempt))
 
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for page in self._pages(prefix):
+    def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        behind = {"StartAfter": self.prefix + after} if after else {}
+        for page in self._pages(prefix, **behind):
             for found in page.get("Contents", []):
                 key = found["Key"].removeprefix(self.prefix)
                 if is_object_name(key):  # others' things, such as the "folders" that consoles make, are no objects

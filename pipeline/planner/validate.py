@@ -131,6 +131,9 @@ class Validator:
 
     def _request(self, position: int, source: SourceRow) -> Checked:
         line = parse_line(source.value, self._settings.limits)
+        if self._settings.url not in (None, line.url):
+            message = f"url is {line.url!r}, but this job's endpoint is {self._settings.url}; submit the line elsewhere"
+            raise RowError(RowErrorCode.UNSUPPORTED_URL, message, param="url")
         body = parse_body(line.url, line.body, self._settings.limits)
         assert isinstance(body, ChatBody | CompletionBody), "parse_line refuses the other urls"
         if body.model not in self._models:

@@ -45,9 +45,9 @@ class WatchedStore:
         self._point("info", key)
         return self._store.info(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         self._point("list", prefix)
-        return self._store.list(prefix)
+        return self._store.list(prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         self._point("folders", prefix)

@@ -56,9 +56,10 @@ class MemoryStore:
         body = self.objects.get(check_key(key))
         return None if body is None else ObjectInfo(key, len(body))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        return iter([ObjectInfo(key, len(self.objects[key])) for key in sorted(self.objects) if key.startswith(prefix)])
+        keys = [key for key in sorted(self.objects) if key.startswith(prefix) and key > after]
+        return iter([ObjectInfo(key, len(self.objects[key])) for key in keys])
 
     def folders(self, prefix: str) -> Iterator[str]:
         rests = [key.removeprefix(prefix) for key in self.objects if key.startswith(prefix)]

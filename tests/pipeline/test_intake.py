@@ -158,10 +158,10 @@ def test_a_model_that_is_published_while_it_is_looked_for_is_found(tmp_path: Pat
     world = simulated_world(tmp_path)
 
     class LateStore(MemoryStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
             if prefix == CATALOG:
                 Catalog(late).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
-            return super().list(prefix)
+            return super().list(prefix, after)
 
     late = LateStore()
     submitted = Intake(replace(world, store=late)).accept(draft(model=PIN.name))

@@ -57,9 +57,9 @@ class ProcessStore:
         self._process.point("store.info", key)
         return self._store.info(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         self._process.point("store.list", prefix)
-        return self._store.list(prefix)
+        return self._store.list(prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         self._process.point("store.folders", prefix)

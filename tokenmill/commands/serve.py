@@ -1,5 +1,5 @@
 """The long-running commands: all parts in one process (`serve`), or one part each (`worker`, `dispatcher`,
-`intake`)."""
+`intake`, `gateway`)."""
 
 from __future__ import annotations
 
@@ -47,11 +47,17 @@ Settle = Annotated[
     float,
     typer.Option(min=0, help="Seconds for which a dropped file must not change before it is taken."),
 ]
+Host = Annotated[
+    str, typer.Option(help="The address on which HTTP is served. Others than this machine's own need an API key.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")]
 
 
 def serve(
     model: Models = ["demo"],  # noqa: B006 - typer reads it, nobody writes
     data: Data = Path("tokenmill-data"),
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
@@ -67,15 +73,18 @@ def serve(
     switch_after: SwitchAfter = 60.0,
     _debug: Debug = False,
 ) -> None:
-    """Answer what is dropped into DIR/incoming, until told to stop: everything in one process, no other server.
+    """Answer HTTP and what is dropped into DIR/incoming, until told to stop: everything in one process, no other
+    server.
 
-    A file DIR/incoming/NAME.jsonl or .parquet becomes a job; DIR/incoming/bulk/NAME.jsonl one of the tier bulk. Options
-    such as model, tier and deadline come in NAME.job.json, which must lie there first. Results are in
-    DIR/jobs/ID/results. After a kill the same command goes on where the checkpoints stand.
+    OpenAI's clients work with http://HOST:PORT/v1 as their base_url. A file DIR/incoming/NAME.jsonl or .parquet becomes
+    a job; DIR/incoming/bulk/NAME.jsonl one of the tier bulk. Options such as model, tier and deadline come in
+    NAME.job.json, which must lie there first. Results are in DIR/jobs/ID/results. After a kill the same command goes on
+    where the checkpoints stand.
     """
     from pipeline.adapters.locks import RunLock
     from tokenmill import service
     from tokenmill.engine_options import engine_options
+    from tokenmill.gateway import Gateway
     from tokenmill.hints import hints_in_process
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
@@ -90,12 +99,15 @@ def serve(
     )  # fmt: skip
     with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
         hints = hints_in_process(root)
+        gateway = Gateway(root, settings, hints, host, port)
         folders = service.folder_part(root, settings, settle)
         work = Worker(root, hints, _loads(model, settings, options, chat_template), settings, switch_after)
-        say(f"serving {', '.join(work.models)}: drop files into {data.expanduser() / 'incoming'}; Ctrl-C ends in order")
+        place = data.expanduser() / "incoming"
+        say(f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order")
         dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
         keeping = service.housekeeping_part(root, hints, settings)
-        run_together(stop, work, {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping})
+        parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping}
+        run_together(stop, work, parts | gateway.parts)
 
 
 def worker(
@@ -163,6 +175,30 @@ def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
         parts = door_parts(root, settings)
         say(f"taking in for {root.url}: {', '.join(parts)}")
         run_together(stop, _wait, parts)
+
+
+def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 8000, _debug: Debug = False) -> None:
+    """Serve HTTP as OpenAI's clients speak it, until told to stop. Several may run, behind a balancer.
+
+    Told to stop (SIGTERM, Ctrl-C) it takes no new requests, and ends those that are under way.
+    """
+    from tokenmill.gateway import Gateway, finalizers_lease
+    from tokenmill.hints import hints_on_servers
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.processes import run_together, until_told
+    from tokenmill.root import open_root
+
+    log_to_stderr(logging.INFO)
+    settings = read_settings()
+    with (
+        until_told() as stop,
+        open_root(root_url, settings) as root,
+        hints_on_servers(settings) as hints,
+        finalizers_lease(root, settings) as lease,
+    ):
+        served = Gateway(root, settings, hints, host, port, lease)
+        say(f"serving {served.url}/v1 for {root.url}")
+        run_together(stop, _wait, served.parts)
 
 
 def _loads(

@@ -105,9 +105,9 @@ class RootStore:
         self._begin("store.info", key)
         return self._store.info(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         self._begin("store.list", prefix)
-        return iter(list(self._store.list(prefix)))
+        return iter(list(self._store.list(prefix, after)))
 
     def folders(self, prefix: str) -> Iterator[str]:
         self._begin("store.folders", prefix)

@@ -1,0 +1,188 @@
+"""Answers on their way: whole ones, and streams, which their readers may leave and go on with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.gateway.asking import Asked, Asker
+from pipeline.gateway.bridge import LaneBridge
+from pipeline.gateway.chunks import Chunks, error_of, failure
+from pipeline.gateway.errors import ApiError, not_found
+from pipeline.gateway.feed import Feed
+from pipeline.ports import Clock
+from schemas.lane import EndEvent, ErrorEvent, LaneEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """Bounds of streams; bytes and seconds.
+
+    Attributes:
+        buffer_bytes: of a stream, that wait for its reader, or are kept for one that comes back.
+        keep_alive: a stream that has nothing to tell for so long says so.
+        patience: a stream begins after this long even if nothing has come; before, a refusal is a plain answer.
+        write: a reader that takes nothing for so long is not waited for.
+        most_kept: streams that can be gone on with, at once.
+    """
+
+    buffer_bytes: int = 1 << 20
+    keep_alive: float = 15.0
+    patience: float = 10.0
+    write: float = 60.0
+    most_kept: int = 1_000
+
+
+class Stream:
+    """An answer that is told as it comes. Of one event loop.
+
+    Attributes:
+        id: by which it can be gone on with.  tenant: whose it is.
+        first: done when anything has come; an `ErrorEvent` that came first is its result.
+    """
+
+    def __init__(self, asked: Asked, bridge: LaneBridge, created: int, settings: StreamSettings) -> None:
+        self.id = asked.request.id
+        self.tenant = asked.request.tenant
+        self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
+        self.feed = Feed(settings.buffer_bytes, keep=asked.resume > 0)
+        self.settings = settings
+        self.resume = asked.resume
+        self._chunks = Chunks(asked, created)
+        self._bridge = bridge
+        self._readers = 0
+        self._closing: asyncio.TimerHandle | None = None
+
+    def take_in(self, event: LaneEvent) -> None:
+        """An event of the answer has come."""
+        for data in self._chunks.of(event):
+            self.feed.push(data)
+        if isinstance(event, EndEvent | ErrorEvent):
+            self._bridge.forget(self.id)
+            self.feed.end()
+        elif self.feed.overrun:
+            self.cancel()
+        if not self.first.done():
+            self.first.set_result(event if isinstance(event, ErrorEvent) else None)
+
+    def fail(self, error: ApiError) -> None:
+        """End it here and now."""
+        if not self.feed.ended:
+            self._bridge.cancel(self.id)
+            for data in failure(error):
+                self.feed.push(data)
+            self.feed.end()
+            if not self.first.done():
+                self.first.set_result(None)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self._bridge.cancel(self.id)
+        self.feed.end()
+
+    def enter(self) -> None:
+        """A reader comes."""
+        self._readers += 1
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+    def leave(self, close: Callable[[], None]) -> None:
+        """A reader goes. When it was the last, the stream is kept for as long as was asked, and then is closed."""
+        self._readers -= 1
+        if self._readers:
+            return
+
+        def end() -> None:
+            if not self.feed.ended:
+                self.cancel()
+            close()
+
+        if self.resume:
+            self._closing = asyncio.get_running_loop().call_later(self.resume, end)
+        else:
+            end()
+
+
+class Answers:
+    """All answers that are on their way in this process. Of one event loop."""
+
+    def __init__(self, asker: Asker, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None) -> None:
+        self.asker = asker
+        self.bridge = bridge
+        self._clock = clock
+        self._settings = settings or StreamSettings()
+        self._kept: dict[str, Stream] = {}
+        self._streams: set[Stream] = set()
+        self._waiting: set[asyncio.Future[EndEvent | ErrorEvent]] = set()
+
+    async def whole(self, asked: Asked) -> dict[str, Any]:
+        """The whole answer. Cancelled with its task. Raises `ApiError`."""
+        ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
+
+        def take_in(event: LaneEvent) -> None:
+            if isinstance(event, EndEvent | ErrorEvent) and not ended.done():
+                ended.set_result(event)
+
+        self._waiting.add(ended)
+        try:
+            await self.bridge.start(asked.request, take_in)
+            event = await ended
+        except asyncio.CancelledError:
+            self.bridge.cancel(asked.request.id)
+            raise
+        finally:
+            self._waiting.discard(ended)
+            if ended.done():
+                self.bridge.forget(asked.request.id)
+        if isinstance(event, ErrorEvent):
+            raise error_of(event)
+        return event.response
+
+    async def stream(self, asked: Asked) -> Stream:
+        """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
+        if asked.resume and len(self._kept) >= self._settings.most_kept:
+            message = f"{self._settings.most_kept} streams that can be gone on with are open; ask later, or without"
+            raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
+        stream = Stream(asked, self.bridge, int(self._clock.now().timestamp()), self._settings)
+        stream.enter()
+        self._streams.add(stream)
+        try:
+            await self.bridge.start(asked.request, stream.take_in)
+            done, _ = await asyncio.wait({stream.first}, timeout=self._settings.patience)
+            refused = stream.first.result() if done else None
+            if refused is not None:
+                raise error_of(refused)
+        except BaseException:
+            stream.cancel()
+            self._streams.discard(stream)
+            raise
+        if asked.resume:
+            self._kept[stream.id] = stream
+        return stream
+
+    def find(self, tenant: str, stream_id: str) -> Stream:
+        """A stream that can be gone on with, entered by a new reader; raises `ApiError`."""
+        found = self._kept.get(stream_id)
+        if found is None or found.tenant != tenant:
+            raise not_found("stream", stream_id)
+        found.enter()
+        return found
+
+    def left(self, stream: Stream) -> None:
+        """A reader of the stream has gone."""
+        stream.leave(lambda: self._drop(stream))
+
+    def end_all(self, error: ApiError) -> None:
+        """Nothing that is still under way comes to its end here."""
+        for stream in list(self._streams):
+            stream.fail(error)
+        for ended in list(self._waiting):
+            if not ended.done():
+                ended.set_result(ErrorEvent("x", 1, 0, error.code, error.message, error.status))
+
+    def _drop(self, stream: Stream) -> None:
+        self._kept.pop(stream.id, None)
+        self._streams.discard(stream)

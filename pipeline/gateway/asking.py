@@ -1,0 +1,194 @@
+"""From a body to a request on the lane: checked as a row of a job is, and by what the caller may ask for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.catalog import Catalog
+from pipeline.doors.unfit import first_mistake
+from pipeline.gateway.auth import Caller
+from pipeline.gateway.batch_requests import EXTENSION
+from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.ports import World
+from schemas.errors import STATUS_CODES, RowError
+from schemas.job import Tier
+from schemas.lane import LaneRequest
+from schemas.limits import Limits
+from schemas.requests import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
+
+_BELIEVED: Final = 5.0
+_MOST_NAMES: Final = 1_000
+
+
+class Extension(BaseModel):
+    """What a request may say under `tokenmill`.
+
+    Attributes:
+        tier: how urgent.
+        timeout: seconds after which it is given up.
+        resume: seconds for which a stream that was cut off may be gone on with; without, it is cancelled at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tier: Tier = Tier.INTERACTIVE
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    resume: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's. `include_obfuscation` can only be off: nothing is obfuscated."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskSettings:
+    """What callers may ask for; seconds.
+
+    Attributes:
+        longest: a request is given up after this long, or earlier if it says so.
+        longest_resume: for which a stream may be gone on with.
+        default_model: of bodies that name none.
+        caps: the largest max_tokens of each tier.  default_max_tokens: of requests that name none.
+    """
+
+    longest: float = 600.0
+    longest_resume: float = 60.0
+    default_model: str | None = None
+    caps: Mapping[Tier, int] = field(default_factory=dict)
+    default_max_tokens: int = 4_096
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and how its answer is wanted.
+
+    Attributes:
+        model: as the body names it.  stream: token by token.  include_usage: at the end of the stream.
+        resume: seconds for which the stream is kept for a reader that was cut off.
+    """
+
+    request: LaneRequest
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    resume: float = 0.0
+
+
+class Asker:
+    """Reads bodies. Threads may share one."""
+
+    def __init__(self, world: World, settings: AskSettings | None = None) -> None:
+        self._world = world
+        self._settings = settings or AskSettings()
+        self._catalog = Catalog(world.store)
+        self._models: dict[str, tuple[float, str]] = {}  # name -> until when it is believed, the lane's name for it
+        self._lock = threading.Lock()
+
+    def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
+        """What the body asks for; raises `ApiError`."""
+        plain = dict(body)
+        extension = self._extension(plain.pop(EXTENSION, None))
+        stream, include_usage = _streaming(plain)
+        if plain.get("model") is None and self._settings.default_model is not None:
+            plain["model"] = self._settings.default_model
+        try:
+            checked = parse_body(url, plain, self._settings.limits)
+            dumped = orjson.loads(dump_body(checked))
+        except RowError as error:
+            raise ApiError(STATUS_CODES[error.code], error.code.value, error.message, param=error.param) from None
+        except ValueError:
+            raise bad_request("the body holds half a character (a lone surrogate); send text") from None
+        if isinstance(checked, GenerationBody):
+            self._check_tokens(caller, extension.tier, url, checked, dumped)
+        if stream and not isinstance(checked, GenerationBody):
+            raise bad_request("there is no stream of embeddings; remove stream", "stream")
+        if stream and isinstance(checked, CompletionBody) and checked.echo:
+            raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
+        seconds = self._settings.longest if extension.timeout is None else extension.timeout
+        request = LaneRequest(
+            id=f"http-{self._world.random.token(16).hex()}",
+            model=self._lane_name(checked.model),
+            url=url,
+            body=dumped,
+            tier=extension.tier,
+            tenant=caller.tenant,
+            deadline=self._world.clock.now() + timedelta(seconds=seconds),
+        )
+        return Asked(request, checked.model, stream, include_usage, extension.resume if stream else 0.0)
+
+    def _extension(self, given: Any) -> Extension:
+        try:
+            found = Extension.model_validate({} if given is None else given)
+        except ValidationError as error:
+            raise bad_request(f"{EXTENSION}.{first_mistake(error)}", EXTENSION) from None
+        if found.timeout is not None and found.timeout > self._settings.longest:
+            message = f"{EXTENSION}.timeout is {found.timeout:g}, but at most {self._settings.longest:g} s are allowed"
+            raise bad_request(message, f"{EXTENSION}.timeout")
+        if found.resume > self._settings.longest_resume:
+            message = f"{EXTENSION}.resume is {found.resume:g}, but at most {self._settings.longest_resume:g} s are"
+            raise bad_request(f"{message} allowed", f"{EXTENSION}.resume")
+        return found
+
+    def _check_tokens(self, caller: Caller, tier: Tier, url: str, body: GenerationBody, dumped: dict[str, Any]) -> None:
+        """Refuses what is above the cap of the tier or the key. A request that names no number gets the key's."""
+        limit = body.output_limit
+        caps = [cap for cap in (self._settings.caps.get(tier), caller.max_tokens) if cap is not None]
+        if limit is None:
+            if caller.max_tokens is not None and caller.max_tokens < self._settings.default_max_tokens:
+                dumped["max_tokens"] = caller.max_tokens
+            return
+        if caps and limit > min(caps):
+            name = "max_completion_tokens" if "max_completion_tokens" in dumped and url == CHAT_URL else "max_tokens"
+            of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
+            raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
+
+    def _lane_name(self, name: str) -> str:
+        """The lane's name for the model; raises `ApiError`."""
+        now = self._world.clock.monotonic()
+        known = self._models.get(name)
+        if known is not None and now < known[0]:
+            return known[1]
+        entry = self._catalog.find(name)
+        if entry is None:
+            names = [other.pin.name for other in self._catalog.entries()]
+            if not names:
+                raise unavailable("no model is served here yet; ask again when a worker is up", "no_model", seconds=10)
+            message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
+            raise ApiError(404, "model_not_found", message, param="model")
+        with self._lock:
+            if len(self._models) >= _MOST_NAMES:
+                self._models.clear()
+            self._models[name] = now + _BELIEVED, entry.pin.key
+        return entry.pin.key
+
+
+def _streaming(plain: dict[str, Any]) -> tuple[bool, bool]:
+    """Takes `stream` and `stream_options` out of the body; raises `ApiError`."""
+    stream, options = plain.pop("stream", None), plain.pop("stream_options", None)
+    if stream is not None and not isinstance(stream, bool):
+        raise bad_request("stream must be true or false", "stream")
+    if options is None:
+        return bool(stream), False
+    if not stream:
+        raise bad_request("stream_options needs stream; set stream to true", "stream_options")
+    try:
+        chosen = StreamOptions.model_validate(options)
+    except ValidationError as error:
+        raise bad_request(f"stream_options.{first_mistake(error)}", "stream_options") from None
+    if chosen.include_obfuscation:
+        message = "stream_options.include_obfuscation is not supported: nothing is obfuscated; remove it"
+        raise bad_request(message, "stream_options.include_obfuscation", "unsupported_parameter")
+    return True, bool(chosen.include_usage)

@@ -1,0 +1,81 @@
+"""What comes with a request: bounded in size, in depth, and in how long it may be silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from pipeline.gateway.errors import ApiError, bad_request
+from pipeline.planner.reader import nested_deeper
+
+IDLE_SECONDS: Final = 30.0
+"""A sender that is silent for so long in the middle of a request is not waited for."""
+
+_END = object()
+
+
+async def pieces(request: Request, idle_seconds: float = IDLE_SECONDS) -> AsyncIterator[bytes]:
+    """The body as it comes; raises `ApiError` when nothing comes any more."""
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(idle_seconds):
+                piece = await anext(stream, _END)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                "request_timeout",
+                f"nothing of the request came for {idle_seconds:g} seconds; send it again",
+                headers={"Connection": "close"},
+            ) from None
+        except ClientDisconnect:
+            raise bad_request("the sender went away in the middle of the request", code="disconnected") from None
+        if piece is _END:
+            return
+        assert isinstance(piece, bytes)
+        yield piece
+
+
+async def read_object(request: Request, most_bytes: int, max_depth: int, *, empty: bool = False) -> dict[str, Any]:
+    """The body, which must be a JSON object; raises `ApiError`.
+
+    Args:
+        empty: no body at all stands for an object without anything.
+    """
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told) > most_bytes:
+        raise _too_large(most_bytes)
+    data = bytearray()
+    async for piece in pieces(request):
+        data += piece
+        if len(data) > most_bytes:
+            raise _too_large(most_bytes)
+    if empty and not data:
+        return {}
+    # Browsers send other types to other sites without asking: this one they don't.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
+    return parse_object(bytes(data), max_depth)
+
+
+def parse_object(data: bytes | str, max_depth: int) -> dict[str, Any]:
+    """A JSON object; raises `ApiError`."""
+    raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
+    if nested_deeper(raw, max_depth):
+        raise bad_request(f"the body nests brackets deeper than {max_depth}; flatten it", code="invalid_json")
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the body is larger than {most_bytes:,} bytes; send less")

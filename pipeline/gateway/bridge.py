@@ -1,0 +1,110 @@
+"""Between the lane's calls, which one thread looks after, and an event loop, where requests wait.
+
+What a turn of the thread brings goes over in one piece, and the next turn waits until it has been taken in: so however
+fast workers are, what lies between is no more than a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+import structlog
+
+from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.lane import Lane, LaneFull
+from pipeline.lane_caller import CallSettings, LaneCalls
+from pipeline.ports import Clock, PipelineError
+from schemas.lane import LaneEvent, LaneRequest
+
+_IDLE_SECONDS: Final = 0.2
+_TAKING_SECONDS: Final = 30.0
+
+Sink = Callable[[LaneEvent], None]
+"""Takes an event of a request, on the event loop."""
+
+logger = structlog.get_logger(__name__)
+
+
+class LaneBridge:
+    """Calls over the lane, for one event loop.
+
+    Args:
+        most_calls: that wait at once; further ones are refused.
+    """
+
+    def __init__(self, lane: Lane, clock: Clock, settings: CallSettings, most_calls: int = 10_000) -> None:
+        self._calls = LaneCalls(lane, clock, settings)
+        self._most_calls = most_calls
+        self._sinks: dict[str, Sink] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    async def start(self, request: LaneRequest, sink: Sink) -> None:
+        """Send the request; its events go to `sink`, until the end or `cancel`. Raises `ApiError`."""
+        if len(self._sinks) >= self._most_calls:
+            raise _full(f"{self._most_calls} requests wait here already")
+        self._loop = asyncio.get_running_loop()
+        self._sinks[request.id] = sink
+        sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
+        try:
+            await asyncio.shield(sending)
+        except LaneFull as error:
+            self._sinks.pop(request.id, None)
+            raise _full(str(error)) from None
+        except PipelineError as error:
+            self._sinks.pop(request.id, None)
+            raise bad_request(str(error)) from None
+        except asyncio.CancelledError:  # the caller went away while it is sent: it can be cancelled when it is
+            sending.add_done_callback(lambda _: self.cancel(request.id))
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants the answer any more."""
+        if self._sinks.pop(request_id, None) is not None:
+            asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The end has come."""
+        self._sinks.pop(request_id, None)
+
+    def run(self, stop: threading.Event) -> None:
+        """Look after the calls, until `stop`."""
+        while not stop.is_set():
+            self._calls.wait(_IDLE_SECONDS)
+            events = list(self._calls.turn())
+            loop = self._loop
+            if not events or loop is None:
+                continue
+            taken: Future[None] = Future()
+            try:
+                loop.call_soon_threadsafe(self._deliver, events, taken)
+                taken.result(_TAKING_SECONDS)
+            except RuntimeError:  # the loop has ended, and nobody waits any more
+                break
+            except TimeoutError:
+                logger.error("the event loop doesn't turn", seconds=_TAKING_SECONDS)
+        self._calls.leave()
+
+    def _deliver(self, events: list[LaneEvent], taken: Future[None]) -> None:
+        try:
+            for event in events:
+                sink = self._sinks.get(event.request)
+                if sink is not None:
+                    sink(event)
+        finally:
+            taken.set_result(None)
+
+
+def draining() -> ApiError:
+    """This gateway is being stopped."""
+    return unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
+
+
+def _full(why: str) -> ApiError:
+    return ApiError(429, "lane_full", f"{why}; ask again later", headers={"Retry-After": "5"})

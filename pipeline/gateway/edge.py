@@ -1,0 +1,136 @@
+"""Around everything else: each answer has an id, each failure has OpenAI's shape, and each request is one line of the
+log that tells nothing of what was asked."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.gateway.errors import ApiError, unavailable
+from pipeline.gateway.origins import check_origin
+
+REQUEST_ID: Final = "x-request-id"
+_GIVEN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SAFE: Final = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+_FRAMES: Final = 8
+_HEALTH: Final = ("/healthz", "/readyz")
+_RESTART: Final = 1012
+"""WebSocket's code for a server that is being started anew."""
+
+logger = structlog.get_logger(__name__)
+
+
+class Edge:
+    """The outermost layer of the application.
+
+    Args:
+        new_id: makes a request's id.
+        draining: whether new requests are sent elsewhere.
+
+    Attributes:
+        active: requests that are under way, WebSockets among them.
+    """
+
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str], draining: Callable[[], bool]) -> None:
+        self.active = 0
+        self._app = app
+        self._new_id = new_id
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and self._draining():
+            await send({"type": "websocket.close", "code": _RESTART})
+            return
+        self.active += 1
+        try:
+            if scope["type"] == "http":
+                await self._http(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        finally:
+            self.active -= 1
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _GIVEN.fullmatch(given) else self._new_id()
+        began, status = time.monotonic(), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                for name, value in _SAFE.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, send_on)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log no prompt
+            logger.error(
+                "request_failed",
+                request=request_id,
+                path=_path(scope),
+                error=type(error).__name__,
+                at=_where(error),
+            )
+            if status:  # the answer has begun: cut it off, so that nobody takes it for whole
+                raise _CutOff from None
+            failed = ApiError(500, "internal_error", f"something broke here; tell the operator of {request_id}")
+            await JSONResponse(failed.body(), 500)(scope, receive, send_on)
+        finally:
+            caller = scope.get("tokenmill.caller")
+            logger.info(
+                "request",
+                request=request_id,
+                method=scope["method"],
+                path=_path(scope),
+                status=status,
+                tenant=None if caller is None else caller.tenant,
+                key=None if caller is None else caller.key,
+                milliseconds=round(1000 * (time.monotonic() - began)),
+            )
+
+    def _check(self, scope: Scope) -> None:
+        """Raises `ApiError` for what isn't even looked at."""
+        if scope["path"] in _HEALTH:
+            return
+        if self._draining():
+            gone = unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
+            gone.headers["Connection"] = "close"
+            raise gone
+        check_origin(Headers(scope=scope))
+
+
+class _CutOff(Exception):
+    """Ends a connection whose answer can't be ended in order."""
+
+
+def _where(error: BaseException) -> list[str]:
+    """The last places on the way to the error. What it says may be a prompt, so that is left out."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    return [f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in frames]
+
+
+def _path(scope: Scope) -> str:
+    """Without the query; bounded."""
+    path: str = scope["path"]
+    return "".join(letter if letter.isprintable() else "?" for letter in path[:200])

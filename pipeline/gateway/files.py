@@ -1,0 +1,204 @@
+"""Files as OpenAI's API has them, on the store: what is uploaded, and what batches leave.
+
+A file is there when its `file.json` is; that is written last. One that is to go gets a mark first, by which it is gone
+for everybody; then its objects go, `file.json` and the mark at the end. So either is finished by whoever comes next.
+
+An open job reads its input for a long time. It leaves word with the file before it is made, and looks once more whether
+the file is there; who removes a file marks it, and looks once more for readers. One of the two sees the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from pipeline.gateway.errors import ApiError, not_found, unavailable
+from pipeline.gateway.paging import Found, Page, fill, ids_behind, map_ahead
+from pipeline.gateway.papers import FILES, Reader, StoredFile, is_file_id
+from pipeline.ledger import JOBS, JobLedger, read_paper
+from pipeline.ports import ObjectNotFound, ObjectStore, World
+from pipeline.tenants import files_of
+from schemas.job import InputFile, InputRef
+
+BEGINNING: Final = timedelta(hours=1)
+"""A reader whose job doesn't stand after so long never became one."""
+
+_AT_ONCE: Final = 16
+
+
+class Files:
+    """The files of all tenants in the root that `world.store` is. Threads may share one.
+
+    Args:
+        together: looks at several of a page at a time.
+    """
+
+    def __init__(self, world: World, together: Executor) -> None:
+        self._world = world
+        self._store = world.store
+        self._together = together
+
+    def add(self, file: StoredFile, content: Path) -> StoredFile:
+        """Store a file whose bytes are at `content`, which is given away. One of this id that stands is kept."""
+        self._store.create(_content(file.id), content)
+        self._store.create(files_of(file.tenant) + file.id, b"")
+        created = self._store.create(_paper(file.id), file.to_json())
+        standing = self._read(file.id)
+        if standing is None:  # what was left over of it is just being removed
+            raise unavailable("the file can't be kept just now; send it again")
+        return file if created else standing
+
+    def get(self, tenant: str, file_id: str, param: str = "file_id") -> StoredFile:
+        """The tenant's file; raises `ApiError` (404)."""
+        found = self._read(file_id) if is_file_id(file_id) else None
+        if found is None or found.tenant != tenant or self._is_gone(found):
+            raise not_found("file", file_id, param)
+        return found
+
+    def open(self, file: StoredFile) -> BinaryIO:
+        """Its bytes, as a seekable stream; raises `ApiError` when they have just gone."""
+        try:
+            return self._store.open(_content(file.id))
+        except ObjectNotFound as error:
+            raise not_found("file", file.id) from error
+
+    def page(self, tenant: str, page: Page, purpose: str | None = None) -> Found:
+        """Some of the tenant's files."""
+
+        def look(name: str) -> StoredFile | None:
+            found = self._read(name) if is_file_id(name) else None
+            if found is None or (purpose is not None and found.purpose != purpose) or self._is_gone(found):
+                return None
+            return found
+
+        folder = files_of(tenant)
+        looked = map_ahead(look, ids_behind(self._store, folder, page), self._together.map, _AT_ONCE)
+        data, more = fill(looked, page.limit)
+        return Found([file.document() for file in data], more)
+
+    def delete(self, tenant: str, file_id: str) -> StoredFile:
+        """Remove the tenant's file, and say what it was.
+
+        Raises:
+            ApiError: there is none (404), or an open batch reads it (409).
+        """
+        file = self.get(tenant, file_id)
+        reader = self._open_reader(file_id)
+        if reader is None:
+            self._store.create(_deleted(file_id), b"")
+            reader = self._open_reader(file_id)  # one that began meanwhile: it may not have seen the mark
+            if reader is None:
+                self._remove(file)
+                return file
+            self._store.delete(_deleted(file_id))
+        raise ApiError(
+            409,
+            "file_in_use",
+            f"batch {reader} reads file {file_id}; delete it when the batch has ended, or cancel the batch",
+            param="file_id",
+        )
+
+    def as_input(self, file: StoredFile) -> InputRef:
+        """What a job reads of the file."""
+        uri = self._store.locate(_content(file.id))
+        return InputRef(uri=uri, format=file.format, files=(InputFile(uri=uri, size=file.size, sha256=file.sha256),))
+
+    def keep_for(self, file: StoredFile, job: str) -> None:
+        """Leave word that the job, which is to be made now, reads the file; raises `ApiError` when it has gone."""
+        self._store.create(_reader(file.id, job), Reader(at=self._world.clock.now()).to_json())
+        if self._read(file.id) is None:
+            self.let_go(file.id, job)
+            raise not_found("file", file.id, "input_file_id")
+
+    def let_go(self, file_id: str, job: str) -> None:
+        """The job isn't made."""
+        self._store.delete(_reader(file_id, job))
+
+    def _read(self, file_id: str) -> StoredFile | None:
+        """The file, if it stands."""
+        found = find_file(self._store, file_id)
+        return None if found is None or self._store.info(_deleted(file_id)) is not None else found
+
+    def _is_gone(self, file: StoredFile) -> bool:
+        return file.expires_at is not None and file.expires_at <= self._world.clock.now()
+
+    def _open_reader(self, file_id: str) -> str | None:
+        return open_reader(self._store, file_id, self._world.clock.now())
+
+    def _remove(self, file: StoredFile) -> None:
+        for key in objects_of(self._store, file):
+            self._store.delete(key)
+
+
+def find_file(store: ObjectStore, file_id: str) -> StoredFile | None:
+    """What is known of a file, be it marked as deleted or not. Raises `LedgerError` for what is damaged."""
+    try:
+        data = store.read(_paper(file_id))
+    except ObjectNotFound:
+        return None
+    return read_paper(store.locate(_paper(file_id)), data, StoredFile)
+
+
+def is_deleted(store: ObjectStore, file_id: str) -> bool:
+    """Whether somebody has begun to remove it."""
+    return store.info(_deleted(file_id)) is not None
+
+
+def mark_deleted(store: ObjectStore, file_id: str) -> None:
+    """From now on nobody sees it."""
+    store.create(_deleted(file_id), b"")
+
+
+def unmark_deleted(store: ObjectStore, file_id: str) -> None:
+    """It stays after all."""
+    store.delete(_deleted(file_id))
+
+
+def open_reader(store: ObjectStore, file_id: str, now: datetime) -> str | None:
+    """A job that reads the file and has not ended, or is just being made."""
+    folder = f"{FILES}{file_id}/readers/"
+    for info in store.list(folder):
+        job = info.key.removeprefix(folder).removesuffix(".json")
+        ledger = JobLedger(store, f"{JOBS}{job}/")
+        if ledger.find_job() is not None:
+            if ledger.manifest() is None:
+                return job
+        elif _is_beginning(store, info.key, now):
+            return job
+    return None
+
+
+def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
+    """Keys of all that the file is, in the order in which they are to be removed."""
+    yield _content(file.id)
+    yield from [info.key for info in store.list(f"{FILES}{file.id}/readers/")]
+    yield files_of(file.tenant) + file.id
+    yield _paper(file.id)
+    yield _deleted(file.id)
+
+
+def _is_beginning(store: ObjectStore, key: str, now: datetime) -> bool:
+    try:
+        word = read_paper(store.locate(key), store.read(key), Reader)
+    except ObjectNotFound:
+        return False
+    return word.at + BEGINNING > now
+
+
+def _content(file_id: str) -> str:
+    return f"{FILES}{file_id}/content"
+
+
+def _paper(file_id: str) -> str:
+    return f"{FILES}{file_id}/file.json"
+
+
+def _reader(file_id: str, job: str) -> str:
+    return f"{FILES}{file_id}/readers/{job}.json"
+
+
+def _deleted(file_id: str) -> str:
+    return f"{FILES}{file_id}/deleted"

@@ -1,0 +1,67 @@
+"""Pages of what a tenant has: ids sort the newest first, so a page is a listing that goes on behind the last one's id.
+
+The other order reads all of the tenant's ids (not what they stand for) for each page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Literal, TypeVar
+
+from pipeline.ports import ObjectStore
+
+DEFAULT_LIMIT: Final = 20
+MOST_BATCHES: Final = 100
+MOST_FILES: Final = 10_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is asked for. `after`: the id of the last one that was seen; it needn't exist any more."""
+
+    limit: int = DEFAULT_LIMIT
+    after: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page as OpenAI's clients read it. `data`: each has an `id`."""
+
+    data: Sequence[dict[str, Any]]
+    has_more: bool
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": list(self.data),
+            "first_id": self.data[0]["id"] if self.data else None,
+            "last_id": self.data[-1]["id"] if self.data else None,
+            "has_more": self.has_more,
+        }
+
+
+def ids_behind(store: ObjectStore, folder: str, page: Page) -> Iterator[str]:
+    """Names of the markers in `folder` in the page's order, behind its `after`."""
+    if page.order == "desc":
+        after = "" if page.after is None else folder + page.after
+        return (info.key.removeprefix(folder) for info in store.list(folder, after))
+    names = [info.key.removeprefix(folder) for info in store.list(folder)]
+    return (name for name in reversed(names) if page.after is None or name < page.after)
+
+
+def fill(found: Iterable[T | None], limit: int) -> tuple[list[T], bool]:
+    """The first `limit` of those that are something, and whether there are more."""
+    some = list(islice((one for one in found if one is not None), limit + 1))
+    return some[:limit], len(some) > limit
+
+
+def map_ahead(look: Callable[[str], T], names: Iterable[str], together: Callable[..., Iterable[T]], size: int) -> Any:
+    """`look` at the names, `size` of them at a time by `together` (an executor's `map`), no further than is read."""
+    names = iter(names)
+    while some := list(islice(names, size)):
+        yield from together(look, some)

@@ -1,0 +1,231 @@
+"""The routes of files, batches and models: each finds out who calls, and hands over to the part that answers."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from pipeline.gateway.auth import Caller
+from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.files import Files
+from pipeline.gateway.idempotency import first_heard
+from pipeline.gateway.keys import Scope
+from pipeline.gateway.paging import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES, Page
+from pipeline.gateway.papers import StoredFile, derived_file_id, new_file_id
+from pipeline.gateway.parts import Parts, calling, documented, json_body, key_of
+from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
+from pipeline.gateway.uploads import Upload, receive
+from pipeline.ports import World
+
+Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made: the newest first, or last.")]
+After = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", description="Go on behind this id.")]
+FilesCaller = Annotated[Caller, calling(Scope.FILES)]
+BatchesCaller = Annotated[Caller, calling(Scope.BATCHES)]
+AnyCaller = Annotated[Caller, calling(None)]
+Body = Annotated[dict[str, Any], json_body()]
+BodyOrNone = Annotated[dict[str, Any], json_body(empty=True)]
+
+NDJSON: Final = "application/x-ndjson"
+
+
+def files_router(uploads_at_once: int) -> APIRouter:
+    """`/v1/files`."""
+    router = APIRouter(prefix="/v1/files", tags=["files"])
+    places = threading.BoundedSemaphore(uploads_at_once)
+
+    @router.post("", openapi_extra=_UPLOAD)
+    async def upload(request: Request, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+        """Upload a file of requests: JSONL or Parquet."""
+        key = key_of(request)
+        if not places.acquire(blocking=False):
+            raise unavailable(f"{uploads_at_once} uploads are under way; send this one later", "too_many_uploads")
+        try:
+            settings = parts.settings
+            async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
+                file = await run_in_threadpool(_add, parts.world, parts.files, caller.tenant, received, key)
+        finally:
+            places.release()
+        return file.document()
+
+    @router.get("")
+    def page(
+        caller: FilesCaller,
+        parts: Parts,
+        limit: Annotated[int, Query(ge=1, le=MOST_FILES)] = MOST_FILES,
+        after: After = None,
+        order: Order = "desc",
+        purpose: str | None = None,
+    ) -> dict[str, Any]:
+        """The caller's files."""
+        return parts.files.page(caller.tenant, Page(limit, after, order), purpose).document()
+
+    @router.get("/{file_id}")
+    def get(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+        """What is known of a file."""
+        return parts.files.get(caller.tenant, file_id).document()
+
+    @router.delete("/{file_id}")
+    def delete(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+        """Remove a file that no open batch reads."""
+        file = parts.files.delete(caller.tenant, file_id)
+        return {"id": file.id, "object": "file", "deleted": True}
+
+    @router.get("/{file_id}/content", response_class=Response)
+    def content(file_id: str, request: Request, caller: FilesCaller, parts: Parts) -> Response:
+        """The bytes of a file, or a range of them."""
+        return _content(parts.files, parts.files.get(caller.tenant, file_id), request)
+
+    return router
+
+
+def batches_router() -> APIRouter:
+    """`/v1/batches`."""
+    router = APIRouter(prefix="/v1/batches", tags=["batches"])
+
+    @router.post("", openapi_extra=documented(_BATCH))
+    def create(request: Request, caller: BatchesCaller, body: Body, parts: Parts) -> dict[str, Any]:
+        """Answer all requests of a file."""
+        return parts.batches.create(caller.tenant, body, key_of(request))
+
+    @router.get("")
+    def page(
+        caller: BatchesCaller,
+        parts: Parts,
+        limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = DEFAULT_LIMIT,
+        after: After = None,
+        order: Order = "desc",
+    ) -> dict[str, Any]:
+        """The caller's batches, by whatever door they came."""
+        return parts.batches.page(caller.tenant, Page(limit, after, order)).document()
+
+    @router.get("/{batch_id}")
+    def get(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
+        """How a batch stands."""
+        return parts.batches.get(caller.tenant, batch_id)
+
+    @router.post("/{batch_id}/cancel")
+    def cancel(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
+        """End a batch before its time; what is finished is kept."""
+        return parts.batches.cancel(caller.tenant, batch_id)
+
+    @router.post("/{batch_id}/retry")
+    def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> dict[str, Any]:
+        """A batch of the rows that got no answer."""
+        return parts.batches.retry(caller.tenant, batch_id, body)
+
+    @router.get("/{batch_id}/results", response_class=Response)
+    def results(batch_id: str, caller: BatchesCaller, parts: Parts, without: str | None = None) -> Response:
+        """What is committed so far, as lines of OpenAI's output file."""
+        if without is not None and len(without) > 100_000:
+            raise bad_request("without is too long", "without")
+        found = parts.batches.results(caller.tenant, batch_id, without)
+        headers = {"X-Incomplete": "true" if found.incomplete else "false", "X-Parts": found.parts}
+        return StreamingResponse(found.lines, media_type=NDJSON, headers=headers)
+
+    return router
+
+
+def models_router() -> APIRouter:
+    """`/v1/models`."""
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    @router.get("")
+    def page(caller: AnyCaller, parts: Parts) -> dict[str, Any]:
+        """The models that requests can name."""
+        return parts.models.page()
+
+    @router.get("/{model:path}")
+    def get(model: str, caller: AnyCaller, parts: Parts) -> dict[str, Any]:
+        """One of them."""
+        return parts.models.get(model)
+
+    return router
+
+
+def _add(world: World, files: Files, tenant: str, received: Upload, key: str | None) -> StoredFile:
+    """Store what came; the same upload with the same key is the same file."""
+    now = world.clock.now()
+    if key is None:
+        file_id = new_file_id(now, world.random)
+    else:
+        said = "\0".join((received.sha256, received.filename, str(received.expires_after)))
+        digest = hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()
+        now = first_heard(world, tenant, "file", key, digest)
+        file_id = derived_file_id(now, tenant, key)
+    life = received.expires_after
+    made = StoredFile(
+        id=file_id,
+        tenant=tenant,
+        filename=received.filename,
+        purpose="batch",
+        size=received.size,
+        sha256=received.sha256,
+        format=received.format,
+        created_at=now,
+        expires_at=None if life is None else now + life,
+    )
+    return files.add(made, received.path)
+
+
+def _content(files: Files, file: StoredFile, request: Request) -> Response:
+    tag = f'"{file.sha256}"'
+    headers = {
+        "ETag": tag,
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
+        "Content-Type": "application/octet-stream",
+    }
+    if request.headers.get("if-none-match") in (tag, "*"):
+        return Response(status_code=304, headers=headers)
+    header = request.headers.get("range")
+    if request.headers.get("if-range", tag) != tag:
+        header = None
+    try:
+        wanted = wanted_bytes(header, file.size)
+    except Unsatisfiable:
+        raise ApiError(
+            416,
+            "range_not_satisfiable",
+            f"the file has {file.size} bytes, and the range lies behind them",
+            headers={"Content-Range": f"bytes */{file.size}"},
+        ) from None
+    status = 200 if wanted is None else 206
+    if wanted is None:
+        wanted = range(file.size)
+    else:
+        headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{file.size}"
+    headers["Content-Length"] = str(len(wanted))
+    return StreamingResponse(read_range(files.open(file), wanted), status_code=status, headers=headers)
+
+
+_BATCH: Final = {
+    "input_file_id": "file-…",
+    "endpoint": "/v1/chat/completions",
+    "completion_window": "24h",
+    "metadata": {"project": "example"},
+}
+_UPLOAD: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}

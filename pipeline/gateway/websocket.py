@@ -1,0 +1,139 @@
+"""`WS /v1/stream`: the same events as over SSE, one request after the other on one connection.
+
+From the client, as JSON: `{"type": "request", "url": …, "body": {…}}`, `{"type": "cancel"}`, or
+`{"type": "resume", "stream": ID, "after": NUMBER}`. To it: `{"type": "begin", "stream": ID}`, then
+`{"type": "event", "id": NUMBER, "data": CHUNK}` for each, and `{"type": "done"}`; or `{"type": "error", "error": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+
+from pipeline.gateway.answers import Answers, Stream
+from pipeline.gateway.app_errors import answer_to, api_error
+from pipeline.gateway.auth import Caller, need
+from pipeline.gateway.bodies import parse_object
+from pipeline.gateway.chunks import DONE
+from pipeline.gateway.errors import ApiError, bad_request
+from pipeline.gateway.keys import Scope
+from pipeline.gateway.origins import check_origin
+from pipeline.gateway.parts import GatewayParts
+from pipeline.gateway.sse import pieces
+from pipeline.ports import PipelineError
+from schemas.requests import CHAT_URL, COMPLETIONS_URL
+
+_URLS: Final = (CHAT_URL, COMPLETIONS_URL)
+_LARGE: Final = 1009
+"""WebSocket's code for a message that is too large."""
+
+
+def websocket_router(answers: Answers) -> APIRouter:
+    """`/v1/stream`."""
+    router = APIRouter()
+
+    @router.websocket("/v1/stream")
+    async def stream(socket: WebSocket) -> None:
+        parts: GatewayParts = socket.app.state.parts
+        try:
+            check_origin(socket.headers)
+            caller = await run_in_threadpool(parts.authority.caller, socket.headers.get("authorization"))
+            need(caller, Scope.INFERENCE)
+        except PipelineError as error:
+            refused: JSONResponse = answer_to(api_error(error))
+            await socket.send_denial_response(refused)
+            return
+        await socket.accept()
+        with contextlib.suppress(WebSocketDisconnect):
+            await _Connection(socket, caller, answers, parts).serve()
+
+    return router
+
+
+class _Connection:
+    """A client, and the stream that it reads now."""
+
+    def __init__(self, socket: WebSocket, caller: Caller, answers: Answers, parts: GatewayParts) -> None:
+        self._socket = socket
+        self._caller = caller
+        self._answers = answers
+        self._settings = parts.settings
+        self._reading: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Until the client goes."""
+        try:
+            while True:
+                message = await self._socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                text = message.get("text") or message.get("bytes") or ""
+                if len(text) > self._settings.most_body_bytes:
+                    await self._socket.close(_LARGE)
+                    return
+                try:
+                    await self._take(parse_object(text, self._settings.limits.max_json_depth + 1))
+                except PipelineError as error:
+                    await self._send({"type": "error", **api_error(error).body()})
+        finally:
+            await self._stop()
+
+    async def _take(self, message: dict[str, Any]) -> None:
+        kind = message.get("type")
+        if kind == "cancel":
+            await self._stop()
+            return
+        if kind not in ("request", "resume"):
+            raise bad_request("type must be request, resume or cancel", "type")
+        if self._reading is not None and not self._reading.done():
+            raise ApiError(409, "busy", "a stream is under way on this connection; wait for its end, or cancel it")
+        self._reading = asyncio.create_task(self._read(message))
+
+    async def _read(self, message: dict[str, Any]) -> None:
+        """One stream, to its end."""
+        try:
+            stream, after = await self._begin(message)
+        except PipelineError as error:
+            await self._send({"type": "error", **api_error(error).body()})
+            return
+        try:
+            await self._send({"type": "begin", "stream": stream.id})
+            async for items in pieces(stream, after):
+                for item in items:
+                    if item.data != DONE:
+                        data = orjson.Fragment(item.data)
+                        async with asyncio.timeout(stream.settings.write):
+                            await self._send({"type": "event", "id": item.number, "data": data})
+            await self._send({"type": "done"})
+        finally:
+            self._answers.left(stream)
+
+    async def _begin(self, message: dict[str, Any]) -> tuple[Stream, int]:
+        if message["type"] == "resume":
+            after, name = message.get("after", -1), message.get("stream")
+            if isinstance(after, bool) or not isinstance(after, int) or not isinstance(name, str):
+                raise bad_request("resume takes a stream's id and, as after, the number of the last event", "after")
+            return self._answers.find(self._caller.tenant, name), after
+        url, body = message.get("url"), message.get("body")
+        if url not in _URLS:
+            raise bad_request(f"url must be {' or '.join(_URLS)}", "url")
+        if not isinstance(body, dict):
+            raise bad_request("body must be an object, as OpenAI's API takes it", "body")
+        asked = await run_in_threadpool(self._answers.asker.read, self._caller, url, body | {"stream": True})
+        return await self._answers.stream(asked), -1
+
+    async def _stop(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._reading
+            self._reading = None
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self._socket.send_text(orjson.dumps(message).decode())

@@ -1,0 +1,157 @@
+"""A gateway over a root in a folder, served for real, with a foreman and a worker that answers at once: all but a
+model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+from openai import OpenAI
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.catalog import Catalog
+from pipeline.dispatching.dispatcher import Dispatcher
+from pipeline.dispatching.foreman import Foreman, ForemanSettings
+from pipeline.gateway.app import make_app
+from pipeline.gateway.auth import AuthMode, Authority
+from pipeline.gateway.batches import Batches
+from pipeline.gateway.files import Files
+from pipeline.gateway.finalizing import Finalizer
+from pipeline.gateway.keys import ApiKeys
+from pipeline.gateway.models import Models
+from pipeline.gateway.parts import GatewayParts, GatewaySettings
+from pipeline.gateway.server import GatewayServer, ServerSettings, listen
+from pipeline.inputs import open_pinned
+from pipeline.intake import Intake, IntakeSettings
+from pipeline.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.shard_client import ShardClient
+from schemas.job import CatalogEntry
+from tests.pipeline.made_jobs import MODELS, PIN, computed, report
+
+
+class ShiftedClock(SystemClock):
+    """The system's, ahead by so many seconds as a test says."""
+
+    ahead: float = 0.0
+
+    def now(self) -> Any:
+        from datetime import timedelta  # noqa: PLC0415
+
+        return super().now() + timedelta(seconds=self.ahead)
+
+
+@dataclass
+class HttpHouse:
+    """What a test has in its hands.
+
+    Attributes:
+        permits: each commit of the worker takes one.
+    """
+
+    world: World
+    clock: ShiftedClock
+    parts: GatewayParts
+    finalizer: Finalizer
+    keys: ApiKeys
+    url: str
+    permits: threading.Semaphore
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def client(self, key: str = "none", **more: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
+
+    def http(self, key: str | None = None) -> httpx2.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def ledger(self, job: str) -> JobLedger:
+        return JobLedger(self.world.store, f"jobs/{job}/")
+
+
+@contextmanager
+def http_house(
+    place: Path,
+    *,
+    auth: AuthMode = "auto",
+    permits: int = 1_000_000,
+    finalize: bool = True,
+    settings: GatewaySettings | None = None,
+    intake: IntakeSettings | None = None,
+) -> Iterator[HttpHouse]:
+    """The house, until the block ends.
+
+    Args:
+        permits: shards that the worker may commit; more with `HttpHouse.permits`.
+        finalize: files of ended batches are written without anybody asking.
+    """
+    stop, permitted = threading.Event(), threading.Semaphore(permits)
+    with ExitStack() as stack:
+        store = stack.enter_context(FolderStore(place / "root"))
+        clock = ShiftedClock()
+        world = World(store, clock, SystemRandomness(), store.scratch)
+        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+        together = stack.enter_context(ThreadPoolExecutor(4))
+        files, keys = Files(world, together), ApiKeys(world, believed=0.0)
+        finalizer = Finalizer(world, files, every=0.05)
+        parts = GatewayParts(
+            world,
+            Authority(keys, auth),
+            files,
+            Batches(world, Intake(world, intake), files, finalizer, together),
+            Models(store),
+            settings or GatewaySettings(),
+        )
+        chosen = ServerSettings(port=0, drain_seconds=5)
+        server = GatewayServer(chosen, listen(chosen))
+        app = make_app(parts, server.draining.is_set)
+        threads: list[Callable[[], Any]] = [lambda: server.run(app, stop), lambda: _work(world, stop, permitted)]
+        if finalize:
+            threads.append(lambda: finalizer.run(stop))
+        started = [threading.Thread(target=thread) for thread in threads]
+        for thread in started:
+            thread.start()
+        try:
+            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted)
+        finally:
+            stop.set()
+            permitted.release(1_000)
+            for thread in started:
+                thread.join()
+
+
+def _work(world: World, stop: threading.Event, permits: threading.Semaphore) -> None:
+    queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
+    dispatcher = Dispatcher(world, queue, beats)
+    foreman = Foreman(world, dispatcher, open_pinned, ForemanSettings(tick_every=0.01, look_every=0.02))
+    thread = threading.Thread(target=foreman.run, args=(stop,))
+    thread.start()
+    client = ShardClient(
+        "w", world, lambda job: JobLedger(world.store, f"jobs/{job}/"), queue, beats, lambda: False, models=MODELS
+    )
+    while not stop.is_set():
+        work = client.take(0.01)
+        if work is not None:
+            permits.acquire()
+            client.commit(work, computed(work), report(work))
+    client.close()
+    thread.join()
+
+
+def lines(count: int, url: str = "/v1/chat/completions", **more: Any) -> bytes:
+    """So many requests for the model of the house. Every fifth answer fails."""
+    body = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    if url == "/v1/completions":
+        body = {"model": PIN.name, "prompt": "hello", "max_tokens": 5}
+    made = ({"custom_id": f"r{n}", "method": "POST", "url": url, "body": body, **more} for n in range(count))
+    return b"".join(orjson.dumps(line) + b"\n" for line in made)

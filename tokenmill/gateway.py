@@ -1,0 +1,169 @@
+"""HTTP as a part of an installation: by itself (`gateway`), or in the process that does everything (`serve`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline.intake import Intake
+from schemas.job import Tier
+from tokenmill.errors import UserError
+from tokenmill.root import Root, intake_settings
+
+if TYPE_CHECKING:
+    from pipeline.gateway.asking import AskSettings
+    from pipeline.gateway.parts import GatewaySettings
+    from pipeline.gateway.server import ServerSettings
+    from pipeline.ports import Lease
+    from schemas.settings import Settings
+    from tokenmill.hints import Hints
+    from tokenmill.processes import Part
+
+_LOOKS_AT_ONCE = 16
+_REMOTE_LOOK_SECONDS = 2.0
+_LANE_LOOK_SECONDS = 0.01
+_REMOTE_LANE_LOOK_SECONDS = 0.03
+
+
+class Gateway:
+    """The parts of HTTP, listening already: `url` says where.
+
+    Args:
+        lease: of several gateways, one writes the files of batches that have ended; None: there are no others.
+
+    Raises:
+        UserError: what it needs is not installed, or anybody on the network could use it without a key.
+        CantListen: the address can't be had.
+    """
+
+    def __init__(
+        self, root: Root, settings: Settings, hints: Hints, host: str, port: int, lease: Lease | None = None
+    ) -> None:
+        try:
+            from pipeline.gateway.server import GatewayServer, listen
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{error.name} is not installed, and HTTP needs it; run: pip install 'tokenmill[gateway]'"
+            ) from error
+        from pipeline.gateway.asking import Asker
+        from pipeline.gateway.auth import Authority
+        from pipeline.gateway.batches import Batches
+        from pipeline.gateway.files import Files
+        from pipeline.gateway.finalizing import Finalizer
+        from pipeline.gateway.keys import ApiKeys
+        from pipeline.gateway.models import Models
+        from pipeline.gateway.parts import GatewayParts
+        from pipeline.lane_caller import CallSettings
+
+        keys = ApiKeys(root.world)
+        _check_open(settings, host, keys.exist())
+        self._together = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="looks")
+        files = Files(root.world, self._together)
+        every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
+        self._finalizer = Finalizer(root.world, files, every, lease)
+        intake = Intake(root.world, intake_settings(settings))
+        self._parts = GatewayParts(
+            world=root.world,
+            authority=Authority(keys, settings.gateway.auth),
+            files=files,
+            batches=Batches(root.world, intake, files, self._finalizer, self._together),
+            models=Models(root.world.store),
+            settings=_bounds(settings),
+        )
+        self._asker = Asker(root.world, _asking(settings))
+        # A request that is new isn't heard of before a look at the others ends.
+        self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
+        self._lane = hints.lane
+        listening = _server(settings, host, port)
+        self._server = GatewayServer(listening, listen(listening))
+        self.url = self._server.url
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What works until it is told to stop, by name."""
+        return {"http": self._serve, "finalizer": self._finalizer.run}
+
+    def _serve(self, stop: threading.Event) -> None:
+        from pipeline.gateway.answers import Answers
+        from pipeline.gateway.app import make_app
+        from pipeline.gateway.bridge import LaneBridge, draining
+
+        clock = self._parts.world.clock
+        bridge, ended = LaneBridge(self._lane, clock, self._call), threading.Event()
+        answers = Answers(self._asker, bridge, clock)
+        calls = threading.Thread(target=bridge.run, args=(ended,), name="lane calls", daemon=True)
+        calls.start()
+        try:
+            app = make_app(self._parts, self._server.draining.is_set, answers)
+            self._server.run(app, stop, lambda: answers.end_all(draining()))
+        finally:
+            ended.set()
+            calls.join()
+            self._together.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def finalizers_lease(root: Root, settings: Settings) -> Iterator[Lease | None]:
+    """What gateways contend for; None where there is no Redis: then each of them does everything."""
+    from pipeline.adapters.redis_connection import RedisSettings
+    from pipeline.adapters.redis_lock import RedisLease
+    from tokenmill.hints import LEASE_SECONDS
+
+    with ExitStack() as closing:
+        lease = None
+        if settings.redis_url is not None:
+            connection = RedisSettings(settings.redis_url.get_secret_value())
+            lease = RedisLease(connection, "finalizer", LEASE_SECONDS, root.world.clock, root.world.random)
+            closing.callback(lease.close)
+        yield lease
+
+
+def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
+    from pipeline.gateway.server import is_loopback
+
+    if settings.gateway.auth == "auto" and not has_keys and not is_loopback(host):
+        raise UserError(
+            f"--host {host} is open to the network, and there is no API key; make one with 'tokenmill keys create', or "
+            "set TOKENMILL_GATEWAY__AUTH=off if everybody may use it"
+        )
+
+
+def _bounds(settings: Settings) -> GatewaySettings:
+    from pipeline.gateway.parts import GatewaySettings
+
+    chosen = settings.gateway
+    return GatewaySettings(
+        most_upload_bytes=chosen.max_upload_bytes,
+        uploads_at_once=chosen.uploads_at_once,
+        most_body_bytes=chosen.max_body_bytes,
+        idle_seconds=chosen.idle_seconds,
+        limits=settings.limits,
+    )
+
+
+def _asking(settings: Settings) -> AskSettings:
+    from pipeline.gateway.asking import AskSettings
+
+    return AskSettings(
+        longest=settings.gateway.request_seconds,
+        default_model=settings.default_model,
+        caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
+        default_max_tokens=settings.default_max_tokens,
+        limits=settings.limits,
+    )
+
+
+def _server(settings: Settings, host: str, port: int) -> ServerSettings:
+    from pipeline.gateway.server import ServerSettings
+
+    chosen = settings.gateway
+    return ServerSettings(
+        host=host,
+        port=port,
+        certificate=chosen.tls_certificate,
+        private_key=chosen.tls_key,
+        drain_seconds=chosen.drain_seconds,
+    )
