@@ -45,6 +45,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     app.add_exception_handler(PipelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_anything)
     return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining)
 
 
@@ -68,6 +69,10 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     return answer_to(api_error(error))
+
+
+async def _on_anything(_request: Request, _error: Exception) -> JSONResponse:
+    return answer_to(ApiError(500, "internal_error", "something broke here; tell the operator, with x-request-id"))
 
 
 async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:

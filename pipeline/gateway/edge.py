@@ -67,16 +67,18 @@ class Edge:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _GIVEN.fullmatch(given) else self._new_id()
-        began, status = time.monotonic(), 0
+        began, status, ended = time.monotonic(), 0, False
 
         async def send_on(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
                 for name, value in _SAFE.items():
                     headers.setdefault(name, value)
+            elif message["type"] == "http.response.body":
+                ended = not message.get("more_body", False)
             await send(message)
 
         try:
@@ -84,7 +86,7 @@ class Edge:
             await self._app(scope, receive, send_on)
         except ApiError as error:
             await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an answer, and the log no prompt
+        except Exception as error:  # noqa: BLE001 - whatever it is: the caller was answered, and the log gets no prompt
             logger.error(
                 "request_failed",
                 request=request_id,
@@ -92,10 +94,8 @@ class Edge:
                 error=type(error).__name__,
                 at=_where(error),
             )
-            if status:  # the answer has begun: cut it off, so that nobody takes it for whole
+            if not ended:  # cut it off, so that nobody takes it for whole
                 raise _CutOff from None
-            failed = ApiError(500, "internal_error", f"something broke here; tell the operator of {request_id}")
-            await JSONResponse(failed.body(), 500)(scope, receive, send_on)
         finally:
             caller = scope.get("tokenmill.caller")
             logger.info(

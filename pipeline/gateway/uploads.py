@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import python_multipart
 from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from pipeline.gateway.bodies import pieces
@@ -129,7 +129,7 @@ class FormReader:
         self._header_bytes = 0
         self._disposition = b""
         self._into: bytearray | None = None  # where the part's bytes go
-        self._parser = python_multipart.MultipartParser(
+        self._parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._begin,
@@ -207,7 +207,7 @@ class FormReader:
         self._header = (bytearray(), bytearray())
 
     def _begin_data(self) -> None:
-        kind, options = python_multipart.parse_options_header(self._disposition)
+        kind, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"").decode(errors="replace")
         if kind != b"form-data" or name not in ("file", *_FIELDS):
             raise bad_request(
@@ -249,7 +249,7 @@ def checked_life(anchor: object, seconds: object, param: str = "expires_after") 
 
 
 def _boundary(request: Request) -> bytes:
-    kind, options = python_multipart.parse_options_header(request.headers.get("content-type", ""))
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 200:
         raise ApiError(415, "unsupported_media_type", "send the file as multipart/form-data, with a boundary")
