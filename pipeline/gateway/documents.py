@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pipeline.gateway.papers import BATCHES, BatchOrder, BatchOutcome, seconds
 from pipeline.job_document import job_document
-from pipeline.ledger import REJECTS, JobLedger, read_paper
+from pipeline.ledger import REJECTS, JobLedger, SomePaper, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.results import read_part
 from schemas.job import JobStatus, Manifest
@@ -100,7 +100,7 @@ def _finalizing(
     return found
 
 
-def _find(store: ObjectStore, key: str, kind: Any) -> Any:
+def _find(store: ObjectStore, key: str, kind: type[SomePaper]) -> SomePaper | None:
     try:
         data = store.read(key)
     except ObjectNotFound:

@@ -80,7 +80,7 @@ def test_what_is_dropped_is_answered_as_run_would_and_the_end_is_orderly(
     source = write_lines(*[chat(f"r{n}", f"number {n}", max_tokens=20) for n in range(30)], "not json")
     engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
     assert tokenmill("run", source, "--output", "alone", *engine).code == 0
-    served = start("serve", "--data", "data", "--settle", 0.2, *engine)
+    served = start("serve", "--data", "data", "--port", 0, "--settle", 0.2, *engine)
     root = place / "data"
     wait_until((root / "incoming").is_dir, served)
     for inbox, name in (("incoming", "a.jsonl"), ("incoming/bulk", "b.jsonl")):
@@ -96,7 +96,7 @@ def test_what_is_dropped_is_answered_as_run_would_and_the_end_is_orderly(
     assert served.wait(30) == 0
     # Started again it finds nothing to do: the same files are no new jobs, also when their results have gone.
     brief = {"TOKENMILL_RETENTION__EVERY": "1s", "TOKENMILL_RETENTION__OUTPUTS": "1s"}
-    again = start("serve", "--data", "data", "--settle", 0.2, *engine, **brief)
+    again = start("serve", "--data", "data", "--port", 0, "--settle", 0.2, *engine, **brief)
     wait_until(lambda: len(list(root.glob("jobs/*/tombstone.json"))) == 2, again)
     wait_until(lambda: not list(root.glob("jobs/*/results/*")), again)
     time.sleep(1.0)

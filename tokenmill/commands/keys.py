@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill import output
 from tokenmill.options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.gateway.keys import ApiKey
 
 app = typer.Typer(
     help="API keys for HTTP. Only hashes of them are kept. As soon as there is one, nobody gets in without.",
@@ -99,5 +102,5 @@ def revoke(
     output.say(f"key {key.id} of tenant {key.tenant} is revoked")
 
 
-def _facts(key: Any, *, revoked: bool) -> dict[str, Any]:
+def _facts(key: ApiKey, *, revoked: bool) -> dict[str, Any]:
     return key.model_dump(mode="json", exclude={"id", "digest", "version"}) | {"revoked": revoked}

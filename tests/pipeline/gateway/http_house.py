@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,18 @@ from openai import OpenAI
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
 from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
+from pipeline.gateway.answers import Answers, StreamSettings
 from pipeline.gateway.app import make_app
+from pipeline.gateway.asking import Asker, AskSettings
 from pipeline.gateway.auth import AuthMode, Authority
 from pipeline.gateway.batches import Batches
+from pipeline.gateway.bridge import LaneBridge, draining
 from pipeline.gateway.files import Files
 from pipeline.gateway.finalizing import Finalizer
 from pipeline.gateway.keys import ApiKeys
@@ -33,10 +37,12 @@ from pipeline.gateway.parts import GatewayParts, GatewaySettings
 from pipeline.gateway.server import GatewayServer, ServerSettings, listen
 from pipeline.inputs import open_pinned
 from pipeline.intake import Intake, IntakeSettings
+from pipeline.lane_caller import CallSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import CatalogEntry
+from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 
 
@@ -66,7 +72,9 @@ class HttpHouse:
     keys: ApiKeys
     url: str
     permits: threading.Semaphore
-    stack: ExitStack = field(default_factory=ExitStack)
+    worker: LaneWorker
+    bridge: LaneBridge
+    stop: threading.Event
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
@@ -88,6 +96,9 @@ def http_house(
     finalize: bool = True,
     settings: GatewaySettings | None = None,
     intake: IntakeSettings | None = None,
+    asking: AskSettings | None = None,
+    streams: StreamSettings | None = None,
+    drain_seconds: float = 5.0,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
@@ -112,20 +123,31 @@ def http_house(
             Models(store),
             settings or GatewaySettings(),
         )
-        chosen = ServerSettings(port=0, drain_seconds=5)
+        lane = MemoryLane(clock)
+        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01))
+        answers = Answers(Asker(world, asking), bridge, clock, streams)
+        chosen = ServerSettings(port=0, drain_seconds=drain_seconds)
         server = GatewayServer(chosen, listen(chosen))
-        app = make_app(parts, server.draining.is_set)
-        threads: list[Callable[[], Any]] = [lambda: server.run(app, stop), lambda: _work(world, stop, permitted)]
+        app = make_app(parts, server.draining.is_set, answers)
+        late = threading.Event()
+        threads: list[Callable[[], Any]] = [
+            lambda: server.run(app, stop, lambda: answers.end_all(draining())),
+            lambda: _work(world, stop, permitted),
+            lambda: bridge.run(late),
+            lambda: worker.run(late),
+        ]
         if finalize:
             threads.append(lambda: finalizer.run(stop))
         started = [threading.Thread(target=thread) for thread in threads]
         for thread in started:
             thread.start()
         try:
-            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted)
+            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, stop)
         finally:
             stop.set()
             permitted.release(1_000)
+            started[0].join()
+            late.set()
             for thread in started:
                 thread.join()
 

@@ -1,0 +1,110 @@
+"""A worker on the lane that needs no model: it answers with numbered words, as fast as a test says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.lane import OpenLane
+from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from tests.pipeline.made_jobs import PIN
+
+
+def words(count: int, choice: int = 0) -> str:
+    """What a choice of so many tokens is answered with."""
+    return "".join(f"{choice}.{n} " for n in range(count))
+
+
+@dataclass
+class _Running:
+    request: LaneRequest
+    said: int = 0
+    sequence: int = 0
+
+
+@dataclass
+class LaneWorker:
+    """Answers `max_tokens` tokens to each choice; the prompt or last message may say what goes wrong.
+
+    Attributes:
+        pause: seconds between two tokens of a request.
+        asked: all requests that came, by id.  unwanted: when which was dropped, because nobody wants it.
+        hold: take nothing while it is set.
+    """
+
+    lane: OpenLane
+    pause: float = 0.0
+    text: str | None = None
+    asked: dict[str, LaneRequest] = field(default_factory=dict)
+    unwanted: dict[str, float] = field(default_factory=dict)
+    hold: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, stop: threading.Event) -> None:
+        side = self.lane.worker("w")
+        running: dict[str, _Running] = {}
+        while not stop.is_set():
+            if not self.hold.is_set():
+                for request in side.take([PIN.key], 2_000, 0.0 if running else 0.01):
+                    self.asked[request.id] = request
+                    running[request.id] = _Running(request)
+            events: list[LaneEvent] = []
+            for name, one in list(running.items()):
+                events += self._step(one)
+                if isinstance(events[-1], EndEvent | ErrorEvent):
+                    del running[name]
+            dropped = set(side.emit(events)) | set(side.hold(list(running)))
+            for name in dropped & running.keys():
+                self.unwanted[name] = time.monotonic()
+                del running[name]
+            if running and self.pause:
+                time.sleep(self.pause)
+        side.close()
+
+    def _step(self, one: _Running) -> list[LaneEvent]:
+        """The next token of each choice, and the end behind the last."""
+        request, body = one.request, one.request.body
+        chat = "messages" in body
+        asked = body["messages"][-1]["content"] if chat else body.get("prompt", "")
+        if asked == "refuse" or (asked == "break" and one.said == 2):
+            refused = asked == "refuse"
+            code, status = ("context_length_exceeded", 400) if refused else ("engine_error", 500)
+            return [ErrorEvent(request.id, request.attempt, self._next(one), code, "it broke", status)]
+        most, choices = body.get("max_tokens") or 5, body.get("n", 1)
+        events: list[LaneEvent] = []
+        if one.said < most:
+            for choice in range(choices):
+                text = self.text or f"{choice}.{one.said} "
+                logprobs = {"content": [{"token": text, "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+                events.append(
+                    TokensEvent(
+                        request.id, request.attempt, self._next(one), choice, (one.said,), text,
+                        logprobs if body.get("logprobs") and chat else None,
+                    )
+                )  # fmt: skip
+            one.said += 1
+        if one.said == most:
+            response = self._response(body, chat, most, choices)
+            events.append(EndEvent(request.id, request.attempt, self._next(one), response))
+        return events
+
+    def _next(self, one: _Running) -> int:
+        one.sequence += 1
+        return one.sequence - 1
+
+    def _response(self, body: dict[str, Any], chat: bool, most: int, choices: int) -> dict[str, Any]:
+        shown = []
+        for index in range(choices):
+            text = words(most, index)
+            what: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            shown.append({"index": index, "finish_reason": "length", "logprobs": None, **what})
+        usage = {"prompt_tokens": 3, "completion_tokens": most * choices, "total_tokens": 3 + most * choices}
+        return {
+            "id": "from-the-worker",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": shown,
+            "usage": usage,
+        }
