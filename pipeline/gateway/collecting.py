@@ -33,7 +33,8 @@ def expired_files(store: ObjectStore, now: datetime, kept_unfinished: timedelta,
         file = find_file(store, file_id)
         if file is None:
             if _is_left_over(store, file_id, now - kept_unfinished, dry_run):
-                yield from list(store.list(folder))
+                yield from [info for info in store.list(folder) if not info.key.endswith("/deleted")]
+                _end(store, file_id, dry_run)
             continue
         marked = is_deleted(store, file_id)
         if not marked and (file.expires_at is None or file.expires_at > now):
@@ -47,6 +48,12 @@ def expired_files(store: ObjectStore, now: datetime, kept_unfinished: timedelta,
                 continue
         found = (store.info(key) for key in objects_of(store, file))
         yield from [info for info in found if info is not None]
+        _end(store, file_id, dry_run)
+
+
+def _end(store: ObjectStore, file_id: str, dry_run: bool) -> None:
+    if not dry_run:
+        unmark_deleted(store, file_id)
 
 
 def _is_left_over(store: ObjectStore, file_id: str, before: datetime, dry_run: bool) -> bool:

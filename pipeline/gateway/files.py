@@ -131,6 +131,7 @@ class Files:
     def _remove(self, file: StoredFile) -> None:
         for key in objects_of(self._store, file):
             self._store.delete(key)
+        unmark_deleted(self._store, file.id)
 
 
 def find_file(store: ObjectStore, file_id: str) -> StoredFile | None:
@@ -153,7 +154,7 @@ def mark_deleted(store: ObjectStore, file_id: str) -> None:
 
 
 def unmark_deleted(store: ObjectStore, file_id: str) -> None:
-    """It stays after all."""
+    """It stays after all, or nothing is left of it."""
     store.delete(_deleted(file_id))
 
 
@@ -172,12 +173,11 @@ def open_reader(store: ObjectStore, file_id: str, now: datetime) -> str | None:
 
 
 def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
-    """Keys of all that the file is, in the order in which they are to be removed."""
+    """Keys of all that the file is, in the order in which they are to be removed; the mark goes after them."""
     yield _content(file.id)
     yield from [info.key for info in store.list(f"{FILES}{file.id}/readers/")]
     yield files_of(file.tenant) + file.id
     yield _paper(file.id)
-    yield _deleted(file.id)
 
 
 def _is_beginning(store: ObjectStore, key: str, now: datetime) -> bool:

@@ -111,7 +111,7 @@ class ApiKeys:
             if self._store.create(f"{KEYS}{key.id}{_PAPER}", key.to_json()):
                 return key, f"tm-{key.id}-{secret}"
 
-    def keys(self) -> Iterator[ListedKey]:
+    def listed(self) -> Iterator[ListedKey]:
         """All that there ever were, by id."""
         names = [info.key.removeprefix(KEYS) for info in self._store.list(KEYS)]
         for name in names:

@@ -66,7 +66,7 @@ def list_keys(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = F
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings(), read_only=True) as root:
-        found = list(ApiKeys(root.world).keys())
+        found = list(ApiKeys(root.world).listed())
     if as_json:
         output.print_json([{"id": one.key.id, **_facts(one.key, revoked=one.revoked)} for one in found])
         return

@@ -1,0 +1,113 @@
+"""API keys: who gets in, for what, and for how long."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.gateway.auth import Authority, need
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.keys import ApiKeys, KeyNotFound, Scope
+from pipeline.ports import World
+from tests.pipeline.gateway.http_house import http_house, lines
+from tests.pipeline.simulation import MemoryStore
+
+ALL = tuple(Scope)
+
+
+def test_a_key_lets_in_its_tenant_until_it_expires_or_is_revoked(world: World) -> None:
+    keys, elsewhere = ApiKeys(world), ApiKeys(world, believed=5.0)
+    key, text = keys.create("acme", (Scope.FILES,), expires_at=world.clock.now() + timedelta(hours=1))
+    assert elsewhere.check(text) == key
+    secret = text.rsplit("-", 1)[1]
+    assert isinstance(world.store, MemoryStore)
+    assert not any(secret.encode() in data for data in world.store.objects.values()), "the secret is stored"
+    keys.revoke(key.id)
+    assert keys.check(text) is None
+    assert elsewhere.check(text) == key, "believed for some seconds"
+    world.clock.sleep(5.0)
+    assert elsewhere.check(text) is None
+    late, text = keys.create("acme", ALL, expires_at=world.clock.now() + timedelta(hours=1))
+    world.clock.sleep(3_600)
+    assert keys.check(text) is None
+    assert [(one.key.id, one.revoked) for one in keys.listed()] == sorted([(key.id, True), (late.id, False)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tm-", "tm-0123456789abcdef-" + "0" * 64, "tm-../../etc/passwd-" + "0" * 64, "sk-1", "tm-" + "é" * 81]
+)
+def test_what_is_no_key_lets_nobody_in(world: World, text: str) -> None:
+    keys = ApiKeys(world)
+    _, real = keys.create("acme", ALL)
+    assert keys.check(text) is None
+    assert keys.check(real[:-1] + ("0" if real[-1] != "0" else "1")) is None
+    with pytest.raises(KeyNotFound):
+        keys.revoke(text)
+
+
+def test_an_installation_that_had_keys_never_becomes_open_again(world: World) -> None:
+    authority = Authority(ApiKeys(world, believed=0.0))
+    assert authority.caller(None).tenant == "default"
+    keys = ApiKeys(world)
+    key, _ = keys.create("acme", ALL)
+    keys.revoke(key.id)
+    with pytest.raises(ApiError) as refused:
+        authority.caller(None)
+    assert refused.value.status == 401
+    assert Authority(keys, "off").caller(None).tenant == "default"
+    with pytest.raises(ApiError):
+        Authority(ApiKeys(world), "keys").caller("Bearer x")
+
+
+def test_scopes_are_asked_for(world: World) -> None:
+    keys = ApiKeys(world)
+    authority = Authority(keys)
+    for scopes, may in (((Scope.FILES,), {Scope.FILES}), ((Scope.ADMIN,), set(Scope)), ((), set())):
+        _, text = keys.create("acme", scopes)
+        caller = authority.caller(f"bearer {text}")
+        for scope in Scope:
+            if scope in may:
+                need(caller, scope)
+            else:
+                with pytest.raises(ApiError) as refused:
+                    need(caller, scope)
+                assert refused.value.status == 403
+
+
+def test_over_http_they_are_what_openais_client_sends(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        _, files = house.keys.create("acme", (Scope.FILES,))
+        _, capped = house.keys.create("acme", (Scope.INFERENCE,), max_tokens=3)
+        for wrong in ("none", files[:-1]):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                house.client(wrong).models.list()
+            assert refused.value.code == "invalid_api_key"
+        uploader = house.client(files)
+        assert uploader.models.list().data
+        assert uploader.files.create(file=("a.jsonl", lines(1)), purpose="batch").id
+        for attempt in (uploader.batches.list, lambda: house.client(capped).files.list()):
+            with pytest.raises(openai.PermissionDeniedError):
+                attempt()
+        hello: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        with pytest.raises(openai.BadRequestError, match="this API key allows at most 3"):
+            house.client(capped).chat.completions.create(**hello, max_tokens=4)
+        answer = house.client(capped).chat.completions.create(**hello)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+        (asked,) = house.worker.asked.values()
+        assert asked.tenant == "acme"
+        with house.http() as http:
+            assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
+            assert http.get("/healthz").status_code == 200
+
+
+def test_pages_of_other_sites_may_not_ask(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as http:
+        for origin in ("http://evil.example", "null", "http://[", "file://"):
+            answer = http.get("/v1/models", headers={"Origin": origin})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "other_origin"), origin
+        assert http.get("/v1/models", headers={"Origin": house.url}).status_code == 200

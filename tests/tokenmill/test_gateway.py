@@ -1,0 +1,186 @@
+"""HTTP from end to end: the official client against `tokenmill serve`, and against a gateway on Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.null_worker import Answers
+from tests.servers.redis import RedisServer
+
+SECONDS = 120
+ROOT = Path(__file__).parents[2]
+CHAT = "/v1/chat/completions"
+
+
+class Processes:
+    """Commands as processes; each is killed at the end, and its log shown."""
+
+    def __init__(self, place: Path, **variables: str) -> None:
+        self.place = place
+        self.variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *program: object, **variables: str) -> int:
+        """Start one; its number."""
+        number = len(self.running)
+        with self.log(number).open("wb") as log:
+            self.running.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, program)],
+                    stdout=log, stderr=log, env={**os.environ, **self.variables, **variables},
+                )
+            )  # fmt: skip
+        return number
+
+    def log(self, number: int) -> Path:
+        return self.place / f"process-{number}.log"
+
+    def url(self, number: int) -> str:
+        """Where a process says that it serves."""
+
+        def said() -> str | None:
+            assert self.running[number].poll() is None, self.log(number).read_text()
+            found = re.search(r"(http://[0-9.:]+)/v1", self.log(number).read_text())
+            return None if found is None else found[1]
+
+        return wait_for(said, SECONDS, "it serves nothing") or ""
+
+    def close(self) -> None:
+        for number, process in enumerate(self.running):
+            process.kill()
+            process.wait()
+            print(f"-- {process.args}\n{self.log(number).read_text()[-4000:]}")
+
+
+@pytest.fixture
+def processes(place: Path) -> Iterator[Processes]:
+    made = Processes(place)
+    yield made
+    made.close()
+
+
+def ended(client: OpenAI, batch_id: str) -> Any:
+    """The batch, once it has ended."""
+    until = time.monotonic() + SECONDS
+    while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < until, batch
+        time.sleep(0.1)
+    return batch
+
+
+def as_jsonl(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def test_serve_answers_the_official_client_as_run_would(
+    processes: Processes,
+    model_folder: Path,
+    chat: Any,
+    write_lines: Callable[..., Path],
+    tokenmill: Any,
+    results: Any,
+) -> None:
+    asked = [chat(f"r{n}", f"number {n}", max_tokens=8) for n in range(12)]
+    engine = ("--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", 1)
+    assert tokenmill("run", write_lines(*asked), "--output", "alone", *engine).code == 0
+    alone = {row["custom_id"]: row["text"] for row in results(processes.place / "alone")}
+    served = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine)
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+    file = client.files.create(file=("in.jsonl", as_jsonl(asked)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    done = ended(client, batch.id)
+    assert done.status == "completed", done
+    lines = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    told = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+    assert told == alone
+
+    body = asked[0]["body"]
+    whole = client.chat.completions.create(**body)
+    assert whole.choices[0].message.content == alone["r0"]
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == alone["r0"]
+    assert (chunks[-1].usage, chunks[-2].choices[0].finish_reason) == (whole.usage, whole.choices[0].finish_reason)
+    text = client.completions.create(model="tiny", prompt="a message", max_tokens=6, temperature=0, logprobs=1)
+    streamed = list(
+        client.completions.create(
+            model="tiny", prompt="a message", max_tokens=6, temperature=0, logprobs=1, stream=True
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == text.choices[0].text
+    assert streamed[-1].choices[0].logprobs == text.choices[0].logprobs
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{**body, "max_tokens": 5_000})
+    assert refused.value.code == "context_length_exceeded"
+
+    made = tokenmill("keys", "create", "--root", "data", "--tenant", "acme", "--scope", "inference", "--json")
+    key = json.loads(made.out)["key"]
+    wait_for(lambda: httpx2.get(f"{client.base_url}models").status_code == 401, 20, "it lets anybody in")
+    client = client.with_options(api_key=key)
+    assert client.chat.completions.create(**body).choices[0].message.content == alone["r0"]
+    with pytest.raises(openai.PermissionDeniedError):
+        client.files.list()
+    process = processes.running[served]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    said = processes.log(served).read_text()
+    assert "number 3" not in said, "prompts are in the log"
+    assert key not in said
+
+
+def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
+    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, tokenmill: Any, place: Path
+) -> None:
+    processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
+    options = ("--model", f"tiny={model_folder}", "--max-num-seqs", 8, "--step-ms", 20)
+    gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0)
+    processes.start(*NULL_WORKER, *options)
+    processes.start("-m", "tokenmill", "dispatcher")
+    client = OpenAI(base_url=f"{processes.url(gateway)}/v1", api_key="none")
+    wait_for(lambda: client.models.list().data, SECONDS, "no worker is up")
+    bodies = [chat("", f"number {n}", max_tokens=100, ignore_eos=True)["body"] for n in range(3)]
+    streams = [client.chat.completions.create(**body, stream=True) for body in bodies]
+    beginnings = [next(iter(stream)) for stream in streams]
+    file = client.files.create(file=("in.jsonl", as_jsonl([chat("r", "row")])), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
+    assert ended(client, batch.id).status == "completed"
+    processes.running[gateway].send_signal(signal.SIGTERM)
+    texts = ["".join(chunk.choices[0].delta.content or "" for chunk in stream) for stream in streams]
+    assert texts == Answers(model_folder).texts(bodies)
+    assert {chunk.choices[0].delta.role for chunk in beginnings} == {"assistant"}
+    assert processes.running[gateway].wait(30) == 0
+
+
+def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
+    refused = tokenmill("gateway", "--root", "root", "--host", "0.0.0.0", "--port", 0)
+    assert (refused.code, "there is no API key" in refused.error) == (1, True)
+    made = tokenmill("keys", "create", "--root", "root", "--label", "for tests", "--expires-in", "90d")
+    assert re.fullmatch(r"tm-[0-9a-f]{16}-[0-9a-f]{64}\n", made.out)
+    (listed,) = json.loads(tokenmill("keys", "list", "--root", "root", "--json").out)
+    assert (listed["label"], listed["scopes"], listed["revoked"]) == (
+        "for tests",
+        ["files", "batches", "inference"],
+        False,
+    )
+    assert made.out[20:40] not in str(listed)
+    assert tokenmill("keys", "revoke", listed["id"], "--root", "root").code == 0
+    assert "revoked" in tokenmill("keys", "list", "--root", "root").out
+    assert "there is no key" in tokenmill("keys", "revoke", "../../x", "--root", "root").error
+    assert "scopes are files" in tokenmill("keys", "create", "--root", "root", "--scope", "all").error
