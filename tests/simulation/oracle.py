@@ -145,7 +145,9 @@ class Oracle:
         results = self.folder / "results"
         standing = {path.name: path for path in results.iterdir()} if results.is_dir() else {}
         for key in self.acknowledged:
-            if not (self.folder / key.removeprefix(self.prefix)).is_file():
+            mine = key.startswith(self.prefix)
+            place = self.folder / key.removeprefix(self.prefix) if mine else self.folder.parent.parent / key
+            if not place.is_file():
                 raise Broken(f"I2: {key} was reported to stand, and is gone")
         for name in self.parts:
             if name not in standing:

@@ -154,8 +154,9 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     processes.start("-m", "tokenmill", "dispatcher")
     client = OpenAI(base_url=f"{processes.url(gateway)}/v1", api_key="none")
     wait_for(lambda: client.models.list().data, SECONDS, "no worker is up")
-    bodies = [chat("", f"number {n}", max_tokens=100, ignore_eos=True)["body"] for n in range(3)]
-    streams = [client.chat.completions.create(**body, stream=True) for body in bodies]
+    bodies = [chat("", f"number {n}", max_tokens=100)["body"] for n in range(3)]
+    going: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
+    streams = [client.chat.completions.create(**body, **going) for body in bodies]
     beginnings = [next(iter(stream)) for stream in streams]
     file = client.files.create(file=("in.jsonl", as_jsonl([chat("r", "row")])), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")

@@ -230,7 +230,7 @@ class RootOracle:
         if kind == "active":
             return True
         if kind != "jobs":
-            return kind not in ("catalog", "files") and not (kind == "intake" and job == "kafka")
+            return kind not in ("catalog", "files", "tenants") and not (kind == "intake" and job == "kafka")
         folder = self.root / "jobs" / job
         ended = (folder / "manifest.json").exists()
         if job in self.removed:
