@@ -19,6 +19,8 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
 from pipeline.dispatching.dispatcher import Dispatcher
@@ -99,16 +101,19 @@ def http_house(
     asking: AskSettings | None = None,
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
+    s3: tuple[S3Store, S3Settings] | None = None,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
     Args:
         permits: shards that the worker may commit; more with `HttpHouse.permits`.
         finalize: files of ended batches are written without anybody asking.
+        s3: the root, in place of a folder.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
-        store = stack.enter_context(FolderStore(place / "root"))
+        store = stack.enter_context(FolderStore(place / "root") if s3 is None else s3[0])
+        reading = None if s3 is None else s3[1]
         clock = ShiftedClock()
         world = World(store, clock, SystemRandomness(), store.scratch)
         Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
@@ -132,7 +137,7 @@ def http_house(
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
             lambda: server.run(app, stop, lambda: answers.end_all(draining())),
-            lambda: _work(world, stop, permitted),
+            lambda: _work(world, stop, permitted, reading),
             lambda: bridge.run(late),
             lambda: worker.run(late),
         ]
@@ -152,10 +157,12 @@ def http_house(
                 thread.join()
 
 
-def _work(world: World, stop: threading.Event, permits: threading.Semaphore) -> None:
+def _work(world: World, stop: threading.Event, permits: threading.Semaphore, s3: S3Settings | None) -> None:
     queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
     dispatcher = Dispatcher(world, queue, beats)
-    foreman = Foreman(world, dispatcher, open_pinned, ForemanSettings(tick_every=0.01, look_every=0.02))
+    foreman = Foreman(
+        world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)
+    )
     thread = threading.Thread(target=foreman.run, args=(stop,))
     thread.start()
     client = ShardClient(
