@@ -75,7 +75,7 @@ class Feed:
         return found
 
     def _behind(self, after: int) -> list[Item]:
-        if self.overrun or (self._items and self._items[0].number > after + 1):
+        if self._items and self._items[0].number > after + 1:
             raise Overrun
         found = [item for item in self._items if item.number > after]
         if not self._keep:
