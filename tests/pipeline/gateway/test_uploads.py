@@ -179,11 +179,10 @@ def test_ranges_of_a_file_and_when_it_is_known(house: HttpHouse) -> None:
 def test_a_range_is_what_slicing_gives(size: int, first: int | None, last: int | None) -> None:
     data = bytes(range(size))
     header = f"bytes={'' if first is None else first}-{'' if last is None else last}"
-    expected = (
-        data if first is None and last is None else data[-last:] if first is None and last else data[first or 0 :]
-    )
-    if first is not None and last is not None:
-        expected = data[first : last + 1] if last >= first else data
+    if first is None:
+        expected = data if last is None else data[-last:] if last else b""
+    else:
+        expected = data[first:] if last is None else data[first : last + 1] if last >= first else data
     try:
         wanted = wanted_bytes(header, size)
     except Unsatisfiable:
