@@ -2,12 +2,13 @@
 
     python benchmarks/perplexity.py --model MODEL --setting bf16=dtype:bfloat16 --setting int8=quantize:int8
 
-The text (two PEPs, `workloads/prose.txt`, checked by its sha256) is cut into windows of so many tokens; each is a
-prompt whose tokens the engine scores (`prompt_logprobs`), all but the first one. float32 with the reference attention
-is always measured first; every setting is compared with it, and with the setting called bf16 if there is one. The
-difference comes with its standard error over windows: the same tokens are scored each time, so it is far smaller than
-that of a perplexity. Prompts are computed in chunks: `schedule.max_chunk_tokens:1` in a setting has every token
-computed as an answer's are, one a row and step.
+The text (two PEPs, `workloads/prose.txt`, checked by its sha256) is cut into windows of so many tokens, each behind
+what the tokenizer puts before every text (models that were trained with it are lost without). The engine scores each as
+a prompt (`prompt_logprobs`), all but its first token. float32 with the reference attention is always measured first;
+every setting is compared with it, and with the setting called bf16 if there is one. The difference comes with its
+standard error over windows: the same tokens are scored each time, so it is far smaller than that of a perplexity.
+Prompts are computed in chunks: `schedule.max_chunk_tokens:1` in a setting has every token computed as an answer's are,
+one a row and step.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ class Difference:
     largest_token: float
 
 
-def windows(ids: Sequence[int], size: int, tokens: int) -> list[list[int]]:
-    """The first `tokens` ids in windows of `size`; what doesn't fill a window is left out."""
+def windows(ids: Sequence[int], size: int, tokens: int, start: Sequence[int] = ()) -> list[list[int]]:
+    """The first `tokens` ids in windows of `size`, each with `start` for its first ids; what doesn't fill a window is
+    left out."""
+    size -= len(start)
     count = min(len(ids), tokens) // size
-    return [list(ids[at * size : (at + 1) * size]) for at in range(count)]
+    return [[*start, *ids[at * size : (at + 1) * size]] for at in range(count)]
 
 
 def score(engine: Engine, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
@@ -128,8 +131,10 @@ def main() -> None:
     text = PROSE.read_text(encoding="utf-8")
     if hashlib.sha256(text.encode()).hexdigest() != PROSE_SHA256:
         raise SystemExit(f"error: {PROSE} is not the text that other figures were measured on; restore it")
-    ids = Tokenizer.load(args.model).encode_batch([text], add_special_tokens=False)[0].tolist()
-    prompts = windows(ids, args.window, args.tokens)
+    tokenizer = Tokenizer.load(args.model)
+    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].tolist()
+    start = tokenizer.encode_batch([""], add_special_tokens=True)[0].tolist()
+    prompts = windows(ids, args.window, args.tokens, start)
     if not prompts:
         raise SystemExit(f"error: {min(len(ids), args.tokens)} tokens don't fill a window of {args.window}")
     try:

@@ -22,6 +22,13 @@ def test_given_ids_when_they_are_cut_then_windows_are_whole_and_side_by_side() -
     assert windows(range(10), size=3, tokens=100) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert windows(range(10), size=3, tokens=7) == [[0, 1, 2], [3, 4, 5]]
     assert windows(range(2), size=3, tokens=7) == []
+    assert windows(range(10), size=3, tokens=100, start=[99]) == [
+        [99, 0, 1],
+        [99, 2, 3],
+        [99, 4, 5],
+        [99, 6, 7],
+        [99, 8, 9],
+    ]
 
 
 def test_given_scores_when_they_are_compared_then_the_difference_is_that_of_the_perplexities() -> None:
