@@ -18,9 +18,9 @@ INTRODUCTION = """\
 Results go to stdout (a table, or with `--json` one JSON document), progress and messages to stderr. Exit codes: 0 done,
 failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted. [errors.md](errors.md) has the rest.
 
-`run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt` or `messages`;
-other columns are carried through to the results, with the prefix `input_` where their names are taken. A folder stands
-for the `.jsonl` or the `.parquet` files in it.
+`run` takes INPUT as JSONL, or as Parquet with a column `custom_id` and either `body` (JSON), `prompt`, `messages` or,
+to be embedded, `input`; other columns are carried through to the results, with the prefix `input_` where their names
+are taken. A folder stands for the `.jsonl` or the `.parquet` files in it.
 
 `run --deadline 6h` counts from when the job is made: the same command later goes on with the deadline that stands. At
 the deadline, and with `jobs cancel`, the job ends: what is finished is kept, also inside of shards, and each other row

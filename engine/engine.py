@@ -17,7 +17,7 @@ from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.memory import plan_cache
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
-from engine.models.load import load_model, wanted_cache
+from engine.models.load import is_encoder, load_model, wanted_cache
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
@@ -91,6 +91,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     features = torch.cpu.get_capabilities()
     native = features.get("amx_bf16") or features.get("avx512_bf16")
     return torch.bfloat16 if native else torch.float32
+
+
+def resolve_model_dtype(path: str | Path, name: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute the model at `path` in; "auto" is float32 for an encoder, else as `resolve_dtype`. Vectors
+    are compared with others, perhaps with those of other programs, and encoders are small.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: as `is_encoder`.
+    """
+    return resolve_dtype("float32" if name == "auto" and is_encoder(path) else name, device)
 
 
 def decoder_builder(config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderBuilder:
@@ -282,6 +292,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether another `step` is due."""
         return self.scheduler.has_work or bool(self._ready)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Rows of the running batch."""
+        return self.config.schedule.max_num_seqs
 
     @property
     def num_waiting(self) -> int:

@@ -1,35 +1,107 @@
-"""Pooled hidden states of prompts: the last token's, or the mean over all, summed in float32 across chunks."""
+"""Pooled hidden states: one vector for all positions of a prompt, in float32.
+
+The modes are those of sentence-transformers. A paged engine sees a prompt in chunks and adds up; an encoder sees it
+whole, beside others in a padded batch. A mean leaves out the first `Request.pooling_skip` positions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import RowState, StepPlan
-from engine.request import Request
+from engine.request import Pooling, Request
+
+
+def pool_padded(hidden: Tensor, lengths: Sequence[int], mode: Pooling, skips: Sequence[int]) -> Tensor:
+    """Pool each row of a batch that is padded on the right.
+
+    Args:
+        hidden: [rows, positions, hidden], any float dtype.  lengths: positions of each row that count.
+        skips: of them, the first that a mean leaves out.
+
+    Returns:
+        float32 [rows, hidden].
+    """
+    count = torch.tensor(lengths)
+    if mode == "cls":
+        return hidden[:, 0].float()
+    if mode == "last":
+        return hidden[torch.arange(len(lengths)), count - 1].float()
+    places = torch.arange(hidden.shape[1])
+    inside = places < count[:, None]
+    if mode == "max":
+        return hidden.float().masked_fill(~inside[..., None], -torch.inf).amax(dim=1)
+    first = torch.tensor(skips)
+    weights = (inside & (places >= first[:, None])).float()
+    if mode == "weightedmean":
+        weights *= places + 1
+    total = torch.einsum("rp,rph->rh", weights, hidden.float())
+    return total / _divisor(mode, weights.sum(dim=1))[:, None]
+
+
+def _divisor(mode: Pooling, weight: Tensor) -> Tensor:
+    """What a sum is divided by; `weight`: of its positions together."""
+    weight = weight.clamp(min=1e-9)
+    return weight.sqrt() if mode == "mean_sqrt_len" else weight
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is pooled so far of one row: float32 [hidden]."""
+
+    mode: Pooling
+    skip: int
+    state: Tensor | None = None
+
+    def add(self, hidden: Tensor, start: int) -> None:
+        """Take in the hidden states [positions, hidden] of the positions from `start` on."""
+        if self.mode == "last":
+            self.state = hidden[-1].float()
+        elif self.mode == "cls":
+            self.state = hidden[0].float() if self.state is None else self.state
+        elif self.mode == "max":
+            part = hidden.float().amax(dim=0)
+            self.state = part if self.state is None else torch.maximum(self.state, part)
+        else:
+            first = max(0, self.skip - start)
+            part = hidden[first:].float()
+            if self.mode == "weightedmean":
+                part = part * torch.arange(start + first + 1, start + len(hidden) + 1)[:, None]
+            self.state = part.sum(dim=0) if self.state is None else self.state + part.sum(dim=0)
+
+    def vector(self, length: int) -> Tensor:
+        """The result, when all `length` positions are in."""
+        assert self.state is not None
+        if self.mode in ("last", "cls", "max"):
+            return self.state
+        places = torch.arange(self.skip + 1, length + 1).float()
+        weight = places.sum() if self.mode == "weightedmean" else torch.tensor(float(len(places)))
+        return self.state / _divisor(self.mode, weight)
 
 
 class Pooler:
     """Keeps what is pooled so far of the rows that ask for it."""
 
     def __init__(self) -> None:
-        self._kind: dict[int, str] = {}
-        self._sum: dict[int, Tensor] = {}
+        self._rows: dict[int, _Row] = {}
 
     @property
     def active(self) -> bool:
         """Whether any row asks for pooling."""
-        return bool(self._kind)
+        return bool(self._rows)
 
     def assign(self, row: int, request: Request) -> None:
         """The row has a new owner."""
-        self._kind.pop(row, None)
-        self._sum.pop(row, None)
+        self._rows.pop(row, None)
         if request.pooling is not None:
-            self._kind[row] = request.pooling
+            self._rows[row] = _Row(request.pooling, request.pooling_skip)
 
     def take(
         self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], rows: RowState, failed: NDArray[np.bool_]
@@ -37,19 +109,14 @@ class Pooler:
         """Add this step's hidden states [T, hidden]; give the vectors of the rows whose prompt is complete."""
         done: dict[int, NDArray[np.float32]] = {}
         for i, row in enumerate(plan.rows.tolist()):
-            kind = self._kind.get(row)
-            if kind is None:
+            pooled = self._rows.get(row)
+            if pooled is None:
                 continue
-            end, count = int(ends[i]), int(plan.counts[i])
-            complete = int(plan.starts[i]) + count == int(rows.prompt_len[row])
-            if kind == "mean":
-                part = hidden[end - count : end].float().sum(dim=0)
-                self._sum[row] = self._sum[row] + part if row in self._sum else part
-            if not complete:
-                continue
-            vector = hidden[end - 1].float() if kind == "last" else self._sum[row] / int(rows.prompt_len[row])
-            del self._kind[row]
-            self._sum.pop(row, None)
-            done[row] = vector.cpu().numpy()
-            failed[i] |= not bool(np.isfinite(done[row]).all())
+            start, end, count = int(plan.starts[i]), int(ends[i]), int(plan.counts[i])
+            pooled.add(hidden[end - count : end], start)
+            length = int(rows.prompt_len[row])
+            if start + count == length:
+                del self._rows[row]
+                done[row] = pooled.vector(length).cpu().numpy()
+                failed[i] |= not bool(np.isfinite(done[row]).all())
         return done

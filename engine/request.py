@@ -27,6 +27,12 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+Pooling = Literal["cls", "last", "max", "mean", "mean_sqrt_len", "weightedmean"]
+"""How the hidden states of a prompt become one vector, as sentence-transformers defines the modes: the first position's
+or the last one's; the largest of each number; the mean, also times the root of the length, or weighted by the place,
+counted from 1."""
+
+
 class TokenWatcher(Protocol):
     """Looks at each sampled token of one choice and may end it (stop strings live behind this)."""
 
@@ -165,7 +171,10 @@ class Request:
             that. Then the memory of what only this request read is used again before any other.
         salt: keeps prefix-cache entries of different owners apart.
         watcher, mask: make the per-choice watcher or mask; called with the choice's index.
-        pooling: with max_tokens 0, return the last hidden state or the mean over the prompt.
+        pooling: with max_tokens 0, return the prompt's hidden states, pooled.
+        pooling_skip: positions at the beginning that a mean leaves out.
+        dimensions: numbers that each vector is cut to; for an `Embedder`.
+        more_prompts: to be pooled like the first one, each by itself; only an `Embedder` takes them.
         partial: what an interrupted computation of this very request had, by choice; it goes on from there, and gives
             the answer that it would have given without the interruption (at float32).
     """
@@ -182,7 +191,10 @@ class Request:
     salt: bytes = b""
     watcher: Callable[[int], TokenWatcher] | None = None
     mask: Callable[[int], TokenMask] | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
+    pooling_skip: int = 0
+    dimensions: int | None = None
+    more_prompts: tuple[NDArray[np.int32], ...] = ()
     partial: tuple[PartialChoice, ...] = ()
 
 
@@ -198,6 +210,13 @@ def check_request(request: Request) -> None:
         raise RequestRefused(
             f"request {request.request_id!r}: pooling {request.pooling!r} goes with max_tokens 0, not {max_tokens}"
         )
+    if request.pooling is not None and not 0 <= request.pooling_skip < prompt.size:
+        raise RequestRefused(
+            f"request {request.request_id!r}: pooling leaves out {request.pooling_skip} positions, but must leave in "
+            f"one of {prompt.size}"
+        )
+    if request.more_prompts:
+        raise RequestRefused(f"request {request.request_id!r}: an engine takes one prompt; give several to an Embedder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +239,7 @@ class Completion:
         cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
         generated_tokens: tokens sampled for all choices, end tokens included.
         pooled: float32 [hidden], when pooling was asked for.
+        embeddings: float32 [prompts, size], of an `Embedder`.
         started_at, finished_at: on the engine's clock (seconds); admission and end.
         preemptions: how often a choice was put back and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
@@ -237,6 +257,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: TokenLogprobs | None = None
     pooled: NDArray[np.float32] | None = None
+    embeddings: NDArray[np.float32] | None = None
     resumed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -137,7 +137,7 @@ class Sequence:
     @property
     def reads_prefix_cache(self) -> bool:
         """Whether blocks computed by others will do: not when every prompt position's output is asked for."""
-        return self.request.params.prompt_logprobs is None and self.request.pooling != "mean"
+        return self.request.params.prompt_logprobs is None and self.request.pooling in (None, "last")
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,27 @@ def _check_prompt(value: Any) -> Any:
     raise invalid("must be a string or a list of token ids (integers from 0)")
 
 
+def _check_inputs(value: Any) -> Any:
+    several = isinstance(value, list | tuple) and any(isinstance(item, str | list | tuple) for item in value)
+    inputs = []
+    for index, one in enumerate(value if several else (value,)):
+        try:
+            inputs.append(_check_text_or_ids(one))
+        except PydanticCustomError as error:
+            raise invalid(f"[{index}] {error.message()}" if several else error.message()) from None
+    return tuple(inputs)
+
+
+def _check_text_or_ids(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, str) or value in ([], ()):
+        raise invalid("is empty; give some text or token ids")
+    if isinstance(value, list | tuple) and all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
+        return tuple(value)
+    raise invalid("must be a string or a list of token ids (integers from 0), or a list of either")
+
+
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -215,14 +236,21 @@ class CompletionBody(GenerationBody):
 
 
 class EmbeddingBody(BaseModel):
-    """Body of /v1/embeddings."""
+    """Body of /v1/embeddings.
+
+    Attributes:
+        input: the texts, or their token ids; one alone is a list of one here.
+        dimensions: numbers that each vector is cut to.
+        prompt_name: which of the model's prompts goes before each text; None: its default one, if it has one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    input: Annotated[str | tuple[int, ...], only(_check_prompt)]
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_inputs)]
     encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     user: str | None = None
 
 

@@ -19,6 +19,8 @@ class Limits(BaseModel):
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
         max_choices: largest `n`.
+        max_embedding_inputs: most texts of one request for embeddings.
+        max_embedding_tokens: most tokens of them together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,6 +30,8 @@ class Limits(BaseModel):
     max_custom_id_chars: Positive = 512
     max_stop_sequences: Positive = 16
     max_choices: Positive = 128
+    max_embedding_inputs: Positive = 2_048
+    max_embedding_tokens: Positive = 300_000
 
 
 class PlanSettings(BaseModel):

@@ -41,6 +41,7 @@ __all__ = [
     "load_body",
     "parse_body",
     "parse_line",
+    "unsupported_url",
 ]
 
 CHAT_URL: Final = "/v1/chat/completions"
@@ -136,12 +137,7 @@ def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
         length = len(line.custom_id)
         raise _refuse("custom_id", f"has {length} characters, but at most {limits.max_custom_id_chars} are allowed")
     if line.url not in BODIES:
-        known = f"{CHAT_URL} or {COMPLETIONS_URL}"
-        message = f"url is {line.url[:200]!r}, but must be {known}"
-        raise RowError(RowErrorCode.UNSUPPORTED_URL, message, param="url")
-    if line.url == EMBEDDINGS_URL:
-        message = f"embeddings are not supported yet; use {CHAT_URL} or {COMPLETIONS_URL}"
-        raise RowError(RowErrorCode.UNSUPPORTED_URL, message, param="url")
+        raise unsupported_url(line.url)
     return line
 
 
@@ -160,7 +156,18 @@ def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) 
         raise _row_error(error) from None
     if isinstance(parsed, GenerationBody):
         _check_limits(parsed, limits)
+    elif len(parsed.input) > limits.max_embedding_inputs:
+        most = limits.max_embedding_inputs
+        raise _refuse(
+            "input", f"holds {len(parsed.input)} texts, but at most {most} are allowed; send several requests"
+        )
     return parsed
+
+
+def unsupported_url(url: str) -> RowError:
+    """Why a request to another url is refused."""
+    known = f"{', '.join(list(BODIES)[:-1])} or {list(BODIES)[-1]}"
+    return RowError(RowErrorCode.UNSUPPORTED_URL, f"url is {url[:200]!r}, but must be {known}", param="url")
 
 
 def dump_body(body: Body) -> bytes:

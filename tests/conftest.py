@@ -26,11 +26,10 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _tiny_models() -> ModuleType:
-    """tests/tiny_models.py, by path: tests are no package, and control-side tests must not import torch."""
-    name = "tiny_models"
+def _module(name: str) -> ModuleType:
+    """tests/NAME.py, by path: tests are no package, and control-side tests must not import torch."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("tiny_models.py"))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -41,7 +40,23 @@ def _tiny_models() -> ModuleType:
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """The module that makes tiny models, for tests that want changed ones."""
-    return _tiny_models()
+    return _module("tiny_models")
+
+
+@pytest.fixture(scope="session")
+def tiny_encoders() -> ModuleType:
+    """The module that makes tiny models for embeddings."""
+    return _module("tiny_encoders")
+
+
+@pytest.fixture(scope="session")
+def embedding_model(tmp_path_factory: pytest.TempPathFactory, tiny_encoders: ModuleType) -> Path:
+    """A BERT of random weights that makes vectors of 32 numbers from up to 24 tokens. Do not change it."""
+    folder = tmp_path_factory.mktemp("models") / "embeds"
+    made: Path = tiny_encoders.make_embedding_model(
+        "bert", folder, normalize=True, max_seq_length=24, prompts={"query": "query: "}
+    )
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +67,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def tiny_model(family: str) -> Path:
         if family not in made:
             folder = tmp_path_factory.mktemp("models") / family
-            made[family] = _tiny_models().make_tiny_model(family, folder)
+            made[family] = _module("tiny_models").make_tiny_model(family, folder)
         return made[family]
 
     return tiny_model

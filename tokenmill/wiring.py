@@ -15,8 +15,9 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 
-from engine.engine import resolve_device, resolve_dtype
-from engine.models.load import describe_model
+from engine.embedding.engine import check_encoder_config
+from engine.engine import resolve_device, resolve_model_dtype
+from engine.models.load import describe_model, is_encoder
 from pipeline.jobs import summarize_job
 from pipeline.planner import open_source
 from pipeline.planning import plan_job
@@ -166,7 +167,9 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
     """What a job is pinned to: the weights' digest, the dtype they are computed in, and how weights and cache are
     quantized. Reads every byte of the weights (which are then in the page cache when they are loaded), after a look at
     the header said that they can be used."""
-    spec = describe_model(path, dtype=resolve_dtype(options.dtype, resolve_device(options.device))).spec
+    if is_encoder(path):
+        check_encoder_config(options.config())
+    spec = describe_model(path, dtype=resolve_model_dtype(path, options.dtype, resolve_device(options.device))).spec
     return ModelPin(
         name=model.name,
         source=str(path),

@@ -16,9 +16,9 @@ from pipeline.worker_api import CheckpointWork, ShardSink
 from schemas.checkpoints import FinishedRows, LoggedChoice
 from schemas.job import Usage
 from workers.model_host import TokenEngine
-from workers.responses import Envelope, ResponseBuilder
+from workers.responses import ResponseBuilder
 from workers.resumption import logged_choice, unfinished
-from workers.rows import ComputedRow, FinishedRow, PreparedRow
+from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow
 from workers.shard_state import OpenShard
 
 NO_USAGE: Final = Usage()

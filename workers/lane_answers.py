@@ -15,11 +15,11 @@ import orjson
 from engine.request import Choice, Completion, PartialChoice
 from schemas.errors import STATUS_CODES, RowError
 from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
-from schemas.requests import ChatBody
+from schemas.requests import ChatBody, EmbeddingBody
 from workers.detokenizer import IncrementalDetokenizer
 from workers.logprobs import TokenTexts, chat_logprobs
-from workers.responses import Envelope, ResponseBuilder, failure_of
-from workers.rows import ComputedRow, PreparedRow
+from workers.responses import ResponseBuilder, failure_of
+from workers.rows import ComputedRow, Envelope, PreparedRow
 from workers.tokenizer import Tokenizer
 
 
@@ -57,7 +57,8 @@ class LaneAnswer:
         self._body = row.body
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
-        self._keep = max((len(stop) for stop in row.body.stop), default=1) - 1
+        stops = () if isinstance(row.body, EmbeddingBody) else row.body.stop
+        self._keep = max((len(stop) for stop in stops), default=1) - 1
         self._choices: dict[int, _Growing] = {}
         self._sequence = 0
         for choice, ids in enumerate(request.tokens):
@@ -92,8 +93,10 @@ class LaneAnswer:
             return self.failed(error)
         computed = ComputedRow(row, completion)
         response: dict[str, Any] = orjson.loads(builder.results([computed], envelope)[0].response or "{}")
-        (texts,) = builder.answer_texts([computed])
         events: list[LaneEvent] = []
+        if isinstance(row.body, EmbeddingBody):
+            return [EndEvent(self.request.id, self.request.attempt, self._next(), response)]
+        (texts,) = builder.answer_texts([computed])
         for choice, text, shown in zip(completion.choices, texts, response["choices"], strict=True):
             events += self._rest(choice, text, shown)
         return [*events, EndEvent(self.request.id, self.request.attempt, self._next(), response)]

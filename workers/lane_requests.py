@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import Final
 
 from engine.request import FinishReason, PartialChoice, Request, as_token_ids
-from schemas.errors import RowError, RowErrorCode
 from schemas.job import JobSettings, Tier
 from schemas.lane import LaneRequest
 from schemas.limits import Limits
-from schemas.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, parse_body
+from schemas.requests import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
+from workers.embedding import EmbeddingReader
 from workers.model_host import LoadedModel
 from workers.resumption import go_on
 from workers.rows import PreparedRow, RowName
@@ -53,18 +53,22 @@ class LaneReader:
 
     def prepare(self, request: LaneRequest) -> PreparedRow:
         """The request as a row; raises `RowError`."""
-        if request.url not in (CHAT_URL, COMPLETIONS_URL):
-            raise RowError(
-                RowErrorCode.UNSUPPORTED_URL,
-                f"url is {request.url[:200]!r}, but must be {CHAT_URL} or {COMPLETIONS_URL}",
-            )
+        if request.url not in BODIES:
+            raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
-        assert isinstance(body, ChatBody | CompletionBody), "the other url is refused"
+        names = (RowName(0, request.id),)
+        if isinstance(body, EmbeddingBody):
+            return PreparedRow(names, body, self._embedding(request, body))
         translator = Translator(self._model.tokenizer, self._model.limits, self._job_rules(request))
         prompt = self._encode(translator.prompt_of(body), chat=request.url == CHAT_URL)
         made = translator.request(engine_name(request), body, prompt, RowHints(_number(request.id)))
         made = replace(made, readers_known=False)  # who else may come with this prompt nobody knows
-        return PreparedRow((RowName(0, request.id),), body, _resumed(made, request.tokens))
+        return PreparedRow(names, body, _resumed(made, request.tokens))
+
+    def _embedding(self, request: LaneRequest, body: EmbeddingBody) -> Request:
+        reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
+        (prompts,) = reader.encode([reader.inputs_of(body)])
+        return reader.request(engine_name(request), body, prompts)
 
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:
         """Seconds from now after which the engine is to give the request up."""
@@ -77,6 +81,7 @@ class LaneReader:
         return JobRules(
             default_max_tokens=rules.default_max_tokens,
             max_output_tokens=rules.caps.get(request.tier, JobSettings().max_output_tokens),
+            max_embedding_tokens=rules.limits.max_embedding_tokens,
             priority=PRIORITIES[request.tier],
             salt=request.tenant.encode(),
         )

@@ -32,9 +32,9 @@ from schemas.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.lane_answers import LaneAnswer, refusal
 from workers.lane_requests import PREFIX, LaneReader, LaneRules
 from workers.model_host import LoadedModel
-from workers.responses import Envelope, ResponseBuilder
+from workers.responses import ResponseBuilder
 from workers.resumption import resume_failed
-from workers.rows import PreparedRow
+from workers.rows import Envelope, PreparedRow
 
 _TAKE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 1.0

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
 from engine.config import EngineConfig, KVDType, Quantize
-from engine.engine import Engine, EngineStats, resolve_device, resolve_dtype
+from engine.embedding.embedder import Embedder
+from engine.embedding.engine import EncoderEngine
+from engine.embedding.head import EmbeddingHead
+from engine.embedding.settings import EmbeddingSettings, embedding_settings
+from engine.engine import Engine, EngineStats, resolve_device, resolve_model_dtype
+from engine.errors import UnsupportedModel
 from engine.models.base import ModelSpec
-from engine.models.load import describe_model
+from engine.models.load import describe_model, is_encoder
 from engine.null_runner import NullRunner
 from engine.plan import RowState
 from engine.request import Completion, PartialChoice, Request
@@ -44,7 +49,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class TokenEngine(Protocol):
-    """What the worker's loop asks of an engine (`engine.Engine` is it)."""
+    """What the worker's loop asks of an engine (`Engine`, `EncoderEngine` and `Embedder` are it)."""
 
     @property
     def has_work(self) -> bool: ...
@@ -123,7 +128,8 @@ class LoadedModel:
             tokenizer = Tokenizer.load(path, chat_template)
             if config is not None and (draft := config.speculation.draft_model) is not None:
                 _check_same_tokens(draft, tokenizer)
-            engine = Engine.load(path, config)
+            encodes = is_encoder(path)
+            engine = EncoderEngine.load(path, config) if encodes else Engine.load(path, config)
             digest = digest if proof is None else proof.result()
         return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
 
@@ -141,14 +147,16 @@ class LoadedModel:
         """The tokenizer of the model at `path`, before an engine whose steps cost nothing: to measure and to try all
         that is around a model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
         path = model_path(path)
-        spec = describe_model(path, dtype=resolve_dtype(config.dtype, resolve_device(config.device))).spec
+        if is_encoder(path):
+            raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
+        spec = describe_model(path, dtype=resolve_model_dtype(path, config.dtype, resolve_device(config.device))).spec
         engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
-        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest)
+        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, embeds=False)
 
     @classmethod
     def _of(
         cls,
-        engine: Engine,
+        engine: Engine | EncoderEngine,
         tokenizer: Tokenizer,
         *,
         name: str,
@@ -156,16 +164,18 @@ class LoadedModel:
         digest: str | None,
         revision: str | None = None,
         aliases: frozenset[str] = frozenset(),
+        embeds: bool = True,
     ) -> LoadedModel:
         spec = engine.spec
+        embedding = embedding_settings(source) if embeds else None
         return cls(
             name=name,
             source=str(source),
-            engine=engine,
+            engine=engine if embedding is None else Embedder(engine, EmbeddingHead(embedding)),
             tokenizer=tokenizer,
-            limits=ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids),
+            limits=_limits(engine, embedding),
             dtype=dtype_name(spec),
-            max_num_seqs=engine.config.schedule.max_num_seqs,
+            max_num_seqs=engine.max_num_seqs,
             digest=digest,
             revision=revision,
             aliases=aliases,
@@ -200,6 +210,12 @@ class LoadedModel:
         return None
 
 
+def _limits(engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
+    spec = engine.spec
+    size = 0 if embedding is None else embedding.size(spec.hidden_size)
+    return ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids, spec.generates, embedding, size)
+
+
 def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
     """Refuse a draft model whose token ids mean other texts; raises `WorkerError`."""
     if (token_id := tokenizer.first_difference(Tokenizer.load(model_path(Path(draft))))) is not None:
@@ -222,8 +238,8 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
     """ "sha256:…" over all that decides a model's answers.
 
     Of a lone GGUF file it is that file's own sha256. Of a folder it is the sha256 over name, size and sha256 of the
-    weight files, the config and the tokenizer's files, in the order of their names. A chat template that replaces the
-    model's own enters too. Reads every byte: about a second a gigabyte.
+    weight files, the config, the tokenizer's files and those that say how vectors are made, in the order of their
+    names. A chat template that replaces the model's own enters too. Reads every byte: about a second a gigabyte.
 
     Raises `WorkerError` when there is no model or a file can't be read.
     """
@@ -235,7 +251,8 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
             raise WorkerError(f"{path} holds no model; give a folder with config.json and weights, or a GGUF file")
         total = hashlib.sha256()
         for file in files:
-            total.update(f"{file.name}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
+            inside = file.name if path.is_file() else file.relative_to(path).as_posix()
+            total.update(f"{inside}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
     except OSError as error:
         raise WorkerError(f"can't read the model: {error}") from error
     if chat_template is not None:
@@ -245,7 +262,10 @@ def model_digest(path: Path, chat_template: str | None = None) -> str:
 
 def _model_files(folder: Path) -> list[Path]:
     found = {file for pattern in (*WEIGHT_FILES, *MEANING_FILES) for file in folder.glob(pattern) if file.is_file()}
-    return sorted(found, key=lambda file: file.name)
+    embedding = embedding_settings(folder)
+    if embedding is not None:
+        found |= {folder / name for name in embedding.files}
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _file_digest(path: Path) -> str:
@@ -257,7 +277,7 @@ def dtype_name(spec: ModelSpec) -> DTypeName:
     return cast(DTypeName, str(spec.dtype).removeprefix("torch."))
 
 
-def engine_facts(engine: Engine) -> dict[str, Fact]:
+def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
     """The engine's settings as a manifest shows them."""
     config, spec = engine.config, engine.spec
     return {
@@ -272,7 +292,7 @@ def engine_facts(engine: Engine) -> dict[str, Fact]:
         "block_size": config.cache.block_size,
         "prefix_caching": config.cache.prefix_caching,
         "max_model_len": engine.max_model_len,
-        "max_num_seqs": config.schedule.max_num_seqs,
+        "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
         "speculate": config.speculation.method,
         "draft_model": config.speculation.draft_model,

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import orjson
 
 from engine.request import Choice, Completion, FinishReason
 from schemas.errors import RowError, RowErrorCode
-from schemas.requests import ChatBody, CompletionBody
+from schemas.requests import ChatBody, CompletionBody, EmbeddingBody
 from schemas.results import ResultRow, RowStatus
+from workers.embedding import embedding_results
 from workers.logprobs import TokenTexts, chat_logprobs, completion_logprobs
-from workers.rows import ComputedRow, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import Tokenizer
 from workers.translate import StopWatchers
 
@@ -54,16 +53,6 @@ def response_id(kind: str, job: str, row: int) -> str:
     return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What all results of one attempt at a shard share. `wall` turns the engine clock's seconds into UTC."""
-
-    job: str
-    created_at: datetime
-    attempt: int
-    wall: Callable[[float], datetime]
-
-
 class ResponseBuilder:
     """Builds the results of one model's rows."""
 
@@ -82,6 +71,8 @@ class ResponseBuilder:
                 model, completion = row.prepared.body.model, row.completion
                 names = row.prepared.names
                 results += _refused(names, model, error, completion.started_at, completion.finished_at, envelope)
+            elif isinstance(row.prepared.body, EmbeddingBody):
+                results += embedding_results(row, envelope)
             else:
                 answered.append(row)
         for row, texts in zip(answered, self.answer_texts(answered), strict=True):
@@ -106,6 +97,7 @@ class ResponseBuilder:
             kind, name = "chatcmpl", "chat.completion"
             choices = [self._chat_choice(body, c, text) for c, text in zip(completion.choices, texts, strict=True)]
         else:
+            assert isinstance(body, CompletionBody), "an embedding is no text"
             kind, name = "cmpl", "text_completion"
             choices = [self._completion_choice(body, row, index, texts[index]) for index in range(len(texts))]
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import NamedTuple
 
 from engine.request import Completion, Request
 from schemas.errors import RowError
-from schemas.requests import ChatBody, CompletionBody
+from schemas.requests import Body
 
 
 class RowName(NamedTuple):
@@ -26,7 +28,7 @@ class PreparedRow:
     """
 
     names: tuple[RowName, ...]
-    body: ChatBody | CompletionBody
+    body: Body
     request: Request
 
 
@@ -47,6 +49,16 @@ class ComputedRow:
 
     prepared: PreparedRow
     completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all results of one attempt at a shard share. `wall` turns the engine clock's seconds into UTC."""
+
+    job: str
+    created_at: datetime
+    attempt: int
+    wall: Callable[[float], datetime]
 
 
 FinishedRow = ComputedRow | RefusedRow

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from pydantic import ValidationError
 
 from pipeline.worker_api import ShardWork
 from schemas.checkpoints import LoggedChoice
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Usage
-from schemas.requests import CHAT_URL, COMPLETIONS_URL, load_body
+from schemas.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
 from schemas.results import ResultRow
+from workers.embedding import EmbeddingReader, Input
 from workers.errors import ModelMismatchError
 from workers.model_host import LoadedModel
 from workers.resumption import resume
 from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import TokenIds
-from workers.translate import PRIORITIES, Generation, JobRules, RowHints, Translator
+from workers.translate import PRIORITIES, JobRules, RowHints, Translator
 
 HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
@@ -110,8 +113,9 @@ class _Line:
     body: str
     model: str
     hints: RowHints
-    parsed: Generation | None = None
+    parsed: Body | None = None
     prompt: str | TokenIds | None = None
+    inputs: Sequence[Input] = ()  # to be embedded
     error: RowError | None = None
 
 
@@ -128,16 +132,18 @@ class ShardReader:
             deaths = work.history.blamed.get(line.names[0].row, 0)
             if deaths >= CONDEMNED_AFTER:
                 line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
-        translator = Translator(self.model.tokenizer, self.model.limits, self._rules(work))
+        model, rules = self.model, self._rules(work)
+        translator = Translator(model.tokenizer, model.limits, rules)
+        embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
         for line in lines:
             if line.error is None:
-                self._read(line, work, translator)
-        self._encode(lines)
+                self._read(line, work, translator, embeddings)
+        self._encode(lines, embeddings)
         waiting: list[PreparedRow] = []
         refused: list[RefusedRow] = []
         now = self.model.engine.clock()
         for line in lines:
-            row = self._prepared(line, work, translator)
+            row = self._prepared(line, work, translator, embeddings)
             if row is not None:
                 waiting.append(row)
             else:
@@ -151,6 +157,7 @@ class ShardReader:
             seed=settings.seed,
             default_max_tokens=settings.default_max_tokens,
             max_output_tokens=settings.max_output_tokens,
+            max_embedding_tokens=settings.limits.max_embedding_tokens,
             priority=PRIORITIES[work.tier],
             salt=work.job.tenant.encode(),
         )
@@ -175,13 +182,16 @@ class ShardReader:
         assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
         return lines
 
-    def _read(self, line: _Line, work: ShardWork, translator: Translator) -> None:
+    def _read(self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader) -> None:
         try:
             self._check_model(line.model, work)
-            if line.url not in (CHAT_URL, COMPLETIONS_URL):
+            if line.url not in BODIES:
                 raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
             line.parsed = _parse(line.url, line.body)
-            line.prompt = translator.prompt_of(line.parsed)
+            if isinstance(line.parsed, EmbeddingBody):
+                line.inputs = embeddings.inputs_of(line.parsed)
+            else:
+                line.prompt = translator.prompt_of(line.parsed)
         except RowError as error:
             line.error = error
 
@@ -201,8 +211,11 @@ class ShardReader:
                 param="model",
             )
 
-    def _encode(self, lines: list[_Line]) -> None:
+    def _encode(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
         """Token ids for all prompts that are text; templates bring their special tokens, completions get BOS."""
+        embedded = [line for line in lines if line.inputs]
+        for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
+            line.inputs = prompts
         for chat in (True, False):
             chosen = [line for line in lines if isinstance(line.prompt, str) and (line.url == CHAT_URL) is chat]
             texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
@@ -211,12 +224,19 @@ class ShardReader:
             for line, ids in zip(chosen, encoded, strict=True):
                 line.prompt = ids
 
-    def _prepared(self, line: _Line, work: ShardWork, translator: Translator) -> PreparedRow | None:
-        if line.error is not None or line.parsed is None or line.prompt is None or isinstance(line.prompt, str):
+    def _prepared(
+        self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader
+    ) -> PreparedRow | None:
+        if line.error is not None or line.parsed is None:
             return None
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
         try:
-            request = translator.request(request_id, line.parsed, line.prompt, line.hints)
+            if isinstance(line.parsed, EmbeddingBody):
+                prompts = [given for given in line.inputs if not isinstance(given, str)]
+                request = embeddings.request(request_id, line.parsed, prompts)
+            else:
+                assert isinstance(line.prompt, np.ndarray), "prompts are encoded by now"
+                request = translator.request(request_id, line.parsed, line.prompt, line.hints)
         except RowError as error:
             line.error = error
             return None
@@ -231,13 +251,10 @@ def died_alone(times: int) -> str:
     )
 
 
-def _parse(url: str, data: str) -> Generation:
+def _parse(url: str, data: str) -> Body:
     try:
-        body = load_body(url, data)
+        return load_body(url, data)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in detail["loc"])
         raise RowError(RowErrorCode.INVALID_REQUEST, f"{where} {detail['msg']}", param=where) from error
-    if not isinstance(body, Generation):
-        raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {url} is not served by this worker")
-    return body

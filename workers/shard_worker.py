@@ -42,8 +42,8 @@ from workers.fetching import ShardFetcher
 from workers.lookahead import Lookahead, engine_has_all
 from workers.model_host import LoadedModel, library_versions, speculation_facts
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
-from workers.responses import Envelope, ResponseBuilder, failure_of
-from workers.rows import ComputedRow, PreparedRow, RefusedRow
+from workers.responses import ResponseBuilder, failure_of
+from workers.rows import ComputedRow, Envelope, PreparedRow, RefusedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
 from workers.trials import Member, Trials
@@ -51,6 +51,7 @@ from workers.trials import Member, Trials
 PROBE: Final = "probe"
 """The request that shows whether the engine works at all, when no row is left that could."""
 
+PROBE_TOKENS: Final = as_token_ids([0, 0])
 PROBE_PARAMS: Final = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 logger = structlog.get_logger(__name__)
@@ -89,6 +90,7 @@ class ShardWorker:
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
         self._trials = Trials(model.max_num_seqs)
+        self._probe = _probe(model)
         self._committing: dict[Future[bool], OpenShard] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
@@ -200,7 +202,7 @@ class ShardWorker:
             if self._engine.has_work:
                 return
             if self._trials.undecided:
-                self._engine.add(Request(PROBE, as_token_ids([0, 0]), PROBE_PARAMS))
+                self._engine.add(self._probe)
                 return
             if self._trials:
                 self._try_apart(self._trials.next_group(), helper)
@@ -410,3 +412,12 @@ class ShardWorker:
         run_out(self._beside, self._engine, self._step, partial(self._tell, helper), self._clock)
         while self._engine.has_work:
             self._engine.step()
+
+
+def _probe(model: LoadedModel) -> Request:
+    """A harmless request that any engine in order can compute."""
+    embedding = model.limits.embedding
+    if model.limits.generates or embedding is None:
+        return Request(PROBE, PROBE_TOKENS, PROBE_PARAMS)
+    params = SamplingParams(max_tokens=0, temperature=0.0)
+    return Request(PROBE, PROBE_TOKENS, params, pooling=embedding.pooling)

@@ -12,11 +12,12 @@ from typing import Final
 
 import numpy as np
 
+from engine.embedding.settings import EmbeddingSettings
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Request, SamplingParams
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Tier
-from schemas.requests import ChatBody, CompletionBody
+from schemas.requests import EMBEDDINGS_URL, ChatBody, CompletionBody
 from workers.detokenizer import StopStringWatcher
 from workers.tokenizer import TokenIds, Tokenizer
 
@@ -33,11 +34,16 @@ class ModelLimits:
         max_model_len: tokens of one sequence, prompt and answer.
         vocab_size: token ids from 0 that the model knows.
         end_token_ids: the tokens that the engine itself takes as the end of an answer.
+        generates: it has a language-model head.
+        embedding: how it makes vectors; None: it makes none.  embedding_size: numbers in one.
     """
 
     max_model_len: int
     vocab_size: int
     end_token_ids: tuple[int, ...]
+    generates: bool = True
+    embedding: EmbeddingSettings | None = None
+    embedding_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class JobRules:
         seed: of requests that bring none.
         default_max_tokens: of requests that name none (or what is left of the context, if that is less).
         max_output_tokens: a request for more is refused.
+        max_embedding_tokens: of all inputs of one request for embeddings; one with more is refused.
         priority: the engine's class; lower runs first.
         salt: keeps the prefix cache of tenants apart.
     """
@@ -55,6 +62,7 @@ class JobRules:
     seed: int = 0
     default_max_tokens: int = 4_096
     max_output_tokens: int = 131_072
+    max_embedding_tokens: int = 300_000
     priority: int = 2
     salt: bytes = b""
 
@@ -104,12 +112,19 @@ class Translator:
     def prompt_of(self, body: Generation) -> str | TokenIds:
         """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
 
-        Raises `RowError` when the chat template refuses the messages or an id is outside the vocabulary.
+        Raises `RowError` when the model has no head, the chat template refuses the messages or an id is outside the
+        vocabulary.
         """
+        if not self._limits.generates:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                f"the model makes embeddings and generates nothing; use {EMBEDDINGS_URL}, or another model",
+                param="url",
+            )
         if isinstance(body, ChatBody):
-            return _encodable(self._tokenizer.render_chat(body.messages), "messages")
+            return encodable(self._tokenizer.render_chat(body.messages), "messages")
         if isinstance(body.prompt, str):
-            return _encodable(body.prompt, "prompt")
+            return encodable(body.prompt, "prompt")
         for token_id in body.prompt:
             self._check_token("prompt", token_id)
         return np.asarray(body.prompt, dtype=np.int32)
@@ -200,7 +215,8 @@ def row_seed(job_seed: int, row: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _encodable(text: str, name: str) -> str:
+def encodable(text: str, name: str) -> str:
+    """The text, of the field `name`; raises `RowError` when it is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

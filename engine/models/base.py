@@ -24,6 +24,7 @@ class ModelSpec:
         max_position: tokens of context the model was made for.
         windows: per layer, the sliding window in tokens (a query sees itself and window - 1 before it), or None.
         eos_token_ids: the tokens that end an answer (config and generation_config together).
+        generates: it has a language-model head.
         rope_original_max: where rotary frequencies start to depend on a sequence's length (dynamic scaling only).
     """
 
@@ -40,6 +41,7 @@ class ModelSpec:
     num_parameters: int
     dtype: torch.dtype
     rope_original_max: int | None = None
+    generates: bool = True
 
 
 class CausalModel(Protocol):

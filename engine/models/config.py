@@ -29,7 +29,7 @@ def folder_config(folder: Path) -> Any:
     """The transformers config of a Hugging Face folder.
 
     Raises:
-        UnsupportedModel: no config that transformers knows, or no language-model head.
+        UnsupportedModel: no config that transformers knows.
     """
     file = folder / "config.json"
     quantization_settings(folder)
@@ -41,9 +41,13 @@ def folder_config(folder: Path) -> Any:
     architectures = config.architectures or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise UnsupportedModel(f"{file} can't be used: architectures is {architectures!r}, but must be a list of names")
-    if architectures and not any(name.endswith(_HEADS) for name in architectures):
-        raise UnsupportedModel(f"{architectures[0]} is not a causal language model")
     return config
+
+
+def has_head(config: Any) -> bool:
+    """Whether the checkpoint says that it has a language-model head; one that says nothing is taken to have it."""
+    architectures = config.architectures or []
+    return not architectures or any(name.endswith(_HEADS) for name in architectures)
 
 
 def quantization_settings(folder: Path) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ class DecoderSpec:
         attention_scale: what q k^T is multiplied by.
         final_softcap: logits become cap * tanh(logits / cap).
         tied: the head is the embedding.
+        headless: the checkpoint has no head; hidden states are all that it is for.
         ropes, layer_ropes: the kinds of rotation, and each layer's index among them.
         windows, eos_token_ids, max_position: as in `ModelSpec`.
         weight_prefixes: where checkpoints of this family keep the decoder ("model."), by preference.
@@ -59,6 +60,7 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...]
     activation: Activation = "silu"
     tied: bool = False
+    headless: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -102,6 +104,7 @@ class DecoderSpec:
             num_parameters=self.num_parameters,
             dtype=dtype,
             rope_original_max=dynamic.original_max if dynamic else None,
+            generates=not self.headless,
         )
 
 

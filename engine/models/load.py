@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from engine.embedding.encoder import describe_encoder
+from engine.embedding.settings import embedding_settings, required_settings
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.checkpoint import WeightSource, folder_weights
-from engine.models.config import folder_config, folder_end_tokens, quantization_settings, usable
+from engine.models.config import folder_config, folder_end_tokens, has_head, quantization_settings, usable
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
@@ -90,6 +92,10 @@ def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> 
         ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers tell.
     """
     path = _existing(path)
+    if is_encoder(path):
+        required_settings(path)
+        spec = describe_encoder(path, folder_config(path), dtype)
+        return ModelDescription(spec, spec.num_parameters * dtype.itemsize, fused=False)
     config, decoder, _ = _open(path)
     if decoder is None:
         spec = describe_transformers_model(path, config, dtype, folder_end_tokens(path, config), folder_weights(path))
@@ -124,6 +130,24 @@ def open_model(path: str | Path) -> OpenedModel:
     path = _existing(path)
     config, decoder, source = _open(path)
     return OpenedModel(path, config, decoder, source or folder_weights(path))
+
+
+def is_encoder(path: str | Path) -> bool:
+    """Whether the model is one for `EncoderEngine`: it has no language-model head, and sees whole texts at once or is
+    of no family that the fused decoder computes.
+
+    Raises:
+        ModelNotFound: no model is there.  UnsupportedModel: its config can't be read.
+    """
+    path = _existing(path)
+    return path.is_dir() and _encodes(folder_config(path))
+
+
+def _encodes(config: Any) -> bool:
+    if has_head(config):
+        return False
+    both_ways = getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False
+    return bool(both_ways) or fused_family(config) is None
 
 
 def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
@@ -163,10 +187,15 @@ def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
             checkpoint = GGUFCheckpoint(path)
             return checkpoint.config, checkpoint.decoder_spec(), checkpoint
     config = folder_config(path)
+    headless = not has_head(config)
+    if _encodes(config) or (headless and embedding_settings(path) is None):
+        raise UnsupportedModel(f"{config.architectures[0]} is not a causal language model")
     family = fused_family(config)
     if family is None:
         check_supported(config)  # before anything is said of its weights
         return config, None, None
     with usable(path / "config.json"):
         spec = family(config)
+    if headless:  # nothing asks for logits, and the embedding is there anyway
+        spec = replace(spec, headless=True, tied=True, weight_prefixes=("", *spec.weight_prefixes))
     return config, replace(spec, eos_token_ids=folder_end_tokens(path, config)), None

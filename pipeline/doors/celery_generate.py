@@ -26,9 +26,12 @@ from schemas.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneRequest
 from schemas.limits import Limits
-from schemas.requests import CHAT_URL, COMPLETIONS_URL, dump_body, parse_body
+from schemas.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
 
 GENERATE: Final = "tokenmill.generate"
+URLS: Final = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": EMBEDDINGS_URL}
+"""A field of the body -> the endpoint that it is for; the first one counts."""
+
 _ARGUMENTS: Final = ("body", "tier", "timeout")
 _LOOK: Final = 0.1
 _IDLE_SECONDS: Final = 0.5
@@ -158,9 +161,9 @@ class GenerateCalls:
             raise _refuse("body", "must be an object, as OpenAI's API takes it")
         if "model" not in body and self._settings.default_model is not None:
             body = {**body, "model": self._settings.default_model}
-        if "messages" not in body and "prompt" not in body:
-            raise _refuse("body", "has neither messages nor a prompt; give one of them")
-        url = CHAT_URL if "messages" in body else COMPLETIONS_URL
+        url = next((url for field, url in URLS.items() if field in body), None)
+        if url is None:
+            raise _refuse("body", "has neither messages nor a prompt nor an input; give one of them")
         checked = parse_body(url, body, self._settings.limits)
         try:
             plain = dump_body(checked)

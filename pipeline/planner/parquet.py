@@ -1,7 +1,8 @@
 """Parquet as an input: row groups streamed, each row made into the line it stands for.
 
-`custom_id` and one of `body` (JSON), `messages` or `prompt` make the request; beside `body`, `url` and `method` are
-understood too. Every other column is carried through to the results.
+`custom_id` and one of `body` (JSON), `messages` or `prompt` make the request, or `input` (to be embedded) where there
+is none of these; beside `body`, `url` and `method` are understood too. Every other column is carried through to the
+results.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pipeline.planner.reader import BATCH_ROWS, BLANK, parse_json
 from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
-from schemas.requests import CHAT_URL, COMPLETIONS_URL
+from schemas.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 CONTENT = ("body", "messages", "prompt")
+TO_EMBED = "input"
 
 
 class ParquetSource:
@@ -87,6 +89,8 @@ class ParquetSource:
             line["custom_id"] = cells["custom_id"]
         if self._content == "prompt":
             return line | {"method": "POST", "url": COMPLETIONS_URL, "body": {"model": self._model, "prompt": content}}
+        if self._content == TO_EMBED:
+            return line | {"method": "POST", "url": EMBEDDINGS_URL, "body": {"model": self._model, "input": content}}
         value = self._parsed(content) if isinstance(content, str | bytes) else content
         if isinstance(value, RowError):
             return value
@@ -94,7 +98,7 @@ class ParquetSource:
             if isinstance(value, list):  # a struct column gives null for what a message does not have
                 value = [_without_nulls(message) for message in value]
             return line | {"method": "POST", "url": CHAT_URL, "body": {"model": self._model, "messages": value}}
-        url = COMPLETIONS_URL if isinstance(value, dict) and "prompt" in value else CHAT_URL
+        url = _url_of(value)
         given = {name: cells[name] for name in ("url", "method") if cells.get(name) is not None}
         return {"method": "POST", "url": url, "body": value} | line | given
 
@@ -107,6 +111,15 @@ class ParquetSource:
         if value is BLANK:
             return _error(RowErrorCode.INVALID_JSON, f"the column {self._content} is empty; fill it", self._content)
         return value
+
+
+def _url_of(body: object) -> str:
+    """The url that a body without one is meant for."""
+    if not isinstance(body, dict):
+        return CHAT_URL
+    if "prompt" in body:
+        return COMPLETIONS_URL
+    return EMBEDDINGS_URL if TO_EMBED in body and "messages" not in body else CHAT_URL
 
 
 def _tables(file: SourceFile, stream: BinaryIO) -> Iterator[pa.Table]:
@@ -155,10 +168,12 @@ def _content_column(name: str, schema: pa.Schema) -> str:
         raise InputError(f"{name} has columns of the same name ({', '.join(sorted(doubled))}); rename them")
     if "custom_id" not in schema.names:
         raise InputError(f"{name} lacks the column custom_id (it has: {columns}); add it")
-    found = [column for column in CONTENT if column in schema.names]
+    found = [column for column in CONTENT if column in schema.names] or [TO_EMBED] * (TO_EMBED in schema.names)
     if len(found) != 1:
         what = "has more than one of" if found else "lacks one of"
-        raise InputError(f"{name} {what} the columns body, messages and prompt (it has: {columns}); keep exactly one")
+        raise InputError(
+            f"{name} {what} the columns {', '.join(CONTENT)} and {TO_EMBED} (it has: {columns}); keep exactly one"
+        )
     if not pa.types.is_string(schema.field("custom_id").type) and not pa.types.is_large_string(
         schema.field("custom_id").type
     ):

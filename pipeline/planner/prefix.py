@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.requests import ChatBody, CompletionBody
+from schemas.requests import Body, CompletionBody, EmbeddingBody
 
 HASHED_MESSAGES = 4
 MASK = 2**63 - 1
@@ -25,8 +25,11 @@ class PrefixChain(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def prompt_bytes(body: ChatBody | CompletionBody) -> tuple[bytes, tuple[int, ...]]:
-    """The prompt as bytes that begin alike when the prompts do, and the offsets where its first messages end."""
+def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
+    """The prompt as bytes that begin alike when the prompts do, and the offsets where its first messages end. Of texts
+    to be embedded there is nothing to compare: they share nothing."""
+    if isinstance(body, EmbeddingBody):
+        return b"", ()
     if isinstance(body, CompletionBody):
         if isinstance(body.prompt, str):
             return body.prompt.encode(), ()

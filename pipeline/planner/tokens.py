@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pipeline.planner.api import TokenCounter
-from schemas.requests import ChatBody, CompletionBody
+from schemas.requests import Body, CompletionBody, EmbeddingBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
 SAMPLED_PROMPTS = 64
 SAMPLED_CHARS = 8192
 MESSAGE_TOKENS = 4  # what a chat template puts around a message
+TEXT_TOKENS = 2  # what an encoder's tokenizer puts around a text
 
 
 class TokenEstimator:
@@ -37,8 +38,11 @@ class TokenEstimator:
         if not self._exact:
             self._counter = None
 
-    def prompt_tokens(self, body: ChatBody | CompletionBody, size: int) -> int:
-        """Tokens of the body's prompt, at least 1. `size` in bytes, of its text."""
+    def prompt_tokens(self, body: Body, size: int) -> int:
+        """Tokens of the body's prompt, at least 1; of all its texts, when they are to be embedded. `size` in bytes, of
+        the prompt's text."""
+        if isinstance(body, EmbeddingBody):
+            return sum(self._input_tokens(given) for given in body.input)
         if isinstance(body, CompletionBody):
             if isinstance(body.prompt, tuple):
                 return len(body.prompt)
@@ -48,6 +52,11 @@ class TokenEstimator:
             counted = self._counted("\n".join(message.text for message in body.messages))
         template = MESSAGE_TOKENS * (len(body.messages) + 1)
         return template + (self.bytes_to_tokens(size) if counted is None else counted)
+
+    def _input_tokens(self, given: str | tuple[int, ...]) -> int:
+        if isinstance(given, tuple):
+            return len(given)
+        return TEXT_TOKENS + max(1, self._counted(given) or self.bytes_to_tokens(len(given.encode())))
 
     def bytes_to_tokens(self, size: int) -> int:
         """An estimate for `size` bytes of text, in tokens."""

@@ -17,9 +17,18 @@ from pipeline.planner.seen import SeenIds
 from pipeline.planner.tokens import TokenEstimator
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Job
-from schemas.requests import ChatBody, CompletionBody, dump_body, parse_body, parse_line
+from schemas.requests import (
+    BODIES,
+    Body,
+    ChatBody,
+    EmbeddingBody,
+    GenerationBody,
+    dump_body,
+    parse_body,
+    parse_line,
+)
 
-NO_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt_cache_key"))
 SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # mean nothing to a greedy request
 
 
@@ -48,6 +57,16 @@ class Checked(NamedTuple):
     max_tokens: int
     certain_tokens: int
     chain: PrefixChain
+
+
+class _Answer(NamedTuple):
+    """Of an answer, as `Checked` has it."""
+
+    shareable: bool
+    choices: int
+    expected_tokens: int
+    max_tokens: int
+    certain_tokens: int
 
 
 class Rejected(NamedTuple):
@@ -82,7 +101,7 @@ class Validator:
         self._keys = {
             (model, url): blake2b(f"{url}\x00{model}".encode(), digest_size=16).digest()
             for model in self._models
-            for url in ("/v1/chat/completions", "/v1/completions")
+            for url in BODIES
         }
 
     def check(self, batch: SourceBatch) -> CheckedBatch:
@@ -135,13 +154,12 @@ class Validator:
             message = f"url is {line.url!r}, but this job's endpoint is {self._settings.url}; submit the line elsewhere"
             raise RowError(RowErrorCode.UNSUPPORTED_URL, message, param="url")
         body = parse_body(line.url, line.body, self._settings.limits)
-        assert isinstance(body, ChatBody | CompletionBody), "parse_line refuses the other urls"
         if body.model not in self._models:
             known = ", ".join(self._models)
             message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
             message += f"or run with --model {body.model[:80]}=MODEL"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
-        limit = self._output_limit(body)
+        answer = self._answer(body)
         prompt, ends = prompt_bytes(body)
         key = self._keys[body.model, line.url]
         stored, same = stored_and_hash(line.url, body)
@@ -153,16 +171,23 @@ class Validator:
             body=stored,
             model=body.model,
             request_hash=same,
-            shareable=body.deterministic,
-            choices=body.n,
+            shareable=answer.shareable,
+            choices=answer.choices,
             prompt_tokens=self._estimator.prompt_tokens(body, len(prompt)),
-            expected_tokens=self._expected(body, limit),
-            max_tokens=limit * body.n,
-            certain_tokens=_certain(body),
+            expected_tokens=answer.expected_tokens,
+            max_tokens=answer.max_tokens,
+            certain_tokens=answer.certain_tokens,
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
         )
 
-    def _output_limit(self, body: ChatBody | CompletionBody) -> int:
+    def _answer(self, body: Body) -> _Answer:
+        """What is to be expected of the answer. Vectors are no tokens; each text counts as a sequence."""
+        if isinstance(body, EmbeddingBody):
+            return _Answer(True, len(body.input), 0, 0, 0)
+        limit = self._output_limit(body)
+        return _Answer(body.deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
+
+    def _output_limit(self, body: GenerationBody) -> int:
         """Tokens a choice may have; raises `RowError` above the tier's cap."""
         cap = self._settings.max_output_tokens
         limit = body.output_limit
@@ -177,25 +202,33 @@ class Validator:
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param=name)
         return limit
 
-    def _expected(self, body: ChatBody | CompletionBody, limit: int) -> int:
+    def _expected(self, body: GenerationBody, limit: int) -> int:
         if body.ignore_eos:
             return limit
         return min(limit, max(body.min_tokens, round(limit * self._settings.plan.answer_fraction)))
 
 
-def _certain(body: ChatBody | CompletionBody) -> int:
+def _certain(body: GenerationBody) -> int:
     """Tokens that an answer will have at least: nothing can end it before."""
     if body.output_limit is None or not body.ignore_eos or body.stop or body.stop_token_ids:
         return body.min_tokens
     return body.output_limit
 
 
-def stored_and_hash(url: str, body: ChatBody | CompletionBody) -> tuple[bytes, bytes]:
+def stored_and_hash(url: str, body: Body) -> tuple[bytes, bytes]:
     """The body as the worker gets it, and 16 bytes that are equal for requests which must give equal answers, however
     they were written."""
-    if not body.model_fields_set.isdisjoint(NO_EFFECT):
-        body = body.model_copy(update=dict.fromkeys(NO_EFFECT))
+    without = body.model_fields_set & NO_EFFECT
+    if without:
+        body = body.model_copy(update=dict.fromkeys(without))
     stored = dump_body(body)
+    update = _same_answer(body) if isinstance(body, GenerationBody) else {}
+    same = dump_body(body.model_copy(update=update)) if update else stored
+    return stored, blake2b(same, digest_size=16, key=url.encode()).digest()
+
+
+def _same_answer(body: GenerationBody) -> dict[str, object]:
+    """Fields written as all requests write them that must give the same answer."""
     update: dict[str, object] = {}
     if body.temperature == 0 and not body.model_fields_set.isdisjoint(SAMPLING_ONLY):
         update = {name: type(body).model_fields[name].default for name in SAMPLING_ONLY}
@@ -203,8 +236,7 @@ def stored_and_hash(url: str, body: ChatBody | CompletionBody) -> tuple[bytes, b
         update["logit_bias"] = dict(sorted(body.logit_bias.items()))
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         update |= {"max_tokens": body.max_completion_tokens, "max_completion_tokens": None}
-    same = dump_body(body.model_copy(update=update)) if update else stored
-    return stored, blake2b(same, digest_size=16, key=url.encode()).digest()
+    return update
 
 
 def _named(batch: SourceBatch) -> list[tuple[SourceRow, str]]:

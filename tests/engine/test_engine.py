@@ -144,7 +144,7 @@ def test_logprobs_survive_preemption(llama: Path, prompts: list[list[int]]) -> N
             assert len(got.chosen) == len(want.chosen) > 0
 
 
-@pytest.mark.parametrize("kind", ["last", "mean"])
+@pytest.mark.parametrize("kind", ["last", "mean", "cls", "max", "mean_sqrt_len", "weightedmean"])
 def test_pooled_hidden_states(kind: Any, llama: Path, prompts: list[list[int]]) -> None:
     prompt = max(prompts, key=len)  # more than one chunk
     engine = load(llama)
@@ -154,7 +154,15 @@ def test_pooled_hidden_states(kind: Any, llama: Path, prompts: list[list[int]]) 
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.inference_mode():
         hidden = model.model(torch.tensor([prompt])).last_hidden_state[0]
-    want = hidden[-1] if kind == "last" else hidden.mean(dim=0)
+    weights = torch.arange(1, len(hidden) + 1)[:, None]
+    want = {
+        "last": hidden[-1],
+        "cls": hidden[0],
+        "max": hidden.amax(dim=0),
+        "mean": hidden.mean(dim=0),
+        "mean_sqrt_len": hidden.sum(dim=0) / len(hidden) ** 0.5,
+        "weightedmean": (weights * hidden).sum(dim=0) / weights.sum(),
+    }[kind]
     np.testing.assert_allclose(pooled, want.numpy(), atol=1e-4)
 
 

@@ -194,11 +194,68 @@ def test_limits_are_settings() -> None:
         parse_body(CHAT_URL, body, Limits(max_stop_sequences=1))
 
 
-def test_embeddings_parse_but_are_not_served_yet() -> None:
-    assert isinstance(parse_body(EMBEDDINGS_URL, {"model": "demo", "input": "hi"}), EmbeddingBody)
-    with pytest.raises(RowError, match="embeddings are not supported yet") as refused:
-        parse_line({"custom_id": "a", "method": "POST", "url": EMBEDDINGS_URL, "body": {}})
-    assert refused.value.code is RowErrorCode.UNSUPPORTED_URL
+def embedding(given: Any, limits: Limits | None = None, **more: Any) -> EmbeddingBody:
+    body = parse_body(EMBEDDINGS_URL, {"model": "demo", "input": given, **more}, limits)
+    assert isinstance(body, EmbeddingBody)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("hi", ("hi",)),
+        (["hi"], ("hi",)),
+        (["hi", "there"], ("hi", "there")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["hi", [3]], ("hi", (3,))),
+    ],
+)
+def test_what_is_embedded_is_a_list_however_it_comes(given: Any, inputs: Any) -> None:
+    body = embedding(given)
+    assert body.input == inputs
+    # and survives being stored
+    assert load_body(EMBEDDINGS_URL, dump_body(body)) == body
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "input is empty"),
+        ([], "input is empty"),
+        (["hi", ""], r"input \[1\] is empty"),
+        ([[1], []], r"input \[1\] is empty"),
+        ([1, "hi"], r"input \[0\] must be a string or a list of token ids"),
+        ([1, -2], "input must be a string or a list of token ids"),
+        ([True], "must be a string or a list"),
+        (7, "must be a string or a list"),
+        ({"text": "hi"}, "must be a string or a list"),
+    ],
+)
+def test_what_can_not_be_embedded_is_named(given: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message) as refused:
+        embedding(given)
+    assert (refused.value.code, refused.value.param) == (RowErrorCode.INVALID_REQUEST, "input")
+
+
+def test_texts_of_one_request_have_a_limit() -> None:
+    assert len(embedding(["x"] * 3, Limits(max_embedding_inputs=3)).input) == 3
+    with pytest.raises(RowError, match="input holds 4 texts, but at most 3"):
+        embedding(["x"] * 4, Limits(max_embedding_inputs=3))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"dimensions": 0}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"prompt_name": ""}, "prompt_name"),
+    ],
+)
+def test_other_fields_of_an_embedding_are_checked(more: dict[str, Any], param: str) -> None:
+    with pytest.raises(RowError) as refused:
+        embedding("x", **more)
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,39 @@ def test_serve_answers_the_official_client_as_run_would(
     assert key not in said
 
 
+def test_serve_embeds_for_the_official_client(processes: Processes, embedding_model: Path) -> None:
+    served = processes.start(
+        "-m", "tokenmill", "serve", "--data", "data", "--port", 0, "--model", f"tiny={embedding_model}", "--threads", 1
+    )
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", api_key="none")
+    texts = [f"text number {number}" for number in range(5)]
+    packed = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64 by itself
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    assert [one.index for one in packed.data] == [0, 1, 2, 3, 4]
+    vectors = [one.embedding for one in plain.data]
+    assert {len(vector) for vector in vectors} == {32}
+    for mine, theirs in zip(packed.data, vectors, strict=True):
+        assert mine.embedding == pytest.approx(theirs, abs=1e-6)
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 5
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.embeddings.create(model="tiny", input="word " * 40)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="makes embeddings and generates nothing"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}])
+    url = "/v1/embeddings"
+    lines = [
+        {"custom_id": text, "method": "POST", "url": url, "body": {"model": "tiny", "input": text}} for text in texts
+    ]
+    file = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    done = ended(client, batch.id)
+    assert done.status == "completed", done
+    output = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+    found = {line["custom_id"]: line["response"]["body"]["data"][0]["embedding"] for line in output}
+    for text, vector in zip(texts, vectors, strict=True):
+        assert found[text] == pytest.approx(vector, abs=1e-6)
+
+
 def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, tokenmill: Any, place: Path
 ) -> None:

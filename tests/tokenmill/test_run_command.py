@@ -50,6 +50,7 @@ def bad_lines(chat: Chat) -> list[tuple[dict[str, Any] | str | bytes, str]]:
         (chat("good-0"), "duplicate_custom_id"),
         (nowhere, "unsupported_url"),
         ({**chat("embed"), "url": "/v1/embeddings", "body": {"model": "tiny", "input": "x"}}, "unsupported_url"),
+        ({**chat("empty embed"), "url": "/v1/embeddings", "body": {"model": "tiny", "input": [""]}}, "invalid_request"),
         (chat("typo", tempreature=0.1), "unsupported_parameter"),
         (chat("tools", tools=[{"type": "function", "function": {"name": "f"}}]), "unsupported_parameter"),
         (chat("streamed", stream=True), "unsupported_parameter"),
@@ -84,7 +85,8 @@ def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_ro
         assert row["error_message"]
         assert row["status_code"] >= 400
         # What the worker finds, it finds by the row in the whole input.
-        whole = " of the input" if row["error_code"] == "context_length_exceeded" else ""
+        by_worker = row["error_code"] == "context_length_exceeded" or row["custom_id"] == "embed"
+        whole = " of the input" if by_worker else ""
         assert row["error_message"].startswith(f"line {row['row'] + 1}{whole}: "), row
     good = [row for row in rows if row["status"] == "succeeded"]
     assert [row["custom_id"] for row in good] == [f"good-{index}" for index in range(len(bad) + 1)]

@@ -205,12 +205,17 @@ def make_job(**settings: Any) -> Job:
     )
 
 
+def url_of(body: dict[str, Any]) -> str:
+    """The endpoint that a body is for."""
+    return "/v1/chat/completions" if "messages" in body else "/v1/embeddings" if "input" in body else "/v1/completions"
+
+
 def make_work(bodies: Sequence[Any], *, shard: int = 1, first_row: int = 0, job: Job | None = None) -> ShardWork:
     """A shard of these bodies, as the planner writes it; an int instead of a body is a copy of the row it names."""
     rows = []
     for row, body in enumerate(bodies, start=first_row):
         copy = isinstance(body, int)
-        url = "/v1/chat/completions" if copy or "messages" in body else "/v1/completions"
+        url = "/v1/chat/completions" if copy else url_of(body)
         text = "" if copy else dump_body(parse_body(url, body)).decode()
         rows.append(
             {
@@ -244,7 +249,7 @@ def kit() -> SimpleNamespace:
         ListSource=ListSource,
         MemorySink=MemorySink,
         chat=chat,
-        parse=lambda body: parse_body("/v1/chat/completions" if "messages" in body else "/v1/completions", body),
+        parse=lambda body: parse_body(url_of(body), body),
         completion=completion,
         make_job=make_job,
         make_work=make_work,

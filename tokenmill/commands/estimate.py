@@ -62,7 +62,7 @@ def estimate(
     The time on this machine comes from the last 'tokenmill bench' with this model; that on other hardware is a lower
     bound, from its arithmetic and its memory.
     """
-    from engine.engine import resolve_device, resolve_dtype
+    from engine.engine import resolve_device, resolve_model_dtype
     from engine.models.load import describe_model
     from schemas.job import ModelPin
     from tokenmill import job_options, measured
@@ -75,7 +75,7 @@ def estimate(
     inputs = job_options.read_input(input_)
     chosen = job_options.choose_model(model, settings.model_cache)
     path = model_path(chosen.source.path)
-    spec = describe_model(path, dtype=resolve_dtype(dtype, resolve_device("auto"))).spec
+    spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
     amount = _measure(inputs, pin, wanted, path, exact=exact)
     speed = measured.recall(

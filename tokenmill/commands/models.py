@@ -29,10 +29,10 @@ def list_models(as_json: Json = False, _debug: Debug = False) -> None:
     cache = read_settings().model_cache
     found = models.cached(cache)
     if as_json:
-        output.print_json({"cache": cache, "models": [asdict(source) for source in found]})
+        output.print_json({"cache": cache, "models": [{**asdict(s), "for": models.purpose(s)} for s in found]})
         return
-    rows = [(source.name, source.revision, output.size(source.size), source.path) for source in found]
-    output.stdout().print(output.table(None, ("name", "revision", "size", "path"), rows, right=("size",)))
+    rows = [(s.name, s.revision, models.purpose(s), output.size(s.size), s.path) for s in found]
+    output.stdout().print(output.table(None, ("name", "revision", "for", "size", "path"), rows, right=("size",)))
     if not found:
         output.say(f"no models in {cache}; 'tokenmill models pull demo' gets a small one")
 

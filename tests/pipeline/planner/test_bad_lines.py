@@ -38,7 +38,7 @@ CASES = {
     "repeated custom_id": (lambda t: t.line("first"), "duplicate_custom_id", "used before, on line 1"),
     "repeated and worse": (lambda t: t.line("first", temperature=-1), "duplicate_custom_id", "on line 1"),
     "wrong url": (lambda t: variant(t, url="/v1/images"), "unsupported_url", "url is '/v1/images'"),
-    "embeddings": (lambda t: variant(t, url="/v1/embeddings"), "unsupported_url", "not supported yet"),
+    "chat as embeddings": (lambda t: variant(t, url="/v1/embeddings"), "invalid_request", "input is missing"),
     "wrong method": (lambda t: variant(t, method="GET"), "invalid_request", "must be 'POST'"),
     "body of text": (lambda t: variant(t, body="x"), "invalid_request", "must be an object"),
     "unknown parameter": (lambda t: t.line("bad", colour="red"), "unsupported_parameter", "colour is not"),

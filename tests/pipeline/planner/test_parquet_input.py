@@ -159,7 +159,10 @@ def test_an_empty_table_is_a_job_without_rows(tools: Any) -> None:
     ("table", "message"),
     [
         (pa.table({"id": ["a"], "prompt": ["x"]}), r"lacks the column custom_id \(it has: id, prompt\)"),
-        (pa.table({"custom_id": ["a"], "question": ["x"]}), "lacks one of the columns body, messages and prompt"),
+        (
+            pa.table({"custom_id": ["a"], "question": ["x"]}),
+            "lacks one of the columns body, messages, prompt and input",
+        ),
         (pa.table({"custom_id": ["a"], "prompt": ["x"], "body": ["{}"]}), "has more than one of"),
         (pa.table({"custom_id": [1], "prompt": ["x"]}), "custom_id is int64; make it a string"),
         (pa.table([["a"], ["x"], ["y"]], names=["custom_id", "prompt", "prompt"]), "columns of the same name"),
@@ -180,3 +183,26 @@ def test_a_truncated_file_is_a_clear_error(tools: Any) -> None:
     whole = parquet(pa.table({"custom_id": ["a"] * 1000, "prompt": [str(n) * 50 for n in range(1000)]}))
     with pytest.raises(InputError, match=r"0\.parquet"):
         tools.plan(source(whole[:4000] + bytes(500) + whole[4500:]))
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], [["a", "b"], ["c"]]])
+def test_a_column_of_inputs_is_embedded(tools: Any, texts: list[Any]) -> None:
+    planned = tools.plan(source(pa.table({"custom_id": ["x", "y"], "input": texts})))
+    (rows,) = [table.to_pylist() for table in planned.sink.shards.values()]
+    assert {row["url"] for row in rows} == {"/v1/embeddings"}
+    wanted = [[text] if isinstance(text, str) else text for text in texts]
+    assert [json.loads(row["body"])["input"] for row in sorted(rows, key=lambda row: row["row"])] == wanted
+
+
+def test_a_column_called_input_beside_prompts_is_carried(tools: Any) -> None:
+    planned = tools.plan(source(pa.table({"custom_id": ["x"], "prompt": ["a"], "input": ["b"]})))
+    (table,) = planned.sink.shards.values()
+    assert table.column("url").to_pylist() == ["/v1/completions"]
+    assert table.column("input").to_pylist() == ["b"]
+
+
+def test_a_body_with_an_input_and_no_url_is_embedded(tools: Any) -> None:
+    body = json.dumps({"model": "demo", "input": "a"})
+    planned = tools.plan(source(pa.table({"custom_id": ["x"], "body": [body]})))
+    (table,) = planned.sink.shards.values()
+    assert table.column("url").to_pylist() == ["/v1/embeddings"]

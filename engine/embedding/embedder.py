@@ -1,0 +1,199 @@
+"""Embeddings from any engine that pools: one request for several texts, and what comes behind the pooling.
+
+Each text is a request of its own to the engine beneath; a request ends when its last text has. One text that fails
+fails its request, and the others of it are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.embedding.head import EmbeddingHead
+from engine.engine import EngineStats
+from engine.errors import RequestRefused
+from engine.request import Choice, Completion, FinishReason, PartialChoice, Request, as_token_ids
+from engine.resumption import ANSWERED
+
+_PART = "\0"
+"""Between a request's name and the number of a text."""
+
+
+class StepEngine(Protocol):
+    """What steps requests of one prompt: `Engine` and `EncoderEngine`."""
+
+    clock: Callable[[], float]
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def settle(self, *, more_to_come: bool) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def take_ended(self) -> list[Completion]: ...
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is computed: how many texts it has, and those that have ended, by number. `dimensions`: see
+    `Request`."""
+
+    count: int
+    dimensions: int | None
+    done: dict[int, Completion] = field(default_factory=dict)
+
+
+class Embedder:
+    """An engine around an engine. Requests that don't pool go through as they are."""
+
+    def __init__(self, engine: StepEngine, head: EmbeddingHead) -> None:
+        self.engine = engine
+        self.clock = engine.clock
+        self._head = head
+        self._open: dict[str, _Open] = {}
+        self._ready: list[Completion] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises what the engine's `add` does; then nothing of it is kept."""
+        if request.pooling is None:
+            self.engine.add(request)
+            return
+        name = request.request_id
+        self._ready += self._gather(
+            self.engine.take_ended()
+        )  # the id may be that of one that was cancelled a moment ago
+        if name in self._open:
+            raise RequestRefused(f"request {name!r} is already running; use another request_id")
+        prompts = (request.prompt_token_ids, *request.more_prompts)
+        added: list[str] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                part = f"{name}{_PART}{number}"
+                self.engine.add(replace(request, request_id=part, prompt_token_ids=prompt, more_prompts=()))
+                added.append(part)
+        except RequestRefused:
+            for part in added:
+                self.engine.cancel(part)
+            self._ready += self._gather(self.engine.take_ended())  # of these nobody is told: the request isn't open
+            raise
+        self._open[name] = _Open(len(prompts), request.dimensions)
+
+    def settle(self, *, more_to_come: bool) -> None:
+        """See `Engine.settle`."""
+        self.engine.settle(more_to_come=more_to_come)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            return self.engine.cancel(request_id)
+        self._drop_rest(request_id, opened)
+        return True
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+        """See `Engine.partial`; of vectors there is nothing before they are there."""
+        return () if request.pooling is not None else self.engine.partial(request, given)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` is due."""
+        return self.engine.has_work or bool(self._ready)
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that wait."""
+        return self.engine.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running
+
+    def step(self) -> list[Completion]:
+        """See `Engine.step`."""
+        ended = self._gather(self.engine.step())
+        return self._take_ready() + ended
+
+    def take_ended(self) -> list[Completion]:
+        """See `Engine.take_ended`."""
+        return self._take_ready() + self._gather(self.engine.take_ended())
+
+    def _take_ready(self) -> list[Completion]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def stats(self) -> EngineStats:
+        """The engine's."""
+        return self.engine.stats()
+
+    def _gather(self, completions: list[Completion]) -> list[Completion]:
+        """Requests whose last text is among these."""
+        ended: list[Completion] = []
+        while completions:
+            failed: list[str] = []
+            for completion in completions:
+                name, separator, number = completion.request_id.rpartition(_PART)
+                if not separator:
+                    ended.append(completion)
+                elif (opened := self._open.get(name)) is not None:
+                    opened.done[int(number)] = completion
+                    if completion.choices[0].finish_reason not in ANSWERED:
+                        failed.append(name)
+                    if len(opened.done) == opened.count:
+                        del self._open[name]
+                        ended.append(self._joined(name, opened))
+            for name in failed:
+                if (opened := self._open.get(name)) is not None:
+                    self._drop_rest(name, opened)
+            completions = self.engine.take_ended() if failed else []
+        return ended
+
+    def _drop_rest(self, name: str, opened: _Open) -> None:
+        for number in range(opened.count):
+            if number not in opened.done:
+                self.engine.cancel(f"{name}{_PART}{number}")
+
+    def _joined(self, name: str, opened: _Open) -> Completion:
+        """One completion of all texts: failed as the first that failed by itself."""
+        parts = [opened.done[number] for number in range(opened.count)]
+        reasons = [part.choices[0].finish_reason for part in parts]
+        wrong = [reason for reason in reasons if reason not in ANSWERED]
+        reason = min(wrong, key=lambda reason: reason is FinishReason.CANCELLED) if wrong else reasons[0]
+        error = next((part.error for part in parts if part.error is not None), None)
+        embeddings: NDArray[np.float32] | None = None
+        if not wrong:
+            pooled = [part.pooled for part in parts if part.pooled is not None]
+            assert len(pooled) == len(parts), "a text that was answered has a vector"
+            embeddings = self._head.apply(np.stack(pooled), opened.dimensions)
+            if not np.isfinite(embeddings).all():
+                reason, error, embeddings = FinishReason.ERROR, "the model gave numbers that are not finite", None
+        return Completion(
+            request_id=name,
+            choices=(Choice(0, as_token_ids([]), reason),),
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            generated_tokens=0,
+            started_at=min(part.started_at for part in parts),
+            finished_at=max(part.finished_at for part in parts),
+            preemptions=sum(part.preemptions for part in parts),
+            error=error,
+            embeddings=embeddings,
+        )

@@ -1,0 +1,235 @@
+"""An encoder behind the engine's own interface: requests in, one batch a step, pooled hidden states out.
+
+A text is computed in one step, together with others of about its length; nothing of it is kept between steps, so there
+is no cache, and no request is ever half done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.config import EngineConfig
+from engine.embedding.encoder import load_encoder
+from engine.embedding.settings import required_settings
+from engine.embedding.waiting import WaitingPrompts
+from engine.engine import EngineStats, resolve_device, resolve_model_dtype
+from engine.errors import ContextLengthExceeded, EngineError, RequestRefused, UnsupportedModel
+from engine.models.base import ModelSpec
+from engine.models.config import folder_config
+from engine.request import (
+    Choice,
+    Completion,
+    FinishReason,
+    PartialChoice,
+    Pooling,
+    Request,
+    as_token_ids,
+    check_request,
+)
+
+WAITING_PROMPTS: Final = 1024
+"""That whoever feeds the engine should keep waiting: of so many, those of one length fill a batch."""
+
+_NO_TOKENS: Final = as_token_ids([])
+
+
+class PoolingModel(Protocol):
+    """What computes a batch (`Encoder` is it)."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def pool(self, prompts: list[NDArray[np.int32]], mode: Pooling, skips: list[int]) -> NDArray[np.float32]:
+        """Pooled hidden states, float32 [prompts, hidden]."""
+        ...
+
+
+class EncoderEngine:
+    """One encoder. Only requests with the model's own pooling are taken."""
+
+    attention_name = "torch"
+    max_num_seqs = WAITING_PROMPTS
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: PoolingModel,
+        pooling: Pooling,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.spec = model.spec
+        self.max_model_len = min(config.max_model_len or model.spec.max_position, model.spec.max_position)
+        self.clock = clock
+        self.weight_bytes: Mapping[str, int] = {}
+        self._model = model
+        self._pooling = pooling
+        self._waiting = WaitingPrompts()
+        self._ended: list[Completion] = []
+        self._steps = self._computed = 0
+        self._step_seconds = 0.0
+
+    @classmethod
+    def load(cls, path: str | Path, config: EngineConfig | None = None) -> EncoderEngine:
+        """Load an encoder from a Hugging Face folder with safetensors and pooling settings.
+
+        Raises:
+            ModelNotFound, CorruptWeights: as `load_encoder`.
+            UnsupportedModel: likewise; or there are no pooling settings, or the config wants what encoders don't do.
+        """
+        path, config = Path(path), config or EngineConfig()
+        check_encoder_config(config)
+        settings = required_settings(path)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        dtype = resolve_model_dtype(path, config.dtype, resolve_device(config.device))
+        return cls(config, load_encoder(path, folder_config(path), dtype), settings.pooling)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextLengthExceeded: the prompt is longer than the model's positions.
+            RequestRefused: the id is in use, the prompt is empty or leaves the vocabulary, or something else is wanted
+                than the model's pooling.
+        """
+        if request.pooling != self._pooling:
+            raise RequestRefused(f"an encoder generates nothing; it pools its hidden states ({self._pooling})")
+        check_request(request)
+        ids, size = request.prompt_token_ids, self.spec.vocab_size
+        if ((ids < 0) | (ids >= size)).any():
+            raise RequestRefused(f"the prompt leaves the vocabulary of {size}")
+        if len(ids) > self.max_model_len:
+            raise ContextLengthExceeded(len(ids), 0, self.max_model_len)
+        if request.request_id in self._waiting:
+            raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
+        self._waiting.add(request)
+
+    def settle(self, *, more_to_come: bool) -> None:
+        """The order of batches is the same either way."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
+        if request_id not in self._waiting:
+            return False
+        self._ended.append(self._end(self._waiting.remove(request_id), FinishReason.CANCELLED))
+        return True
+
+    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
+        """Nothing is ever half done."""
+        return ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` is due."""
+        return bool(self._waiting or self._ended)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return 0
+
+    def step(self) -> list[Completion]:
+        """Compute one batch; the requests that ended with it, failed and cancelled ones included.
+
+        Raises:
+            EngineError: it could not be computed. Its requests have ended with reason "error" and come with the next
+                call; the engine can go on.
+        """
+        begun, started = time.perf_counter(), self.clock()
+        self._ended += [self._end(late, FinishReason.TIMEOUT) for late in self._waiting.take_late(started)]
+        schedule = self.config.schedule
+        batch = self._waiting.take(schedule.max_num_batched_tokens, schedule.max_num_seqs)
+        if not batch:
+            return self.take_ended()
+        try:
+            vectors = self._model.pool(
+                [request.prompt_token_ids for request in batch], self._pooling, [r.pooling_skip for r in batch]
+            )
+        except BaseException as error:
+            reason = f"the step failed: {type(error).__name__}: {error}"
+            self._ended += [self._end(request, FinishReason.ERROR, started, error=reason) for request in batch]
+            if not isinstance(error, Exception):
+                raise  # an interrupt of the whole process, not a failure of the step
+            raise EngineError(reason) from error
+        for request, vector in zip(batch, vectors, strict=True):
+            if np.isfinite(vector).all():
+                self._ended.append(self._end(request, FinishReason.LENGTH, started, pooled=vector))
+            else:
+                why = "the model gave numbers that are not finite"
+                self._ended.append(self._end(request, FinishReason.ERROR, started, error=why))
+        self._steps += 1
+        self._computed += sum(len(request.prompt_token_ids) for request in batch)
+        self._step_seconds += time.perf_counter() - begun
+        return self.take_ended()
+
+    def take_ended(self) -> list[Completion]:
+        """Requests that ended outside a step that worked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        started: float | None = None,
+        *,
+        pooled: NDArray[np.float32] | None = None,
+        error: str | None = None,
+    ) -> Completion:
+        now = self.clock()
+        return Completion(
+            request_id=request.request_id,
+            choices=(Choice(0, _NO_TOKENS, reason),),
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=0,
+            generated_tokens=0,
+            started_at=now if started is None else started,
+            finished_at=now,
+            error=error,
+            pooled=pooled,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made; an encoder has no blocks, and generates nothing."""
+        return EngineStats(
+            computed=self._computed,
+            recomputed=0,
+            cached=0,
+            generated=0,
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            preemptions=0,
+            running=0,
+            waiting=len(self._waiting),
+            free_blocks=0,
+            total_blocks=0,
+        )
+
+
+def check_encoder_config(config: EngineConfig) -> None:
+    """Whether the settings are such that an encoder can follow them.
+
+    Raises:
+        UnsupportedModel: naming the one that it can't.
+    """
+    if config.quantize not in ("none", "dense"):
+        raise UnsupportedModel(f"quantize {config.quantize} is not supported for encoders; leave it out")
+    if config.kv_dtype != "auto":
+        raise UnsupportedModel(
+            f"kv_dtype {config.kv_dtype} means nothing to an encoder, which has no cache; leave it out"
+        )
+    if config.cache.memory_bytes is not None:
+        raise UnsupportedModel("an encoder has no KV cache that memory could be set aside for; leave that out")
+    if config.speculation.method in ("ngram", "draft"):
+        raise UnsupportedModel("an encoder generates nothing, so nothing can be guessed; leave speculate out")
