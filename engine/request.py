@@ -42,7 +42,10 @@ class TokenWatcher(Protocol):
 
 
 class TokenMask(Protocol):
-    """Says which tokens one choice may take next (grammars live behind this)."""
+    """Says which tokens one choice may take next (grammars live behind this).
+
+    One that has an attribute `filler`, a `MaskFiller`, is filled together with the others that have the same one.
+    """
 
     def fill(self, bitmask: NDArray[np.int32]) -> None:
         """Write the allowed tokens into `bitmask` [ceil(vocab / 32)], bit i of word w = token 32 w + i."""
@@ -50,6 +53,15 @@ class TokenMask(Protocol):
 
     def advance(self, token_id: int) -> None:
         """Take the token that was sampled."""
+        ...
+
+
+class MaskFiller(Protocol):
+    """Fills the masks of a step's choices together, on several threads for example."""
+
+    def fill(self, masks: Sequence[TokenMask], bitmasks: NDArray[np.int32]) -> Mapping[int, Exception]:
+        """Write what each mask allows into its line of `bitmasks` [masks, ceil(vocab / 32)], zeros until now, in one
+        piece. Returns what went wrong, by the mask's place: that choice fails, and no other."""
         ...
 
 

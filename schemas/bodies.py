@@ -12,15 +12,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from schemas.structured import (
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    check_response_format,
+    check_structured_outputs,
+    check_tool_choice,
+    check_tools,
+    invalid,
+)
+
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 UNSUPPORTED = "unsupported_parameter"
 """Type of the validation errors that mean "understood, but not supported"."""
-
-
-def invalid(message: str, param: str | None = None) -> PydanticCustomError:
-    """A validation error whose text is ours; `param` names the field when a check looks at several."""
-    return PydanticCustomError("invalid_request", "{text}", {"text": message, "param": param})
 
 
 def unsupported(message: str) -> PydanticCustomError:
@@ -30,6 +38,15 @@ def unsupported(message: str) -> PydanticCustomError:
 def only(check: Callable[[Any], Any]) -> WrapValidator:
     """Lets `check` alone judge a field. (pydantic's PlainValidator would lose the type when writing it.)"""
     return WrapValidator(lambda value, _handler: check(value))
+
+
+def _none_as_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def defaulting(default: Any) -> BeforeValidator:
+    """JSON null means the default, as with OpenAI."""
+    return BeforeValidator(lambda value: _none_as_default(value, default))
 
 
 class TextPart(BaseModel):
@@ -42,7 +59,7 @@ class TextPart(BaseModel):
 
 
 def _check_content(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str) or value is None:
         return value
     if not isinstance(value, list):
         raise invalid("must be a string or a list of text parts")
@@ -62,21 +79,43 @@ def _check_content(value: Any) -> Any:
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation. Only an assistant that calls tools may leave out the content."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | tuple[TextPart, ...], only(_check_content)]
+    content: Annotated[str | tuple[TextPart, ...] | None, only(_check_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), defaulting(())] = ()
 
     @property
     def text(self) -> str:
         """The content as one string; parts are joined with newlines, as vLLM does for templates that take strings."""
+        if self.content is None:
+            return ""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
+
+
+def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
+    """Refuse contents that are missing, and results of calls that nobody made."""
+    made: set[str] = set()
+    for at, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            raise invalid("are an assistant's; remove them", f"messages[{at}].tool_calls")
+        if message.content is None and not message.tool_calls:
+            given = "content" in message.model_fields_set
+            text = "must be a string or a list of text parts" if given else "is missing; add it"
+            raise invalid(text, f"messages[{at}].content")
+        made.update(call.id for call in message.tool_calls)
+        if message.role == "tool":
+            if message.tool_call_id is None:
+                raise invalid("is missing; name the call that is answered", f"messages[{at}].tool_call_id")
+            if message.tool_call_id not in made:
+                name = message.tool_call_id[:40]
+                raise invalid(f"is {name!r}, which no call before it has as its id", f"messages[{at}].tool_call_id")
 
 
 def _check_stop(value: Any) -> Any:
@@ -144,13 +183,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def _none_as_default(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def defaulting(default: Any) -> BeforeValidator:
-    """JSON null means the default, as with OpenAI."""
-    return BeforeValidator(lambda value: _none_as_default(value, default))
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class GenerationBody(BaseModel):
@@ -176,6 +209,8 @@ class GenerationBody(BaseModel):
     logit_bias: Annotated[dict[str, float], only(_check_logit_bias)] = Field(default_factory=dict)
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
     ignore_eos: Annotated[bool, defaulting(False)] = False
+    response_format: Annotated[ResponseFormat | None, only(check_response_format)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -191,6 +226,37 @@ class GenerationBody(BaseModel):
     def deterministic(self) -> bool:
         """Whether computing the request again must give the same answer."""
         return self.temperature == 0 or self.seed is not None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not every text may be the answer."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_guided(cls, fields: Any) -> Any:
+        """vLLM's older names say the same as `structured_outputs`."""
+        names = [name for name in GUIDED if isinstance(fields, dict) and name in fields]
+        if not names:
+            return fields
+        kept = {name: value for name, value in fields.items() if name not in GUIDED}
+        given = {name: fields[name] for name in names if fields[name] is not None}
+        if given and (len(given) > 1 or kept.get("structured_outputs") is not None):
+            raise invalid("goes with no other of its kind; keep one", next(iter(given)))
+        if given:
+            ((name, value),) = given.items()
+            kept["structured_outputs"] = {name.removeprefix("guided_"): value}
+        return kept
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> GenerationBody:
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise invalid("and response_format are both set; remove one", "structured_outputs")
+        if self.constrained:
+            for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+                if value:
+                    raise invalid("can't go with a form that the answer must have: its end decides", name)
+        return self
 
     @model_validator(mode="after")
     def _check_min_tokens(self) -> GenerationBody:
@@ -208,10 +274,22 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: Annotated[bool, defaulting(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), defaulting(0)] = 0
+    tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
+    tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice)] = None
+    parallel_tool_calls: Annotated[bool, defaulting(True)] = True
 
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def constrained(self) -> bool:
+        return bool(self.offered_tools) or super().constrained
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatBody:
@@ -219,6 +297,10 @@ class ChatBody(GenerationBody):
             raise invalid("and max_completion_tokens are both set; remove max_tokens", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise invalid("needs logprobs; set logprobs to true", "top_logprobs")
+        _check_conversation(self.messages)
+        check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.offered_tools and self.structured_outputs is not None:
+            raise invalid("can't go with tools; use response_format", "structured_outputs")
         return self
 
 

@@ -70,12 +70,14 @@ class _Event:
 class TokensEvent(_Event):
     """Tokens that were added to a choice, and the text they add (perhaps none yet: half a letter is kept back, and what
     may be the beginning of a stop string). `logprobs`: of these tokens, for chat; a completion's are in the response.
+    `tool_calls`: what they add to calls, as `delta.tool_calls` of OpenAI's streams has it; the text holds none of that.
     """
 
     choice: Choice = 0
     tokens: TokenIds = ()
     text: str = ""
     logprobs: dict[str, Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
     kind: Literal["tokens"] = "tokens"
 
 

@@ -21,6 +21,8 @@ class Limits(BaseModel):
         max_choices: largest `n`.
         max_embedding_inputs: most texts of one request for embeddings.
         max_embedding_tokens: most tokens of them together.
+        max_tools: most functions in `tools`.
+        max_schema_bytes: largest schema, regex or grammar of a request, and all schemas of its tools together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +34,8 @@ class Limits(BaseModel):
     max_choices: Positive = 128
     max_embedding_inputs: Positive = 2_048
     max_embedding_tokens: Positive = 300_000
+    max_tools: Positive = 128
+    max_schema_bytes: Positive = 262_144
 
 
 class PlanSettings(BaseModel):

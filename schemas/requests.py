@@ -24,6 +24,7 @@ from schemas.bodies import (
 )
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
+from schemas.structured import size_of
 
 __all__ = [
     "CHAT_URL",
@@ -56,17 +57,8 @@ BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[Embeddin
 
 NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     # Known parameters that are not honoured, and the values (besides null) under which they change nothing.
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "stream": (False,),
     "stream_options": (),
     "modalities": (["text"],),
@@ -91,7 +83,6 @@ NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template_kwargs": ({},),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "tool_calls": ([],),
     "refusal": (),
 }
 HINTS: Final[Mapping[str, str]] = {
@@ -201,6 +192,25 @@ def _check_limits(body: GenerationBody, limits: Limits) -> None:
     ):
         if count > most:
             raise _refuse(name, f"asks for {count}, but at most {most} are allowed")
+    _check_sizes(body, limits)
+
+
+def _check_sizes(body: GenerationBody, limits: Limits) -> None:
+    """Refuse more schemas and grammars than anyone should compile."""
+    most = limits.max_schema_bytes
+    given: dict[str, int] = {}
+    if body.response_format is not None and body.response_format.json_schema is not None:
+        given["response_format"] = size_of(body.response_format.json_schema)
+    if (outputs := body.structured_outputs) is not None:
+        constraint = outputs.json_schema or outputs.regex or outputs.choice or outputs.grammar or ""
+        given["structured_outputs"] = size_of(constraint)
+    if isinstance(body, ChatBody) and body.tools:
+        if len(body.tools) > limits.max_tools:
+            raise _refuse("tools", f"holds {len(body.tools)}, but at most {limits.max_tools} are allowed")
+        given["tools"] = sum(size_of(tool.function.parameters or {}) for tool in body.tools)
+    for name, size in given.items():
+        if size > most:
+            raise _refuse(name, f"has {size} bytes of schema, but at most {most} are allowed")
 
 
 def _refuse(name: str, text: str) -> RowError:

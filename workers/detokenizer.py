@@ -7,7 +7,8 @@ ways give the same characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from workers.tokenizer import CONTEXT_TOKENS, TokenIds, Tokenizer
@@ -15,6 +16,9 @@ from workers.tokenizer import CONTEXT_TOKENS, TokenIds, Tokenizer
 REPLACEMENT: Final = "\ufffd"
 MAX_PENDING: Final = 8
 """Tokens that may wait for the rest of a character. UTF-8 needs four; beyond, the bytes are broken for good."""
+
+
+NOTHING_SHOWN: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class IncrementalDetokenizer:
@@ -28,17 +32,22 @@ class IncrementalDetokenizer:
         pending: text behind the last piece that may still change; a U+FFFD at its end is the start of a character.
     """
 
-    __slots__ = ("_ids", "_read", "_tokenizer", "pending")
+    __slots__ = ("_ids", "_read", "_shown", "_tokenizer", "pending")
 
-    def __init__(self, tokenizer: Tokenizer, prompt: TokenIds) -> None:
-        """`prompt` int32 [prompt_tokens] is what the answer follows."""
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, shown: Mapping[int, str] = NOTHING_SHOWN) -> None:
+        """`prompt` int32 [prompt_tokens] is what the answer follows; `shown`: special tokens that are spelt out."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._ids: list[int] = prompt[-CONTEXT_TOKENS:].tolist()
         self._read = len(self._ids)
         self.pending = ""
 
     def push(self, token_id: int) -> str:
         """Take the next token; returns the text that became certain with it."""
+        if token_id in self._shown:
+            piece, self.pending = self.pending + self._shown[token_id], ""
+            self._read = len(self._ids)
+            return piece
         if token_id in self._tokenizer.special_ids:
             return ""
         self._ids.append(token_id)
@@ -71,17 +80,27 @@ class StopStringWatcher:
         "_keep",
         "_min_tokens",
         "_prompt",
+        "_shown",
         "_stops",
         "_tail",
         "_tokenizer",
         "text",
     )
 
-    def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, stops: Sequence[str], min_tokens: int = 0) -> None:
-        """`prompt` int32 [prompt_tokens]; `stops`: at least one string, none empty."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: TokenIds,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        shown: Mapping[int, str] = NOTHING_SHOWN,
+    ) -> None:
+        """`prompt` int32 [prompt_tokens]; `stops`: at least one string, none empty; `shown`: special tokens that are
+        spelt out."""
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        self._shown = shown
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._stops = tuple(stops)
         self._keep = max(map(len, stops)) - 1
         self._min_tokens = min_tokens
@@ -106,7 +125,7 @@ class StopStringWatcher:
 
     def _cut(self) -> str | None:
         """The text of the whole answer up to the stop string, or None if it is not in there."""
-        text = self._tokenizer.decode_answers([self._prompt], [self._ids])[0]
+        text = self._tokenizer.decode_showing(self._prompt, self._ids, self._shown)
         starts = [text.find(stop, max(0, self._free - len(stop) + 1)) for stop in self._stops]
         found = [start for start in starts if start >= 0]
         return text[: min(found)] if found else None

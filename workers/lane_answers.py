@@ -1,7 +1,8 @@
 """An answer as it is told over the lane: tokens and their text as they come, and the whole of it at the end.
 
 Text that could still change is kept back: half a character, and as much as a stop string could begin in. All that is a
-function of the tokens, so an attempt that goes on with another's tokens knows what text was told with them.
+function of the tokens, so an attempt that goes on with another's tokens knows what text was told with them. Text that
+belongs to a tool call is told as such, and never as content.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from engine.request import Choice, Completion, PartialChoice
 from schemas.errors import STATUS_CODES, RowError
 from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from schemas.requests import ChatBody, EmbeddingBody
+from workers.constraints import shown_tokens
 from workers.detokenizer import IncrementalDetokenizer
+from workers.lane_requests import PREFIX
 from workers.logprobs import TokenTexts, chat_logprobs
 from workers.responses import ResponseBuilder, failure_of
 from workers.rows import ComputedRow, Envelope, PreparedRow
 from workers.tokenizer import Tokenizer
+from workers.tool_calls import CallIds, ToolCallReader, told
+from workers.tool_formats import find_tool_format
 
 
 @dataclass(slots=True)
@@ -29,11 +34,13 @@ class _Growing:
 
     Attributes:
         keep: characters in which a stop string may have begun.
+        reader: finds calls in the text; None: there can't be any.
         told: tokens that it has.  characters: of their text, that it has.  kept: text that it will get later.
     """
 
     detokenizer: IncrementalDetokenizer
     keep: int
+    reader: ToolCallReader | None = None
     told: int = 0
     characters: int = 0
     kept: str = ""
@@ -61,8 +68,15 @@ class LaneAnswer:
         self._keep = max((len(stop) for stop in stops), default=1) - 1
         self._choices: dict[int, _Growing] = {}
         self._sequence = 0
+        tools = isinstance(row.body, ChatBody) and bool(row.body.offered_tools)
+        self._form = find_tool_format(tokenizer) if tools else None
+        self._shown = shown_tokens(row.body, tokenizer)
+        self._name = f"{PREFIX}{request.id}/{row.names[0].row}"
         for choice, ids in enumerate(request.tokens):
-            self._growing(choice).push(ids)
+            growing = self._growing(choice)
+            text = growing.push(ids)
+            if growing.reader is not None:
+                growing.reader.push(text)
         resumed = {partial.index for partial in row.request.partial}
         # Tokens that the caller has, and that are computed once more all the same.
         self._skip = {choice: len(ids) for choice, ids in enumerate(request.tokens) if choice not in resumed}
@@ -81,8 +95,18 @@ class LaneAnswer:
             if new.logprobs is not None and isinstance(self._body, ChatBody):
                 whole = chat_logprobs(self._texts, new.token_ids, new.logprobs, self._body.top_logprobs)
                 logprobs = {**whole, "content": whole["content"][skipped:]}
-            events.append(self._tokens(new.index, ids, self._growing(new.index).push(ids), logprobs))
+            text = self._growing(new.index).push(ids)
+            events.append(self._tokens(new.index, ids, *self._split(new.index, text), logprobs))
         return events
+
+    def _split(self, choice: int, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]] | None]:
+        """Content and calls that become certain with this text."""
+        reader = self._growing(choice).reader
+        if reader is None or self._form is None:
+            return text, None
+        deltas = [*reader.push(text), *(reader.close() if ended else [])]
+        content, calls = told(deltas, CallIds(self._name, choice, self._form.short_ids))
+        return content, calls or None
 
     def ended(
         self, row: PreparedRow, completion: Completion, builder: ResponseBuilder, envelope: Envelope
@@ -112,16 +136,25 @@ class LaneAnswer:
     def _rest(self, choice: Choice, text: str, shown: Mapping[str, Any]) -> list[LaneEvent]:
         """What of a choice that has ended isn't told."""
         growing = self._growing(choice.index)
-        ids, more = choice.token_ids[growing.told :].tolist(), text[growing.characters :]
-        if not ids and not more:
+        ids = choice.token_ids[growing.told :].tolist()
+        more, calls = self._split(choice.index, text[growing.characters :], ended=True)
+        if not ids and not more and not calls:
             return []
         logprobs = shown["logprobs"] if isinstance(self._body, ChatBody) else None
         if logprobs is not None:
             logprobs = {**logprobs, "content": logprobs["content"][growing.told :]}
-        return [self._tokens(choice.index, ids, more, logprobs)]
+        return [self._tokens(choice.index, ids, more, calls, logprobs)]
 
-    def _tokens(self, choice: int, ids: Sequence[int], text: str, logprobs: dict[str, Any] | None) -> TokensEvent:
-        return TokensEvent(self.request.id, self.request.attempt, self._next(), choice, tuple(ids), text, logprobs)
+    def _tokens(
+        self,
+        choice: int,
+        ids: Sequence[int],
+        text: str,
+        calls: list[dict[str, Any]] | None,
+        logprobs: dict[str, Any] | None,
+    ) -> TokensEvent:
+        request, attempt = self.request.id, self.request.attempt
+        return TokensEvent(request, attempt, self._next(), choice, tuple(ids), text, logprobs, calls)
 
     def _next(self) -> int:
         self._sequence += 1
@@ -129,7 +162,9 @@ class LaneAnswer:
 
     def _growing(self, choice: int) -> _Growing:
         if choice not in self._choices:
-            self._choices[choice] = _Growing(IncrementalDetokenizer(self._tokenizer, self._prompt), self._keep)
+            detokenizer = IncrementalDetokenizer(self._tokenizer, self._prompt, self._shown)
+            reader = None if self._form is None else ToolCallReader(self._form)
+            self._choices[choice] = _Growing(detokenizer, self._keep, reader)
         return self._choices[choice]
 
 

@@ -59,7 +59,9 @@ class LaneReader:
         names = (RowName(0, request.id),)
         if isinstance(body, EmbeddingBody):
             return PreparedRow(names, body, self._embedding(request, body))
-        translator = Translator(self._model.tokenizer, self._model.limits, self._job_rules(request))
+        translator = Translator(
+            self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
+        )
         prompt = self._encode(translator.prompt_of(body), chat=request.url == CHAT_URL)
         made = translator.request(engine_name(request), body, prompt, RowHints(_number(request.id)))
         made = replace(made, readers_known=False)  # who else may come with this prompt nobody knows

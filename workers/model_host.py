@@ -27,6 +27,7 @@ from engine.runner import StepRunner
 from engine.speculative.tally import SpeculationStats
 from schemas.job import ModelPin
 from workers.errors import WorkerError
+from workers.grammar import Grammars
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
 
@@ -89,6 +90,7 @@ class LoadedModel:
         max_num_seqs: rows of the engine's running batch.
         quantization, kv_dtype: of weights and KV cache, as the engine's settings have them.
         facts: the engine's settings, for manifests.
+        grammars: what answers can be held to; made once for a model.
     """
 
     name: str
@@ -104,6 +106,11 @@ class LoadedModel:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     quantization: Quantize = "none"
     kv_dtype: KVDType = "auto"
+    grammars: Grammars = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        grammars = Grammars(self.tokenizer, self.limits.vocab_size, self.limits.end_token_ids)
+        object.__setattr__(self, "grammars", grammars)
 
     @classmethod
     def load(
@@ -314,7 +321,7 @@ def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
 def library_versions() -> dict[str, str]:
     """Versions of what computes, for manifests; a tokenmill that runs from a bare checkout has none."""
     versions = {"python": platform.python_version()}
-    for name in ("tokenmill", "torch", "transformers", "tokenizers", "numpy"):
+    for name in ("tokenmill", "torch", "transformers", "tokenizers", "llguidance", "numpy"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -18,10 +18,13 @@ from engine.request import Choice, Completion, FinishReason
 from schemas.errors import RowError, RowErrorCode
 from schemas.requests import ChatBody, CompletionBody, EmbeddingBody
 from schemas.results import ResultRow, RowStatus
+from workers.constraints import shown_tokens
 from workers.embedding import embedding_results
 from workers.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import Tokenizer
+from workers.tool_calls import CallIds, split_answer
+from workers.tool_formats import find_tool_format
 from workers.translate import StopWatchers
 
 FAILURES: Final = {
@@ -59,6 +62,7 @@ class ResponseBuilder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
+        self._form = find_tool_format(tokenizer)
 
     def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
         """One result for each row and each copy."""
@@ -80,14 +84,25 @@ class ResponseBuilder:
         return results
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
-        """The text of each choice of each row."""
+        """The text of each choice of each row, calls and all."""
         prompts, answers = [], []
         for row in rows:
             for choice in row.completion.choices:
                 prompts.append(row.prepared.request.prompt_token_ids)
                 answers.append(choice.token_ids)
         decoded = iter(self._tokenizer.decode_answers(prompts, answers))
-        return [[_text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
+        return [[self._text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
+
+    def _text(self, prepared: PreparedRow, choice: Choice, decoded: str) -> str:
+        """The text of a choice: what its stop watcher kept, else all that was decoded."""
+        watchers = prepared.request.watcher
+        kept = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
+        if kept is not None:
+            return kept
+        shown = shown_tokens(prepared.body, self._tokenizer)
+        if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
+            return self._tokenizer.decode_showing(prepared.request.prompt_token_ids, choice.token_ids, shown)
+        return decoded
 
     def _answered(self, row: ComputedRow, texts: list[str], envelope: Envelope) -> list[ResultRow]:
         prepared, completion = row.prepared, row.completion
@@ -95,7 +110,10 @@ class ResponseBuilder:
         started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
         if isinstance(body, ChatBody):
             kind, name = "chatcmpl", "chat.completion"
-            choices = [self._chat_choice(body, c, text) for c, text in zip(completion.choices, texts, strict=True)]
+            answer = f"{envelope.job}/{prepared.names[0].row}"
+            choices = [
+                self._chat_choice(body, c, text, answer) for c, text in zip(completion.choices, texts, strict=True)
+            ]
         else:
             assert isinstance(body, CompletionBody), "an embedding is no text"
             kind, name = "cmpl", "text_completion"
@@ -112,8 +130,8 @@ class ResponseBuilder:
                 row=whose.row,
                 status=RowStatus.SUCCEEDED,
                 status_code=200,
-                text=choices[0]["text"] if kind == "cmpl" else texts[0],
-                finish_reason=str(completion.choices[0].finish_reason),
+                text=choices[0]["text"] if kind == "cmpl" else choices[0]["message"]["content"] or "",
+                finish_reason=choices[0]["finish_reason"],
                 response=orjson.dumps(response).decode(),
                 model=body.model,
                 prompt_tokens=completion.prompt_tokens,
@@ -127,17 +145,22 @@ class ResponseBuilder:
 
         return [result(at, whose) for at, whose in enumerate(prepared.names)]
 
-    def _chat_choice(self, body: ChatBody, choice: Choice, text: str) -> dict[str, Any]:
+    def _chat_choice(self, body: ChatBody, choice: Choice, text: str, answer: str) -> dict[str, Any]:
+        """A choice with this text, calls and all; `answer` names the answer: its calls' ids come from it."""
         logprobs = None
         if choice.logprobs is not None:
             kept = choice.token_ids[: self._tokens_within(choice, text)]
             logprobs = chat_logprobs(self._texts, kept, choice.logprobs, body.top_logprobs)
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": str(choice.finish_reason),
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        reason = str(choice.finish_reason)
+        if body.offered_tools and self._form is not None:
+            split = split_answer(self._form, text, CallIds(answer, choice.index, self._form.short_ids))
+            message["content"] = split.content
+            if split.calls:
+                message |= {"content": split.content or None, "tool_calls": split.calls}
+            if split.whole and choice.finish_reason is FinishReason.STOP:
+                reason = "tool_calls"
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _completion_choice(self, body: CompletionBody, row: ComputedRow, index: int, text: str) -> dict[str, Any]:
         choice = row.completion.choices[index]
@@ -189,13 +212,6 @@ def _refused(
         )
         for name in names
     ]
-
-
-def _text(prepared: PreparedRow, choice: Choice, decoded: str) -> str:
-    """The text of a choice: what its stop watcher kept, else all that was decoded."""
-    watchers = prepared.request.watcher
-    kept = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
-    return decoded if kept is None else kept
 
 
 def _usage(completion: Completion, cached_tokens: int) -> dict[str, Any]:

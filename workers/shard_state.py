@@ -133,7 +133,7 @@ class ShardReader:
             if deaths >= CONDEMNED_AFTER:
                 line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
         model, rules = self.model, self._rules(work)
-        translator = Translator(model.tokenizer, model.limits, rules)
+        translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
         embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
         for line in lines:
             if line.error is None:

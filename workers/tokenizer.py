@@ -14,7 +14,7 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from schemas.errors import RowError, RowErrorCode
 from schemas.requests import ChatMessage
+from schemas.structured import Tool, ToolCall
 from workers.errors import TokenizerError
 
 logger = structlog.get_logger(__name__)
@@ -57,6 +58,8 @@ class Tokenizer:
         bos_token_id, eos_token_id: as the tokenizer names them, or None.
         size: ids from 0 that encode or decode to something.
         byte_level: whether tokens are runs of bytes, so that texts of token runs can simply be joined.
+        decodes_tokens_alone: whether each token stands for bytes of its own, but for a blank at the beginning.
+        tool_template: the chat template for conversations with tools.
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that texts leave out.
     """
 
@@ -73,11 +76,14 @@ class Tokenizer:
         if chat_template is not None:
             hf.chat_template = chat_template
         self._template: str | None = hf.get_chat_template() if hf.chat_template else None
+        self.tool_template: str | None = hf.get_chat_template(tools=[{}]) if hf.chat_template else None
         self._knows_developer = self._template is not None and "developer" in self._template
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_id: int | None = hf.eos_token_id
         self.size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        self.byte_level = _state(self._backend.decoder).get("type") == "ByteLevel"
+        decoder = _state(self._backend.decoder)
+        self.byte_level = decoder.get("type") == "ByteLevel"
+        self.decodes_tokens_alone = self.byte_level or any(map(_joins_pieces, decoder.get("decoders", [decoder])))
         added = self._backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -147,22 +153,33 @@ class Tokenizer:
             for at, ids in enumerate(whole)
         ]
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> str:
         """The conversation as the model's chat template writes it, up to where the answer starts.
 
         The text holds all special tokens that the model wants: give it to `encode_chats`.
         Raises `RowError` (invalid_request) when there is no template or the template refuses the messages.
         """
-        if self._template is None:
+        template = self.tool_template if tools else self._template
+        if template is None:
             raise RowError(
                 RowErrorCode.INVALID_REQUEST,
                 "the model has no chat template (a base model?); use /v1/completions or give --chat-template",
                 param="messages",
             )
+        if "tool_calls" not in template and any(message.tool_calls for message in messages):
+            raise RowError(
+                RowErrorCode.INVALID_REQUEST,
+                "messages hold tool_calls, which the model's chat template leaves out; write them as content",
+                param="messages",
+            )
         conversation = [self._message(message) for message in messages]
         try:
             rendered: str = self._hf.apply_chat_template(
-                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                conversation,
+                tools=[self._as_said(_tool(tool)) for tool in tools] or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as error:  # a template is a program of the model's
             raise RowError(
@@ -172,17 +189,39 @@ class Tokenizer:
             ) from error
         return rendered
 
-    def _message(self, message: ChatMessage) -> dict[str, str]:
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         given = {"content": message.text, "name": message.name, "tool_call_id": message.tool_call_id}
-        fields = {name: value for name, value in given.items() if value is not None}
-        return {"role": role} | {
-            name: self._special.sub(lambda found: _spelt(found[0]), value) for name, value in fields.items()
-        }
+        fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if message.tool_calls:
+            fields["tool_calls"] = [_call(call) for call in message.tool_calls]
+        return {"role": role} | {name: self._as_said(value) for name, value in fields.items()}
+
+    def _as_said(self, value: Any) -> Any:
+        """A JSON value whose strings spell no special token."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: _spelt(found[0]), value)
+        if isinstance(value, list):
+            return [self._as_said(item) for item in value]
+        if isinstance(value, dict):
+            return {self._as_said(key): self._as_said(item) for key, item in value.items()}
+        return value
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """The text of these ids taken by themselves, without special tokens; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(_as_list(ids), skip_special_tokens=True)
+
+    def decode_showing(self, prompt: TokenIds, answer: TokenIds | list[int], shown: Mapping[int, str]) -> str:
+        """The text of an answer after its prompt, with these special tokens spelt out, and no others."""
+        ids = _as_list(answer)
+        places = [at for at, token_id in enumerate(ids) if token_id in shown]
+        text, start = "", 0
+        for place in [*places, len(ids)]:
+            before = np.concatenate([prompt, np.asarray(ids[:start], dtype=np.int32)])
+            text += self.decode_answers([before], [ids[start:place]])[0]
+            text += shown[ids[place]] if place < len(ids) else ""
+            start = place + 1
+        return text
 
     def decode_answers(self, prompts: Sequence[TokenIds], answers: Sequence[TokenIds | list[int]]) -> list[str]:
         """The text of each answer where it stands, after its prompt, without special tokens; all in one call.
@@ -206,6 +245,36 @@ class Tokenizer:
         """The token as the vocabulary spells it (not text: bytes may be escaped), or None for an unused id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+
+def _joins_pieces(decoder: dict[str, Any]) -> bool:
+    """Whether a decoder's part is one of those that join SentencePiece's pieces."""
+    replaces_blanks = decoder.get("type") == "Replace" and "\u2581" in str(decoder.get("pattern"))
+    return replaces_blanks or decoder.get("type") in ("ByteFallback", "Metaspace")
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    """A tool as templates know it."""
+    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
+    return {
+        "type": "function",
+        "function": {"description": "", "parameters": {"type": "object", "properties": {}}} | function,
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call as templates know it: its arguments are an object. Raises `RowError`."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RowError(
+            RowErrorCode.INVALID_REQUEST,
+            f"the arguments of the tool call {call.id[:40]!r} are not a JSON object; correct them",
+            param="messages",
+        )
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _spelt(text: str) -> str:

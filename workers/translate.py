@@ -7,6 +7,7 @@ here, row by row: one row's mistake is that row's failure.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +19,9 @@ from engine.request import Request, SamplingParams
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Tier
 from schemas.requests import EMBEDDINGS_URL, ChatBody, CompletionBody
+from workers.constraints import grammar_of, shown_tokens, tool_format
 from workers.detokenizer import StopStringWatcher
+from workers.grammar import Grammar, Grammars
 from workers.tokenizer import TokenIds, Tokenizer
 
 PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
@@ -85,10 +88,11 @@ class StopWatchers:
     prompt: TokenIds
     stops: tuple[str, ...]
     min_tokens: int
+    shown: Mapping[int, str] = field(default_factory=dict)
     made: dict[int, StopStringWatcher] = field(default_factory=dict)
 
     def __call__(self, choice: int) -> StopStringWatcher:
-        watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens)
+        watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens, self.shown)
         self.made[choice] = watcher
         return watcher
 
@@ -101,8 +105,12 @@ class StopWatchers:
 class Translator:
     """Makes the engine's requests of one job for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars`: the model's; None: the translator has its own."""
         self._tokenizer = tokenizer
+        self._grammars = grammars or Grammars(tokenizer, limits.vocab_size, limits.end_token_ids)
         self._limits = limits
         self._rules = rules
         eos = tokenizer.eos_token_id
@@ -112,8 +120,8 @@ class Translator:
     def prompt_of(self, body: Generation) -> str | TokenIds:
         """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
 
-        Raises `RowError` when the model has no head, the chat template refuses the messages or an id is outside the
-        vocabulary.
+        Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, or an id is
+        outside the vocabulary.
         """
         if not self._limits.generates:
             raise RowError(
@@ -122,7 +130,9 @@ class Translator:
                 param="url",
             )
         if isinstance(body, ChatBody):
-            return encodable(self._tokenizer.render_chat(body.messages), "messages")
+            if body.offered_tools:
+                tool_format(self._tokenizer)
+            return encodable(self._tokenizer.render_chat(body.messages, body.offered_tools), "messages")
         if isinstance(body.prompt, str):
             return encodable(body.prompt, "prompt")
         for token_id in body.prompt:
@@ -148,7 +158,10 @@ class Translator:
             params = self._params(body, max_tokens, bias, hints.row)
         except RequestRefused as error:
             raise _refuse(str(error), None) from error
-        watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens) if body.stop else None
+        watchers = None
+        if body.stop:
+            shown = shown_tokens(body, self._tokenizer)
+            watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens, shown)
         expected = hints.expected_tokens
         return Request(
             request_id=request_id,
@@ -161,7 +174,13 @@ class Translator:
             readers_known=True,  # the planner has put those side by side that share a prefix
             salt=self._rules.salt,
             watcher=watchers,
+            mask=self._grammar(body),
         )
+
+    def _grammar(self, body: Generation) -> Grammar | None:
+        """What the answer is held to."""
+        wanted = grammar_of(body, self._tokenizer)
+        return None if wanted is None else self._grammars.compile(wanted)
 
     def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], row: int) -> SamplingParams:
         prompt_logprobs = None

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.request import MaskFiller, TokenMask
 from engine.sampling.rows import NO_SLOT, RowParams
+
+LINES_AT_ONCE = 16
+"""Masked lines that are written in one go, so that they stay in a core's cache."""
+
+_BIAS_OF_BYTE = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32("-inf"))
+"""float32 [256, 8]: what eight tokens get, by the byte of a mask that speaks of them."""
 
 
 def modified_lines(params: RowParams, rows: NDArray[np.int32], num_outputs: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -50,20 +59,56 @@ def modify(
 
 
 def _mask(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64]) -> None:
-    if not params.masks:
+    masked = [line for line in lines.tolist() if int(rows[line]) in params.masks] if params.masks else []
+    if not masked:
         return
-    for line in lines.tolist():
-        masked = params.masks.get(int(rows[line]))
-        if masked is not None:
-            masked.words.fill(0)
-            try:
-                masked.mask.fill(masked.words)
-            except Exception as error:  # noqa: BLE001 - it becomes this row's result
-                params.break_mask(int(rows[line]), error)
-                continue
-            bits = np.unpackbits(masked.words.view(np.uint8), bitorder="little", count=logits.shape[1])
-            banned = torch.from_numpy(bits == 0).to(logits.device)
-            logits[line].masked_fill_(banned, float("-inf"))
+    vocab = logits.shape[1]
+    words = np.zeros((len(masked), -(-vocab // 32)), dtype=np.int32)
+    failed = fill_masks([params.masks[int(rows[line])] for line in masked], words)
+    for at, error in failed.items():
+        params.break_mask(int(rows[masked[at]]), error)
+    for begin in range(0, len(masked), LINES_AT_ONCE):
+        part = slice(begin, begin + LINES_AT_ONCE)
+        _ban(logits, np.array(masked[part]), words[part])
+
+
+def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+    """Add -inf to what the words (int32 [n, ceil(vocab / 32)]) don't allow, in these lines; 0 to the rest.
+
+    Bytes are looked up, eight tokens each: unlike a fill under a condition that takes the same time for any mask.
+    """
+    bias = np.take(_BIAS_OF_BYTE, words.view(np.uint8), axis=0).reshape(len(lines), -1)[:, : logits.shape[1]]
+    added = torch.from_numpy(bias).to(logits.device)
+    if lines[-1] - lines[0] + 1 == len(lines):
+        logits[int(lines[0]) : int(lines[-1]) + 1].add_(added)
+    else:
+        logits.index_add_(0, torch.from_numpy(lines).to(logits.device), added)
+
+
+def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int, Exception]:
+    """Fill a line of `words` (int32 [masks, ceil(vocab / 32)], zeros) for each mask, those with one filler together.
+    Returns what they raised, by place: a mask is one request's own code, and costs that request alone."""
+    failed: dict[int, Exception] = {}
+    together: dict[int, tuple[MaskFiller, list[int]]] = {}
+    for at, mask in enumerate(masks):
+        filler: MaskFiller | None = getattr(mask, "filler", None)
+        if filler is not None:
+            together.setdefault(id(filler), (filler, []))[1].append(at)
+            continue
+        try:
+            mask.fill(words[at])
+        except Exception as error:  # noqa: BLE001 - it becomes this row's result
+            failed[at] = error
+    for filler, places in together.values():
+        part = words if len(places) == len(words) else np.zeros((len(places), words.shape[1]), dtype=np.int32)
+        try:
+            found = filler.fill([masks[at] for at in places], part)
+        except Exception as error:  # noqa: BLE001 - it becomes these rows' result
+            failed.update(dict.fromkeys(places, error))
+            continue
+        words[places] = part
+        failed.update({places[i]: error for i, error in found.items()})
+    return failed
 
 
 def _hold_back(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64]) -> None:

@@ -7,7 +7,6 @@ rows alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +45,6 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise RequestRefused(f"{name} is {value}, but must be finite")
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedRow:
-    """A row whose tokens a grammar restricts: the mask, and the int32 [ceil(vocab / 32)] words it fills."""
-
-    mask: TokenMask
-    words: NDArray[np.int32]
-
-
 class RowParams:
     """Parameters of each row's present sequence.
 
@@ -88,7 +79,7 @@ class RowParams:
         self.penalties = PenaltyTable()
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.end_tokens: dict[int, NDArray[np.int64]] = {}
-        self.masks: dict[int, MaskedRow] = {}
+        self.masks: dict[int, TokenMask] = {}
         self.broken: dict[int, str] = {}
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
@@ -143,7 +134,7 @@ class RowParams:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 if row in self.masks:
                     try:
-                        self.masks[row].mask.advance(token)
+                        self.masks[row].advance(token)
                     except Exception as error:  # noqa: BLE001 - it becomes this row's result
                         self.break_mask(row, error)
 
@@ -160,7 +151,7 @@ class RowParams:
         except Exception as error:  # noqa: BLE001 - it becomes this row's result
             self.break_mask(row, error)
         else:
-            self.masks[row] = MaskedRow(mask, np.zeros(-(-self._vocab_size // 32), dtype=np.int32))
+            self.masks[row] = mask
 
     def _assign_penalties(self, row: int, params: SamplingParams, known: NDArray[np.int32], prompt_len: int) -> None:
         self.repetition[row] = params.repetition_penalty

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
-from schemas.requests import Body, CompletionBody, EmbeddingBody
+from schemas.requests import Body, ChatBody, ChatMessage, CompletionBody, EmbeddingBody
 
 HASHED_MESSAGES = 4
 MASK = 2**63 - 1
@@ -34,9 +34,22 @@ def prompt_bytes(body: Body) -> tuple[bytes, tuple[int, ...]]:
         if isinstance(body.prompt, str):
             return body.prompt.encode(), ()
         return array("i", body.prompt).tobytes(), ()
-    pieces = [f"{message.role}\x00{message.text}\x01".encode() for message in body.messages]
+    pieces = [f"{message.role}\x00{message_text(message)}\x01".encode() for message in body.messages]
+    if tools := tools_text(body):
+        pieces.insert(0, f"{tools}\x01".encode())  # templates write them first
     ends = tuple(accumulate(len(piece) for piece in pieces[:HASHED_MESSAGES]))
     return b"".join(pieces), ends
+
+
+def message_text(message: ChatMessage) -> str:
+    """What a message says, and what it calls."""
+    calls = "".join(call.model_dump_json() for call in message.tool_calls)
+    return message.text + calls
+
+
+def tools_text(body: ChatBody) -> str:
+    """The tools that the prompt describes; empty: none."""
+    return "\n".join(tool.model_dump_json(exclude_none=True) for tool in body.offered_tools)
 
 
 def prefix_chain(prompt: bytes, ends: tuple[int, ...], key: bytes, min_bytes: int) -> PrefixChain:

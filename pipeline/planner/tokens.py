@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.planner.api import TokenCounter
+from pipeline.planner.prefix import message_text, tools_text
 from schemas.requests import Body, CompletionBody, EmbeddingBody
 
 DEFAULT_TOKENS_PER_BYTE = 0.25  # English text, common vocabularies
@@ -49,7 +50,7 @@ class TokenEstimator:
             return max(1, self._counted(body.prompt) or self.bytes_to_tokens(size))
         counted = None
         if self._counting:
-            counted = self._counted("\n".join(message.text for message in body.messages))
+            counted = self._counted("\n".join([tools_text(body), *map(message_text, body.messages)]).lstrip("\n"))
         template = MESSAGE_TOKENS * (len(body.messages) + 1)
         return template + (self.bytes_to_tokens(size) if counted is None else counted)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -383,3 +384,64 @@ def test_extreme_temperatures_neither_fail_nor_draw_banned_tokens(temperature: f
         drawn = {int(sample(sampler, logits, position=p).token_ids[0]) for p in range(60)}
         assert all(token % 2 for token in drawn)
         assert drawn == {int(logits.argmax())} if temperature < 1 else len(drawn) > 1
+
+
+class Together:
+    """Fills `Shared` masks in one call; those of a broken token fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def fill(self, masks: Sequence[Any], bitmasks: NDArray[np.int32]) -> dict[int, Exception]:
+        self.calls.append(len(masks))
+        assert bitmasks.flags.c_contiguous
+        assert not bitmasks.any()
+        for mask, line in zip(masks, bitmasks, strict=True):
+            line.view(np.uint32)[mask.token // 32] |= np.uint32(1 << (mask.token % 32))
+        if any(mask.token == 66 for mask in masks):
+            raise RuntimeError("none of them")
+        return {at: ValueError("this one") for at, mask in enumerate(masks) if mask.token == 77}
+
+
+class Shared:
+    """Allows one token; filled with others of its kind."""
+
+    def __init__(self, token: int, filler: Together) -> None:
+        self.token = token
+        self.filler = filler
+
+    def fill(self, bitmask: NDArray[np.int32]) -> None:
+        raise AssertionError("it has a filler")
+
+    def advance(self, token_id: int) -> None:
+        assert token_id == self.token
+
+
+def test_masks_with_one_filler_are_filled_in_one_call() -> None:
+    """Given rows with masks of two fillers, a mask of its own and none, each gets what its mask allows."""
+    one, other = Together(), Together()
+    masks: list[Any] = [Shared(5, one), None, Shared(9, other), Only((3,)), Shared(70, one), Shared(77, one)]
+    requests = [
+        Request(str(i), PROMPT, SamplingParams(temperature=0), mask=None if m is None else lambda _, m=m: m)
+        for i, m in enumerate(masks)
+    ]
+    sampler, rows = sampler_of(requests, 120), np.arange(6, dtype=np.int32)
+    output = sampler.sample(logits_of(6, 120), rows, rows + 4, rows * 0)
+    assert output.token_ids[[0, 2, 3, 4]].tolist() == [5, 9, 3, 70]
+    assert output.failed.tolist() == [False] * 5 + [True]
+    assert output.reasons[5] == "token mask failed: ValueError: this one"
+    assert (one.calls, other.calls) == ([3], [1])
+    # and the next step goes on without the one that failed
+    again = sampler.sample(logits_of(5, 120), rows[:5], rows[:5] + 5, rows[:5] * 0 + 1)
+    assert again.token_ids[[0, 2, 3, 4]].tolist() == [5, 9, 3, 70]
+    assert one.calls == [3, 2]
+
+
+def test_a_filler_that_raises_fails_the_rows_that_it_filled() -> None:
+    one, other = Together(), Together()
+    masks = [Shared(66, one), Shared(5, one), Shared(7, other)]
+    requests = [Request(str(i), PROMPT, mask=lambda _, m=m: m) for i, m in enumerate(masks)]
+    sampler, rows = sampler_of(requests, 120), np.arange(3, dtype=np.int32)
+    output = sampler.sample(logits_of(3, 120), rows, rows + 4, rows * 0)
+    assert output.failed.tolist() == [True, True, False]
+    assert output.token_ids[2] == 7
