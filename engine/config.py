@@ -82,12 +82,12 @@ class SpeculationConfig:
         method: "ngram": what followed the same tokens before, in the row's own text or in answers that have ended;
             "draft": by a smaller model; "auto": n-grams where they pay, by measured times.
         draft_model: the smaller model's folder or GGUF file, for "draft".
-        longest: most guesses for a row in a step.
+        longest: most guesses for a row in a step; None: 16 that are copied, 8 of a model.
     """
 
     method: Speculate = "off"
     draft_model: str | None = None
-    longest: int = 8
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,16 @@ class Ask:
     choice: int
 
 
+TRUSTS = 8
+"""Kinds of drafts that are told apart by how often they stay."""
+
+
 class Draft(NamedTuple):
     """Guesses at a row's next tokens."""
 
     tokens: NDArray[np.int32]  # int32 [at most `Ask.most`], perhaps none
     source: str  # who guessed, for the counters
+    trust: int = 0  # the kind, below `TRUSTS`, as the proposer sorts them; what each is worth is measured
 
 
 class Proposer(Protocol):

@@ -42,7 +42,7 @@ class Drafting:
         self._batch = batch
         self._proposer = proposer
         self._max_chunk = max_chunk
-        self._sources: dict[int, str] = {}  # of rows with drafts under way
+        self._made: dict[int, tuple[str, int]] = {}  # of rows with drafts under way: source and trust
 
     def add(self, rows: Ints, counts: Ints, left: int) -> Ints | None:
         """Give drafts to rows of the step being planned, whose positions count as computed already.
@@ -64,8 +64,7 @@ class Drafting:
         places = np.flatnonzero(able)
         if not places.size:
             return None
-        most = np.minimum(self.lengths.of(rows[places], batch.epoch[rows[places]]), room[places])
-        most = np.minimum(most, left // len(places))
+        most = np.minimum(room[places], min(self.lengths.most, left // len(places)))
         asks = [
             Ask(row, int(batch.epoch[row]), held, batch.owner(row).request, batch.owner(row).choice)
             for row, wanted in zip(rows[places].tolist(), most.tolist(), strict=True)
@@ -91,12 +90,14 @@ class Drafting:
         of_row = np.zeros(len(state.num_known), dtype=np.int32)
         for ask, draft in zip(asks, drafts, strict=True):
             row, count = ask.row, min(len(draft.tokens), ask.most)
+            if count:
+                count = self.lengths.keep(row, ask.epoch, draft.trust, count)
             known = int(state.num_known[row])
             cache.shrink(row, cache.blocks_for(known + count), known + ask.most)  # nothing was written there
             if count:
                 state.token_ids[row, known : known + count] = draft.tokens[:count]
                 state.num_drafts[row] = of_row[row] = count
-                self._sources[row] = draft.source
+                self._made[row] = draft.source, draft.trust
         added = of_row[rows]
         state.num_computed[rows] += added
         return added if added.any() else None
@@ -122,8 +123,9 @@ class Drafting:
             cache.publish(row, owner.chain, end - drafted + stays)  # or a window may leave it behind without a name
             owner.drafted_tokens += drafted
             owner.accepted_tokens += stays
-            self.tally.note(self._sources[row], drafted, stays)
-            self.lengths.note(row, int(batch.epoch[row]), drafted, stays)
+            source, trust = self._made[row]
+            self.tally.note(source, drafted, stays)
+            self.lengths.note(row, int(batch.epoch[row]), trust, drafted, stays)
 
     def learn(self, request: Request, token_ids: Ints) -> None:
         """See `Proposer.learn`."""

@@ -9,13 +9,14 @@ it comes near to 1. Then nobody drafts, and nothing is even looked up.
 
 from __future__ import annotations
 
-from math import log2
+from math import log, log2
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import SpeculationConfig
+from engine.speculative.base import TRUSTS
 
 Ints = NDArray[np.int32]
 
@@ -27,11 +28,17 @@ class DraftLengths(Protocol):
         """Whether any drafts are wanted in a step of these rows with these many positions; int32 [B] each."""
         ...
 
-    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
-        """Most drafts of each of these rows, int32 [n]; epochs: int64 [n], count each row's owners."""
+    @property
+    def most(self) -> int:
+        """Most drafts of a row."""
         ...
 
-    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+        """Of so many drafts that were made, how many are worth checking; `trust`: see `Draft`; `epoch` counts the row's
+        owners."""
+        ...
+
+    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         """What became of a row's drafts."""
         ...
 
@@ -48,15 +55,15 @@ class FixedLengths:
     """
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.most = length
 
     def worthwhile(self, rows: Ints, counts: Ints) -> bool:
         return True
 
-    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
-        return np.full(len(rows), self._length, dtype=np.int32)
+    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+        return drafted
 
-    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         pass
 
     def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
@@ -75,6 +82,9 @@ FEW_ROWS = 16
 
 MARGIN = 0.05
 """By how much a draft's chance must be above its price: to look it up and to take it back costs time, too."""
+
+LONGEST_COPIED, LONGEST_DRAWN = 16, 8
+"""Drafts of a row in a step, at most, where nothing else is said: what is copied costs next to nothing to guess."""
 
 LOOK_EVERY = 64
 """Steps that draft, after which one goes without, to see what it takes now."""
@@ -139,7 +149,10 @@ class StepCosts:
 
 
 class Chances:
-    """How often something stayed, of each row, drawn towards all rows' share while a row has shown little.
+    """How often something stayed, of each row and of each kind; drawn towards the share of all while little was seen.
+
+    A draft's odds are those of all drafts, times what its row, and what its kind, makes of these (as if the two were
+    independent).
 
     Args:
         num_rows: rows.
@@ -147,40 +160,45 @@ class Chances:
     """
 
     WEIGHT = 4.0
-    """Judgements of a row that what is known of all rows is worth."""
+    """Judgements of a row, or of a kind, that what is known of all is worth."""
 
-    KEPT = 0.9
-    """What a row's past judgements still count after its next ones."""
+    ROWS_KEPT, KINDS_KEPT, ALL_KEPT = 0.9, 0.99, 0.995
+    """What past judgements still count after the next ones."""
 
     def __init__(self, num_rows: int, prior: float) -> None:
-        self._stayed, self._judged = np.zeros(num_rows), np.zeros(num_rows)
-        self._all_stayed, self._all_judged = 8 * prior, 8.0
+        self._rows = np.zeros((num_rows, 2))  # stayed, judged
+        self._kinds = np.zeros((TRUSTS, 2))
+        self._all = np.array([8 * prior, 8.0])
 
-    def forget(self, rows: Ints) -> None:
-        """These rows have other owners."""
-        self._stayed[rows] = self._judged[rows] = 0
+    def forget(self, row: int) -> None:
+        """The row has another owner."""
+        self._rows[row] = 0
 
-    def of(self, rows: Ints) -> NDArray[np.float64]:
-        """Each row's chance, float64 [n]. A row that fared badly is forgiven with time, or it would never be tried
-        again."""
-        prior = self._all_stayed / self._all_judged
-        chance = (self._stayed[rows] + self.WEIGHT * prior) / (self._judged[rows] + self.WEIGHT)
-        self._stayed[rows] *= 0.98
-        self._judged[rows] *= 0.98
-        clipped: NDArray[np.float64] = np.clip(chance, 1e-6, 1 - 1e-6)
-        return clipped
+    def of(self, row: int, kind: int) -> float:
+        """The chance. Who fared badly is forgiven with time, or would never be tried again."""
+        share = float(self._all[0] / self._all[1])
+        odds = _odds(share)
+        for seen, forgiven in ((self._rows[row], 0.98), (self._kinds[kind], 0.995)):
+            odds *= _odds((float(seen[0]) + self.WEIGHT * share) / (float(seen[1]) + self.WEIGHT)) / _odds(share)
+            seen *= forgiven
+        return odds / (1 + odds)
 
-    def note(self, row: int | None, stayed: int, judged: int) -> None:
+    def note(self, row: int | None, kind: int, stayed: int, judged: int) -> None:
         """Of so many that were judged, so many stayed; row None: of a row that has another owner by now."""
+        counts = np.array([stayed, judged], dtype=np.float64)
         if row is not None:
-            self._stayed[row] = self.KEPT * self._stayed[row] + stayed
-            self._judged[row] = self.KEPT * self._judged[row] + judged
-        self._all_stayed = 0.995 * self._all_stayed + stayed
-        self._all_judged = 0.995 * self._all_judged + judged
+            self._rows[row] = self.ROWS_KEPT * self._rows[row] + counts
+        self._kinds[kind] = self.KINDS_KEPT * self._kinds[kind] + counts
+        self._all = self.ALL_KEPT * self._all + counts
+
+
+def _odds(share: float) -> float:
+    share = min(max(share, 1e-4), 1 - 1e-4)
+    return share / (1 - share)
 
 
 class AdaptiveLengths:
-    """As many as pay, by measured step times, and by how each row's drafts have fared.
+    """As many as pay, by measured step times, and by how drafts of each row and each kind have fared.
 
     Whether a text is copying shows with the first draft: where that one stays the next ones most often do. So a row's
     j-th draft has the chance first * next^(j - 1), with two shares that are counted apart.
@@ -191,7 +209,7 @@ class AdaptiveLengths:
     """
 
     def __init__(self, max_num_seqs: int, longest: int) -> None:
-        self._longest = longest
+        self.most = longest
         self._costs = StepCosts()
         self._on = False
         self._since_look = 0
@@ -223,21 +241,22 @@ class AdaptiveLengths:
         self._price = price + MARGIN
         return True
 
-    def of(self, rows: Ints, epochs: NDArray[np.int64]) -> Ints:
-        changed = rows[self._epoch[rows] != epochs]
-        self._epoch[rows] = epochs
-        self._first.forget(changed)
-        self._next.forget(changed)
-        first, following = self._first.of(rows), self._next.of(rows)
-        lengths = 1 + np.floor(np.log(self._price / first) / np.log(following))
-        return np.where(first > self._price, np.minimum(lengths, self._longest), 0).astype(np.int32)
+    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+        if self._epoch[row] != epoch:
+            self._epoch[row] = epoch
+            self._first.forget(row)
+            self._next.forget(row)
+        first = self._first.of(row, trust)
+        if first <= self._price:
+            return 0
+        return min(drafted, 1 + int(log(self._price / first) / log(self._next.of(row, trust))))
 
-    def note(self, row: int, epoch: int, drafted: int, accepted: int) -> None:
+    def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         # What stands behind the first rejected draft was never judged: its context was wrong.
         own = row if self._epoch[row] == epoch else None
-        self._first.note(own, int(accepted > 0), 1)
+        self._first.note(own, trust, int(accepted > 0), 1)
         if accepted:
-            self._next.note(own, accepted - 1, accepted - 1 + (accepted < drafted))
+            self._next.note(own, trust, accepted - 1, accepted - 1 + (accepted < drafted))
 
     def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
         if rows and positions - drafted == rows:
@@ -246,8 +265,9 @@ class AdaptiveLengths:
 
 def lengths_of(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
     """What decides, by the settings. Raises ValueError."""
-    if config.longest < 1:
-        raise ValueError(f"SpeculationConfig.longest is {config.longest}, but must be 1 or more")
-    if config.method == "auto":
-        return AdaptiveLengths(max_num_seqs, config.longest)
-    return FixedLengths(config.longest)
+    longest = config.longest
+    if longest is None:
+        longest = LONGEST_COPIED if config.method in ("auto", "ngram") else LONGEST_DRAWN
+    if longest < 1:
+        raise ValueError(f"SpeculationConfig.longest is {longest}, but must be 1 or more")
+    return AdaptiveLengths(max_num_seqs, longest) if config.method == "auto" else FixedLengths(longest)

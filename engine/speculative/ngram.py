@@ -9,6 +9,7 @@ Beside its own text, a row looks into answers of the same owner that have ended 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,16 @@ RAREST = 4
 """Steps between two looks at most."""
 
 SURE = 5
-"""Agreeing tokens from which on all drafts that are wanted are made; fewer give fewer."""
+"""Agreeing tokens from which on siblings aren't asked."""
+
+KINDS = (1, 3, 5, 8, 16)
+"""Agreeing tokens from which on a draft is of the next kind: the more agree, the likelier it is that the next does."""
+
+MOST = (1, 2, 4, 6, 8)
+"""Drafts of each kind at most; of the last as many as are wanted."""
+
+SIBLINGS = len(KINDS) + 1
+"""The kind of what other answers say; and the next one, where it agrees well."""
 
 
 class _Place(NamedTuple):
@@ -118,9 +128,11 @@ class NgramProposer:
             kept.shift = length - best.start
             if best.agreed >= SIZES[-1]:
                 kept.agreed_at = length
-        most = ask.most if best.agreed >= SURE else min(ask.most, 1 + best.agreed)
+        kind = bisect_right(KINDS, best.agreed)
+        most = ask.most if kind == len(MOST) else min(ask.most, MOST[kind])
         # A text that repeats itself with a short period is followed round and round.
         places = best.start + np.arange(most)
         if best.source == "ngram" and kept.shift < most:
             places = best.start + np.arange(most) % kept.shift
-        return Draft(best.text[places[places < best.end]], best.source)
+        trust = kind if best.source == "ngram" else SIBLINGS + (best.agreed >= SURE)
+        return Draft(best.text[places[places < best.end]], best.source, trust)

@@ -29,13 +29,13 @@ class Machine:
     def step(self, rows: int, chance: float = 0.8) -> int:
         """One step of decoding rows whose drafts stay with this chance each; the drafts made."""
         at = np.arange(rows, dtype=np.int32)
-        epochs = np.ones(rows, dtype=np.int64)
         drafted = 0
         if self.lengths.worthwhile(at, np.ones(rows, dtype=np.int32)):
-            for row, length in enumerate(self.lengths.of(at, epochs).tolist()):
+            for row in range(rows):
+                length = self.lengths.keep(row, 1, 0, LONGEST)
                 if length > 0:
                     stays = int(np.cumprod(self.noise.random(length) < chance).sum())
-                    self.lengths.note(row, 1, length, stays)
+                    self.lengths.note(row, 1, 0, length, stays)
                     drafted += length
         seconds = (self.fixed + self.each * (rows + drafted)) * (1 + self.spread * self.noise.standard_normal())
         self.lengths.timed(rows, rows + drafted, drafted, seconds)
@@ -74,35 +74,51 @@ def test_given_a_machine_that_computes_all_the_time_then_even_one_row_drafts_lit
 
 def test_given_rows_that_fare_differently_then_each_has_a_length_of_its_own() -> None:
     lengths = AdaptiveLengths(4, LONGEST)
-    rows, epochs = np.arange(3, dtype=np.int32), np.ones(3, dtype=np.int64)
+    rows = np.arange(3, dtype=np.int32)
     for _ in range(30):
         lengths.timed(3, 3, 0, 10e-3)
         lengths.timed(3, 12, 9, 16e-3)
         assert lengths.worthwhile(rows, np.ones(3, dtype=np.int32))
-        lengths.of(rows, epochs)
         for row, stays in enumerate((6, 1, 0)):
-            lengths.note(row, 1, 6, stays)
-    good, poor, bad = lengths.of(rows, epochs).tolist()
+            lengths.keep(row, 1, 0, LONGEST)
+            lengths.note(row, 1, 0, 6, stays)
+    good, poor, bad = (lengths.keep(row, 1, 0, LONGEST) for row in range(3))
     assert good > poor > bad
     # A new owner of the row begins with what is known of all.
-    fresh = lengths.of(rows, np.array([2, 1, 2], dtype=np.int64))
-    assert fresh[0] == fresh[2]
-    assert bad <= fresh[2] <= good
+    fresh = [lengths.keep(row, 2, 0, LONGEST) for row in (0, 2)]
+    assert fresh[0] == fresh[1]
+    assert bad <= fresh[1] <= good
+
+
+def test_given_kinds_of_drafts_that_fare_differently_then_each_has_a_length_of_its_own() -> None:
+    lengths = AdaptiveLengths(4, 16)
+    rows = np.arange(1, dtype=np.int32)
+    for _ in range(30):
+        lengths.timed(1, 1, 0, 10e-3)
+        lengths.timed(1, 9, 8, 26e-3)  # a draft costs a fifth of a token
+        assert lengths.worthwhile(rows, np.ones(1, dtype=np.int32))
+        for trust, stays in ((5, 8), (2, 2), (0, 0)):
+            lengths.keep(0, 1, trust, 16)
+            lengths.note(0, 1, trust, 8, stays)
+    sure, middling, bad = (lengths.keep(0, 1, trust, 16) for trust in (5, 2, 0))
+    assert sure == 16
+    assert sure > middling > 0
+    assert bad == 0
 
 
 def test_given_a_row_whose_drafts_were_bad_then_it_is_tried_again_after_a_while() -> None:
     lengths = AdaptiveLengths(2, LONGEST)
-    rows, epochs = np.arange(2, dtype=np.int32), np.ones(2, dtype=np.int64)
+    rows = np.arange(2, dtype=np.int32)
     for _ in range(10):
         lengths.timed(2, 2, 0, 10e-3)
         lengths.timed(2, 4, 2, 13e-3)  # a draft costs 0.3 tokens
     assert lengths.worthwhile(rows, np.ones(2, dtype=np.int32))
     for _ in range(30):
-        lengths.of(rows, epochs)
-        lengths.note(0, 1, 4, 0)
-        lengths.note(1, 1, 4, 4)
-    assert lengths.of(rows, epochs)[0] == 0
-    later = [int(lengths.of(rows, epochs)[0]) for _ in range(200)]
+        for row, stays in ((0, 0), (1, 4)):
+            lengths.keep(row, 1, 0, LONGEST)
+            lengths.note(row, 1, 0, 4, stays)
+    assert lengths.keep(0, 1, 0, LONGEST) == 0
+    later = [lengths.keep(0, 1, 0, LONGEST) for _ in range(200)]
     assert later[-1] > 0
 
 
@@ -161,6 +177,7 @@ def test_settings_say_who_decides() -> None:
     assert isinstance(lengths_of(SpeculationConfig("auto"), 4), AdaptiveLengths)
     fixed = lengths_of(SpeculationConfig("ngram", longest=3), 4)
     assert isinstance(fixed, FixedLengths)
-    assert fixed.of(np.arange(2, dtype=np.int32), np.ones(2, dtype=np.int64)).tolist() == [3, 3]
+    assert fixed.most == 3
+    assert lengths_of(SpeculationConfig("ngram"), 4).most > lengths_of(SpeculationConfig("draft"), 4).most
     with pytest.raises(ValueError, match="longest is 0, but must be 1 or more"):
         lengths_of(SpeculationConfig("auto", longest=0), 4)

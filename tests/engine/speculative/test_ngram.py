@@ -48,7 +48,7 @@ def test_given_two_places_then_the_one_whose_past_agrees_longest_is_followed() -
 
 def test_given_few_agreeing_tokens_then_few_are_guessed() -> None:
     text = [1, 2, 50, 51, 52, 53, 54, 55, 9, 1, 2]
-    assert Rows().draft(text)[0] == [50, 51, 52]
+    assert Rows().draft(text)[0] == [50, 51]
 
 
 def test_given_a_copy_that_differs_in_one_token_then_it_is_followed_behind_it() -> None:
@@ -56,7 +56,7 @@ def test_given_a_copy_that_differs_in_one_token_then_it_is_followed_behind_it() 
     assert rows.draft([*source, 5, *source[:20]], most=4)[0] == source[20:24]
     # The text took another token than the one that was guessed: the copy may go on behind it.
     assert rows.draft([*source, 5, *source[:20], 99], most=4)[0] == source[21:22]
-    assert rows.draft([*source, 5, *source[:20], 99, *source[21:23]], most=4)[0] == source[23:26]
+    assert rows.draft([*source, 5, *source[:20], 99, *source[21:23]], most=4)[0] == source[23:25]
 
 
 def test_given_a_text_that_goes_round_then_it_is_followed_round() -> None:
@@ -71,7 +71,7 @@ def test_given_a_new_owner_of_the_row_then_the_old_text_is_forgotten() -> None:
     assert rows.draft([*range(100, 158), *range(20, 28)])[0] == []
     # And its own text is read from the beginning.
     rows.epoch += 1
-    assert rows.draft([*range(300, 340), *range(310, 316)])[0] == list(range(316, 324))
+    assert rows.draft([*range(300, 340), *range(310, 316)])[0] == list(range(316, 322))
 
 
 def test_given_an_ended_answer_then_its_owner_copies_from_it_and_others_do_not() -> None:
