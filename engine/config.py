@@ -45,6 +45,8 @@ class PaceConfig:
         weight_utilisation: of work that is held back; at 0 the shares above are met exactly, beyond that fewer are.
         weight_drops: of requests of class 0 that run into their deadline.
         least_tokens: of a step, that other classes always keep.
+        fixed_tokens: of a step, that other classes may have beside class 0, whatever is measured; None: as many as the
+            promises leave.
     """
 
     ttft: float = 1.0
@@ -55,6 +57,7 @@ class PaceConfig:
     weight_utilisation: float = 0.3
     weight_drops: float = 1.0
     least_tokens: int = 1
+    fixed_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

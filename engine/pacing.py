@@ -177,6 +177,8 @@ class Pace:
             streams, prompts: as `Paced` has them.
             prompt_tokens: of urgent rows in the step.
         """
+        if self._config.fixed_tokens is not None:
+            return self._config.fixed_tokens
         limit = self._prompts.tokens if prompts else self._streams.tokens
         if streams:
             limit = min(limit, self._streams.tokens - prompt_tokens)
