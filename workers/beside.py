@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from engine.embedding.embedder import StepEngine
 from engine.request import Completion
 from pipeline.ports import Clock
-from workers.model_host import TokenEngine
 
 _REST_SECONDS: Final = 0.02
 
@@ -79,7 +79,7 @@ class Nothing:
 
 
 def run_out(
-    beside: Beside, engine: TokenEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
+    beside: Beside, engine: StepEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
 ) -> None:
     """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more
     shards, and has none."""

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from engine.embedding.embedder import StepEngine
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import resumed_tokens
 from pipeline.worker_api import CheckpointWork, ShardSink
 from schemas.checkpoints import FinishedRows, LoggedChoice
 from schemas.job import Usage
-from workers.model_host import TokenEngine
 from workers.responses import ResponseBuilder
 from workers.resumption import logged_choice, unfinished
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow
@@ -56,7 +56,7 @@ class Checkpointer:
         exposed: the most tokens that were sampled between two snapshots: what a death would have cost.
     """
 
-    def __init__(self, engine: TokenEngine, builder: ResponseBuilder, sink: ShardSink) -> None:
+    def __init__(self, engine: StepEngine, builder: ResponseBuilder, sink: ShardSink) -> None:
         self._engine = engine
         self._builder = builder
         self._sink = sink

@@ -9,20 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, cast
 
 from engine.config import EngineConfig, KVDType, Quantize
-from engine.embedding.embedder import Embedder
+from engine.embedding.embedder import Embedder, StepEngine
 from engine.embedding.engine import EncoderEngine
 from engine.embedding.head import EmbeddingHead
 from engine.embedding.settings import EmbeddingSettings, embedding_settings
-from engine.engine import Engine, EngineStats, resolve_device, resolve_model_dtype
+from engine.engine import Engine, resolve_device, resolve_model_dtype
 from engine.errors import UnsupportedModel
 from engine.models.base import ModelSpec
 from engine.models.load import describe_model, is_encoder
 from engine.null_runner import NullRunner
 from engine.plan import RowState
-from engine.request import Completion, PartialChoice, Request
 from engine.runner import StepRunner
 from engine.speculative.tally import SpeculationStats
 from schemas.job import ModelPin
@@ -49,36 +48,6 @@ Fact = str | int | float | bool | None
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-class TokenEngine(Protocol):
-    """What the worker's loop asks of an engine (`Engine`, `EncoderEngine` and `Embedder` are it)."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def clock(self) -> Callable[[], float]: ...
-
-    def add(self, request: Request) -> None: ...
-
-    def settle(self, *, more_to_come: bool) -> None: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def step(self) -> list[Completion]: ...
-
-    def take_ended(self) -> list[Completion]: ...
-
-    def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]: ...
-
-    def stats(self) -> EngineStats: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to serve.
@@ -95,7 +64,7 @@ class LoadedModel:
 
     name: str
     source: str
-    engine: TokenEngine
+    engine: StepEngine
     tokenizer: Tokenizer
     limits: ModelLimits
     dtype: DTypeName

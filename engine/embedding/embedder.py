@@ -24,9 +24,10 @@ _PART = "\0"
 
 
 class StepEngine(Protocol):
-    """What steps requests of one prompt: `Engine` and `EncoderEngine`."""
+    """What is asked of an engine: `Engine`, `EncoderEngine` and `Embedder` are it."""
 
-    clock: Callable[[], float]
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
     @property
     def has_work(self) -> bool: ...

@@ -103,7 +103,7 @@ class FaultyRunner:
 
 
 class SteppedEngine:
-    """`TokenEngine` of one process: each step is a port call and takes its time."""
+    """`StepEngine` of one process: each step is a port call and takes its time."""
 
     def __init__(self, engine: Engine, process: Process, seconds: float, watch: EngineWatch) -> None:
         self._engine = engine
