@@ -25,32 +25,44 @@ class Backlog:
         self._look_every = look_every
         self._next_look = 0.0
         self._tokens: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
         self._jobs: dict[str, Job] = {}  # of open jobs, by prefix: their orders never change
         self._lock = threading.Lock()
 
     def tokens_of(self, tenant: str) -> int:
         """Estimated tokens of the tenant's open jobs that have no part yet."""
         with self._lock:
-            now = self._world.clock.monotonic()
-            if now >= self._next_look:
-                self._look()
-                self._next_look = self._world.clock.monotonic() + self._look_every
+            self._look_again()
             return self._tokens[tenant]
+
+    def jobs_of(self, tenant: str) -> int:
+        """The tenant's open jobs."""
+        with self._lock:
+            self._look_again()
+            return self._open[tenant]
 
     def added(self, job: Job) -> None:
         """A job was accepted here since the last look."""
         with self._lock:
             self._tokens[job.tenant] += _unplanned(job)
+            self._open[job.tenant] += 1
+
+    def _look_again(self) -> None:
+        if self._world.clock.monotonic() >= self._next_look:
+            self._look()
+            self._next_look = self._world.clock.monotonic() + self._look_every
 
     def _look(self) -> None:
         tokens: Counter[str] = Counter()
+        count: Counter[str] = Counter()
         jobs: dict[str, Job] = {}
         for ledger in open_jobs(self._world.store):
             job = jobs[ledger.prefix] = self._jobs.get(ledger.prefix) or ledger.job()
             progress = ledger.progress()
             left = None if progress is None else progress.tokens_left
             tokens[job.tenant] += _unplanned(job) if left is None else left
-        self._tokens, self._jobs = tokens, jobs
+            count[job.tenant] += 1
+        self._tokens, self._open, self._jobs = tokens, count, jobs
 
 
 def _unplanned(job: Job) -> int:

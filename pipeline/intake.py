@@ -79,6 +79,8 @@ class Accepts(Protocol):
 
     def room_for(self, tenant: str) -> bool: ...
 
+    def jobs_of(self, tenant: str) -> int: ...
+
 
 class Intake:
     """Makes jobs in the root that `world.store` is. Threads may share one."""
@@ -110,6 +112,10 @@ class Intake:
         """Whether the tenant may submit more now. The figure is some seconds old, and an estimate."""
         limit = self._settings.tenant_tokens
         return limit is None or self._backlog.tokens_of(tenant) < limit
+
+    def jobs_of(self, tenant: str) -> int:
+        """How many open jobs the tenant has; some seconds old, but for what was accepted here."""
+        return self._backlog.jobs_of(tenant)
 
     def _order(self, draft: JobDraft) -> Order:
         options, settings = draft.options, self._settings

@@ -38,6 +38,28 @@ class Limits(BaseModel):
     max_schema_bytes: Positive = 262_144
 
 
+class RateLimits(BaseModel):
+    """How much may be asked for over HTTP. None: no limit.
+
+    Attributes:
+        requests_per_minute: of any kind.
+        tokens_per_minute: prompts, as they are estimated, and the most that may be answered, of requests to a model.
+        running_requests: to a model, at once.
+        running_jobs: of the tenant, at once; further ones are not taken.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    running_requests: Positive | None = None
+    running_jobs: Positive | None = None
+
+    def over(self, others: RateLimits) -> RateLimits:
+        """These, and where they say nothing the others."""
+        return others.model_copy(update=self.model_dump(exclude_none=True))
+
+
 class PlanSettings(BaseModel):
     """How a job is cut into segments and shards.
 

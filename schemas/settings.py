@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from schemas.job import Tier
-from schemas.limits import Limits, PlanSettings, Positive
+from schemas.limits import Limits, PlanSettings, Positive, RateLimits
 from schemas.options import Amount
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
@@ -194,7 +194,10 @@ class GatewayOptions(BaseModel):
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         request_seconds: after which a request to a model is given up, or earlier if it says so.
         drain_seconds: that requests have to come to their end when the gateway is told to stop.
+        requests_at_once: by one gateway; further ones are refused.
         tls_certificate, tls_key: PEM files; both or none.
+        tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
+        key_limits: of each key that brings none of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -206,8 +209,12 @@ class GatewayOptions(BaseModel):
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
+    requests_at_once: Positive = 2_000
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    tenant_limits: RateLimits = RateLimits()
+    tenants: dict[str, RateLimits] = Field(default_factory=dict)
+    key_limits: RateLimits = RateLimits()
 
     @model_validator(mode="after")
     def _both(self) -> GatewayOptions:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.intake import Intake
@@ -14,8 +15,12 @@ from tokenmill.errors import UserError
 from tokenmill.root import Root, intake_settings
 
 if TYPE_CHECKING:
+    from limits.storage import RedisStorage
+
     from pipeline.gateway.asking import AskSettings
     from pipeline.gateway.parts import GatewaySettings
+    from pipeline.gateway.rate_limits import RateSettings
+    from pipeline.gateway.running import Running
     from pipeline.gateway.server import ServerSettings
     from pipeline.ports import Lease
     from schemas.settings import Settings
@@ -28,11 +33,25 @@ _LANE_LOOK_SECONDS = 0.01
 _REMOTE_LANE_LOOK_SECONDS = 0.03
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What several gateways share. None: there is only one.
+
+    Attributes:
+        lease: one of them writes the files of batches that have ended.
+        windows, running: where rate limits are counted.
+    """
+
+    lease: Lease | None = None
+    windows: RedisStorage | None = None
+    running: Running | None = None
+
+
 class Gateway:
     """The parts of HTTP, listening already: `url` says where.
 
     Args:
-        lease: of several gateways, one writes the files of batches that have ended; None: there are no others.
+        shared: with other gateways; None: there are none.
 
     Raises:
         UserError: what it needs is not installed, or anybody on the network could use it without a key.
@@ -40,8 +59,9 @@ class Gateway:
     """
 
     def __init__(
-        self, root: Root, settings: Settings, hints: Hints, host: str, port: int, lease: Lease | None = None
+        self, root: Root, settings: Settings, hints: Hints, host: str, port: int, shared: Shared | None = None
     ) -> None:
+        shared = shared or Shared()
         try:
             from pipeline.gateway.server import GatewayServer, listen
         except ModuleNotFoundError as error:
@@ -56,6 +76,7 @@ class Gateway:
         from pipeline.gateway.keys import ApiKeys
         from pipeline.gateway.models import Models
         from pipeline.gateway.parts import GatewayParts
+        from pipeline.gateway.rate_limits import RateLimiter
         from pipeline.lane_caller import CallSettings
 
         keys = ApiKeys(root.world)
@@ -63,7 +84,7 @@ class Gateway:
         self._together = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="looks")
         files = Files(root.world, self._together)
         every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
-        self._finalizer = Finalizer(root.world, files, every, lease)
+        self._finalizer = Finalizer(root.world, files, every, shared.lease)
         intake = Intake(root.world, intake_settings(settings))
         self._parts = GatewayParts(
             world=root.world,
@@ -72,8 +93,9 @@ class Gateway:
             batches=Batches(root.world, intake, files, self._finalizer, self._together),
             models=Models(root.world.store),
             settings=_bounds(settings),
+            rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
         )
-        self._asker = Asker(root.world, _asking(settings))
+        self._asker = Asker(root.world, _asking(settings), self._parts.rates)
         # A request that is new isn't heard of before a look at the others ends.
         self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
         self._lane = hints.lane
@@ -106,19 +128,23 @@ class Gateway:
 
 
 @contextmanager
-def finalizers_lease(root: Root, settings: Settings) -> Iterator[Lease | None]:
-    """What gateways contend for; None where there is no Redis: then each of them does everything."""
-    from pipeline.adapters.redis_connection import RedisSettings
+def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
+    """What gateways have in common; nothing where there is no Redis: then each of them does everything."""
+    from pipeline.adapters.redis_connection import RedisClient, RedisSettings
+    from pipeline.adapters.redis_limits import RedisRunning, redis_windows
     from pipeline.adapters.redis_lock import RedisLease
     from tokenmill.hints import LEASE_SECONDS
 
     with ExitStack() as closing:
-        lease = None
-        if settings.redis_url is not None:
-            connection = RedisSettings(settings.redis_url.get_secret_value())
-            lease = RedisLease(connection, "finalizer", LEASE_SECONDS, root.world.clock, root.world.random)
-            closing.callback(lease.close)
-        yield lease
+        if settings.redis_url is None:
+            yield Shared()
+            return
+        connection = RedisSettings(settings.redis_url.get_secret_value())
+        lease = RedisLease(connection, "finalizer", LEASE_SECONDS, root.world.clock, root.world.random)
+        closing.callback(lease.close)
+        client = RedisClient(connection)
+        closing.callback(client.close)
+        yield Shared(lease, redis_windows(client), RedisRunning(client))
 
 
 def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
@@ -140,8 +166,16 @@ def _bounds(settings: Settings) -> GatewaySettings:
         uploads_at_once=chosen.uploads_at_once,
         most_body_bytes=chosen.max_body_bytes,
         idle_seconds=chosen.idle_seconds,
+        requests_at_once=chosen.requests_at_once,
         limits=settings.limits,
     )
+
+
+def _rates(settings: Settings) -> RateSettings:
+    from pipeline.gateway.rate_limits import RateSettings
+
+    chosen = settings.gateway
+    return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits)
 
 
 def _asking(settings: Settings) -> AskSettings:
@@ -166,4 +200,5 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         certificate=chosen.tls_certificate,
         private_key=chosen.tls_key,
         drain_seconds=chosen.drain_seconds,
+        most_connections=2 * chosen.requests_at_once,
     )

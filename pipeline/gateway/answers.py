@@ -43,7 +43,14 @@ class Stream:
         first: done when anything has come; an `ErrorEvent` that came first is its result.
     """
 
-    def __init__(self, asked: Asked, bridge: LaneBridge, created: int, settings: StreamSettings) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        bridge: LaneBridge,
+        created: int,
+        settings: StreamSettings,
+        ended: Callable[[EndEvent | None], None],
+    ) -> None:
         self.id = asked.request.id
         self.tenant = asked.request.tenant
         self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
@@ -52,6 +59,7 @@ class Stream:
         self.resume = asked.resume
         self._chunks = Chunks(asked, created)
         self._bridge = bridge
+        self._ended: Callable[[EndEvent | None], None] | None = ended
         self._readers = 0
         self._closing: asyncio.TimerHandle | None = None
 
@@ -61,7 +69,7 @@ class Stream:
             self.feed.push(data)
         if isinstance(event, EndEvent | ErrorEvent):
             self._bridge.forget(self.id)
-            self.feed.end()
+            self._end(event if isinstance(event, EndEvent) else None)
         elif self.feed.overrun:
             self.cancel()
         if not self.first.done():
@@ -73,14 +81,20 @@ class Stream:
             self._bridge.cancel(self.id)
             for data in failure(error):
                 self.feed.push(data)
-            self.feed.end()
+            self._end()
             if not self.first.done():
                 self.first.set_result(None)
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
         self._bridge.cancel(self.id)
+        self._end()
+
+    def _end(self, event: EndEvent | None = None) -> None:
         self.feed.end()
+        if self._ended is not None:
+            self._ended(event)
+            self._ended = None
 
     def enter(self) -> None:
         """A reader comes."""
@@ -137,16 +151,25 @@ class Answers:
             self._waiting.discard(ended)
             if ended.done():
                 self.bridge.forget(asked.request.id)
+            self._over(asked, _event_of(ended))
         if isinstance(event, ErrorEvent):
             raise error_of(event)
         return event.response
 
+    def _over(self, asked: Asked, event: EndEvent | None) -> None:
+        """The request has ended: its place is free."""
+        if asked.ticket is not None:
+            used = None if event is None else event.response.get("usage", {}).get("total_tokens")
+            asyncio.get_running_loop().run_in_executor(None, self.asker.ended, asked, used)
+
     async def stream(self, asked: Asked) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
         if asked.resume and len(self._kept) >= self._settings.most_kept:
+            self._over(asked, None)
             message = f"{self._settings.most_kept} streams that can be gone on with are open; ask later, or without"
             raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
-        stream = Stream(asked, self.bridge, int(self._clock.now().timestamp()), self._settings)
+        now = int(self._clock.now().timestamp())
+        stream = Stream(asked, self.bridge, now, self._settings, lambda event: self._over(asked, event))
         stream.enter()
         self._streams.add(stream)
         try:
@@ -186,3 +209,9 @@ class Answers:
     def _drop(self, stream: Stream) -> None:
         self._kept.pop(stream.id, None)
         self._streams.discard(stream)
+
+
+def _event_of(ended: asyncio.Future[EndEvent | ErrorEvent]) -> EndEvent | None:
+    """The end, if it has come."""
+    event = ended.result() if ended.done() and not ended.cancelled() else None
+    return event if isinstance(event, EndEvent) else None

@@ -46,7 +46,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_anything)
-    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining)
+    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.settings.requests_at_once)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

@@ -16,7 +16,10 @@ from pipeline.doors.unfit import first_mistake
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.batch_requests import EXTENSION
 from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.rate_limits import RateLimiter, Ticket
+from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
+from schemas.bodies import Body
 from schemas.errors import STATUS_CODES, RowError
 from schemas.job import Tier
 from schemas.lane import LaneRequest
@@ -78,6 +81,7 @@ class Asked:
     Attributes:
         model: as the body names it.  stream: token by token.  include_usage: at the end of the stream.
         resume: seconds for which the stream is kept for a reader that was cut off.
+        ticket: what was taken for it of the caller's limits.
     """
 
     request: LaneRequest
@@ -85,20 +89,26 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     resume: float = 0.0
+    ticket: Ticket | None = None
 
 
 class Asker:
-    """Reads bodies. Threads may share one."""
+    """Reads bodies. Threads may share one.
 
-    def __init__(self, world: World, settings: AskSettings | None = None) -> None:
+    Args:
+        rates: what callers may ask for in a minute, and at once; None: there is no limit.
+    """
+
+    def __init__(self, world: World, settings: AskSettings | None = None, rates: RateLimiter | None = None) -> None:
         self._world = world
+        self._rates = rates
         self._settings = settings or AskSettings()
         self._catalog = Catalog(world.store)
         self._models: dict[str, tuple[float, str]] = {}  # name -> until when it is believed, the lane's name for it
         self._lock = threading.Lock()
 
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
-        """What the body asks for; raises `ApiError`."""
+        """What the body asks for; raises `ApiError`. Where there are limits it counts from now on, until `ended`."""
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
         stream, include_usage = _streaming(plain)
@@ -127,7 +137,24 @@ class Asker:
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
         )
-        return Asked(request, checked.model, stream, include_usage, extension.resume if stream else 0.0)
+        resume = extension.resume if stream else 0.0
+        ticket = None
+        if self._rates is not None:
+            ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds)
+        return Asked(request, checked.model, stream, include_usage, resume, ticket)
+
+    def ended(self, asked: Asked, used: int | None) -> None:
+        """The request is over, after so many tokens (None: nobody knows); may wait for a server."""
+        if self._rates is not None and asked.ticket is not None:
+            self._rates.done(asked.ticket, used)
+
+    def _most_tokens(self, body: Body, dumped: dict[str, Any]) -> int:
+        """Of prompt and answer, as far as can be known without the model's tokenizer."""
+        prompt = max(1, round(len(orjson.dumps(dumped)) * DEFAULT_TOKENS_PER_BYTE))
+        if not isinstance(body, GenerationBody):
+            return prompt
+        named = dumped.get("max_completion_tokens", dumped.get("max_tokens"))
+        return prompt + body.n * (self._settings.default_max_tokens if named is None else named)
 
     def _extension(self, given: Any) -> Extension:
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.keys import ApiKeys, Scope
+from schemas.limits import RateLimits
 
 AuthMode = Literal["auto", "keys", "off"]
 DEFAULT_TENANT: Final = "default"
@@ -19,12 +20,14 @@ class Caller:
     Attributes:
         key: the id of the key; None: none is needed here.
         max_tokens: the most that the key may ask for; None: as the tier says.
+        limits: of the key itself.
     """
 
     tenant: str
     scopes: frozenset[Scope]
     key: str | None = None
     max_tokens: int | None = None
+    limits: RateLimits = field(default_factory=RateLimits)
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or Scope.ADMIN in self.scopes
@@ -52,7 +55,7 @@ class Authority:
         key = self._keys.check(text.strip())
         if key is None:
             raise _refused("the API key is wrong, revoked or expired; ask whoever runs this installation for another")
-        return Caller(key.tenant, frozenset(key.scopes), key.id, key.max_tokens)
+        return Caller(key.tenant, frozenset(key.scopes), key.id, key.max_tokens, key.limits)
 
 
 def need(caller: Caller, scope: Scope) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -93,11 +93,14 @@ class Batches:
         self._finalizer = finalizer
         self._together = together
 
-    def create(self, tenant: str, body: dict[str, Any], key: str | None = None) -> dict[str, Any]:
+    def create(
+        self, tenant: str, body: dict[str, Any], key: str | None = None, check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         """Make the batch that `body` asks for, or find the one that the same request made before.
 
         Args:
             key: tells that it is the same request.
+            check: raises `ApiError` when no more may be made.
 
         Raises:
             ApiError: it can't be made.
@@ -112,6 +115,7 @@ class Batches:
         if not self._intake.room_for(tenant):
             message = "too much is queued already; submit again when some of it is done"
             raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
+        check()
         self._make(tenant, job_id, asked, file)
         return self._document(job_id)
 
@@ -147,8 +151,17 @@ class Batches:
         ledger.create_closing(Closing(kind="cancel", at=self._world.clock.now()))
         return batch_document(ledger)
 
-    def retry(self, tenant: str, batch_id: str, body: dict[str, Any]) -> dict[str, Any]:
+    def open_jobs(self, tenant: str) -> int:
+        """How many of the tenant's jobs have not ended; some seconds old."""
+        return self._intake.jobs_of(tenant)
+
+    def retry(
+        self, tenant: str, batch_id: str, body: dict[str, Any], check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         """A batch of the rows that got no answer; the same request again finds it.
+
+        Args:
+            check: raises `ApiError` when no more may be made.
 
         Raises:
             ApiError: there is no such batch (404), or nothing to try again (409).
@@ -173,6 +186,7 @@ class Batches:
         except NothingToRetry as error:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
         assert manifest is not None, "a job that has not ended has nothing to try again"
+        check()
         made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world).job
         first = find_order(self._store, job.id)
         if first is not None:

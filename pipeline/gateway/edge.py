@@ -31,6 +31,9 @@ _HEALTH: Final = ("/healthz", "/readyz")
 _RESTART: Final = 1012
 """WebSocket's code for a server that is being started anew."""
 
+_LATER: Final = 1013
+"""WebSocket's code for a server that has too much to do."""
+
 logger = structlog.get_logger(__name__)
 
 
@@ -40,20 +43,27 @@ class Edge:
     Args:
         new_id: makes a request's id.
         draining: whether new requests are sent elsewhere.
+        most: requests at once; further ones are refused.
 
     Attributes:
         active: requests that are under way, WebSockets among them.
     """
 
-    def __init__(self, app: ASGIApp, new_id: Callable[[], str], draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, new_id: Callable[[], str], draining: Callable[[], bool], most: int = 2_000
+    ) -> None:
         self.active = 0
         self._app = app
         self._new_id = new_id
         self._draining = draining
+        self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket" and self._draining():
             await send({"type": "websocket.close", "code": _RESTART})
+            return
+        if scope["type"] == "websocket" and self.active >= self._most:
+            await send({"type": "websocket.close", "code": _LATER})
             return
         self.active += 1
         try:
@@ -75,6 +85,7 @@ class Edge:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
+                headers.update(scope.get("tokenmill.headers", {}))
                 for name, value in _SAFE.items():
                     headers.setdefault(name, value)
             elif message["type"] == "http.response.body":
@@ -117,6 +128,8 @@ class Edge:
             gone = unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
             gone.headers["Connection"] = "close"
             raise gone
+        if self.active > self._most:
+            raise unavailable(f"{self._most} requests are under way here; ask again later", "too_many_requests")
         check_origin(Headers(scope=scope))
 
 

@@ -13,7 +13,7 @@ from pipeline.gateway.answers import Answers
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.errors import ApiError, bad_request
 from pipeline.gateway.keys import Scope
-from pipeline.gateway.parts import calling, documented, json_body
+from pipeline.gateway.parts import add_headers, calling, documented, json_body
 from pipeline.gateway.sse import STREAM_ID, EventStream, disconnected
 from schemas.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
@@ -27,6 +27,8 @@ def inference_router(answers: Answers) -> APIRouter:
 
     async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
         asked = await run_in_threadpool(answers.asker.read, caller, url, body)
+        if asked.ticket is not None:
+            add_headers(request, asked.ticket.headers)
         if asked.stream:
             return EventStream(await answers.stream(asked), answers.left)
         return JSONResponse(

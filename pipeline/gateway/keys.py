@@ -22,6 +22,7 @@ from pydantic import AwareDatetime, Field
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from schemas.job import Paper, Sha256
+from schemas.limits import RateLimits
 
 KEYS: Final = "keys/"
 _PAPER: Final = ".json"
@@ -50,6 +51,7 @@ class ApiKey(Paper):
     Attributes:
         digest: sha256 of the secret, which is 32 random bytes: nobody guesses it, so it needs no slow hash.
         max_tokens: a request over the lane that asks for more is refused; None: as its tier says.
+        limits: of this key, before those of all keys.
     """
 
     version: Literal[1] = 1
@@ -61,6 +63,7 @@ class ApiKey(Paper):
     expires_at: AwareDatetime | None = None
     label: Annotated[str, Field(max_length=200)] = ""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    limits: RateLimits = RateLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class ApiKeys:
         expires_at: datetime | None = None,
         label: str = "",
         max_tokens: int | None = None,
+        limits: RateLimits | None = None,
     ) -> tuple[ApiKey, str]:
         """A new key, and its text, which nobody can know again."""
         secret = self._world.random.token(32).hex()
@@ -107,6 +111,7 @@ class ApiKeys:
                 expires_at=expires_at,
                 label=label,
                 max_tokens=max_tokens,
+                limits=limits or RateLimits(),
             )
             if self._store.create(f"{KEYS}{key.id}{_PAPER}", key.to_json()):
                 return key, f"tm-{key.id}-{secret}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from pipeline.gateway.files import Files
 from pipeline.gateway.idempotency import check_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.models import Models
+from pipeline.gateway.rate_limits import RateLimiter
 from pipeline.ports import World
 from schemas.limits import Limits
 
@@ -27,12 +28,14 @@ class GatewaySettings:
         most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503.
         most_body_bytes: of any other request.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
+        requests_at_once: further ones are refused, with 503.
     """
 
     most_upload_bytes: int = 2 << 30
     uploads_at_once: int = 8
     most_body_bytes: int = 10 << 20
     idle_seconds: float = 30.0
+    requests_at_once: int = 2_000
     limits: Limits = field(default_factory=Limits)
 
 
@@ -46,6 +49,7 @@ class GatewayParts:
     batches: Batches
     models: Models
     settings: GatewaySettings
+    rates: RateLimiter
 
 
 def parts_of(request: Request) -> GatewayParts:
@@ -66,9 +70,15 @@ def calling(scope: Scope | None) -> Any:
         if scope is not None:
             need(found, scope)
         request.scope["tokenmill.caller"] = found
+        add_headers(request, parts.rates.take_request(found))
         return found
 
     return Depends(caller)
+
+
+def add_headers(request: Request, headers: Mapping[str, str]) -> None:
+    """Headers that the answer is to have, whatever it is."""
+    request.scope.setdefault("tokenmill.headers", {}).update(headers)
 
 
 def key_of(request: Request) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
@@ -18,7 +19,7 @@ from pipeline.gateway.idempotency import first_heard
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.paging import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES, Page
 from pipeline.gateway.papers import StoredFile, derived_file_id, new_file_id
-from pipeline.gateway.parts import Parts, calling, documented, json_body, key_of
+from pipeline.gateway.parts import GatewayParts, Parts, calling, documented, json_body, key_of
 from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.uploads import Upload, receive
 from pipeline.ports import World
@@ -91,7 +92,7 @@ def batches_router() -> APIRouter:
     @router.post("", openapi_extra=documented(_BATCH))
     def create(request: Request, caller: BatchesCaller, body: Body, parts: Parts) -> dict[str, Any]:
         """Answer all requests of a file."""
-        return parts.batches.create(caller.tenant, body, key_of(request))
+        return parts.batches.create(caller.tenant, body, key_of(request), _room(caller, parts))
 
     @router.get("")
     def page(
@@ -117,7 +118,7 @@ def batches_router() -> APIRouter:
     @router.post("/{batch_id}/retry")
     def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> dict[str, Any]:
         """A batch of the rows that got no answer."""
-        return parts.batches.retry(caller.tenant, batch_id, body)
+        return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
 
     @router.get("/{batch_id}/results", response_class=Response)
     def results(batch_id: str, caller: BatchesCaller, parts: Parts, without: str | None = None) -> Response:
@@ -146,6 +147,15 @@ def models_router() -> APIRouter:
         return parts.models.get(model)
 
     return router
+
+
+def _room(caller: Caller, parts: GatewayParts) -> Callable[[], None]:
+    """Raises `ApiError` when the caller has too many jobs."""
+
+    def check() -> None:
+        parts.rates.check_jobs(caller, lambda: parts.batches.open_jobs(caller.tenant))
+
+    return check
 
 
 def _add(world: World, files: Files, tenant: str, received: Upload, key: str | None) -> StoredFile:

@@ -37,7 +37,8 @@ class ServerSettings:
         certificate, private_key: PEM files, for TLS; None: plain HTTP.
         drain_seconds: that requests have to come to their end after the word to stop.
         keep_alive_seconds: for which a connection may idle between two requests.
-        most_connections: at once; further ones are answered with 503.
+        most_connections: at once; further ones get a bare 503. Larger than the application's own bound, which answers
+            in its shape.
     """
 
     host: str = "127.0.0.1"
@@ -46,7 +47,7 @@ class ServerSettings:
     private_key: Path | None = None
     drain_seconds: float = 25.0
     keep_alive_seconds: int = 75
-    most_connections: int = 2_000
+    most_connections: int = 4_000
 
 
 def listen(settings: ServerSettings) -> socket.socket:

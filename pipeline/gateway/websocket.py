@@ -64,6 +64,7 @@ class _Connection:
         self._caller = caller
         self._answers = answers
         self._settings = parts.settings
+        self._rates = parts.rates
         self._reading: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
@@ -125,6 +126,7 @@ class _Connection:
             raise bad_request(f"url must be {' or '.join(_URLS)}", "url")
         if not isinstance(body, dict):
             raise bad_request("body must be an object, as OpenAI's API takes it", "body")
+        await run_in_threadpool(self._rates.take_request, self._caller)
         asked = await run_in_threadpool(self._answers.asker.read, self._caller, url, body | {"stream": True})
         return await self._answers.stream(asked), -1
 

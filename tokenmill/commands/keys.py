@@ -34,12 +34,25 @@ def create(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Refuse requests to a model that ask for more tokens than this.")
     ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in a minute. Default: as the settings say.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens in a minute, of prompts and answers.")
+    ] = None,
+    running_requests: Annotated[
+        int | None, typer.Option(min=1, help="Most requests to a model that are under way at once.")
+    ] = None,
+    running_jobs: Annotated[
+        int | None, typer.Option(min=1, help="Make no batch when the tenant has so many open ones.")
+    ] = None,
     root_url: RootUrl = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
     """Make a key. It is shown once, and never again."""
     from pipeline.gateway.keys import ApiKeys, Scope
+    from schemas.limits import RateLimits
     from tokenmill.errors import UserError
     from tokenmill.root import open_root
 
@@ -51,7 +64,15 @@ def create(
         raise UserError("a tenant has 1 to 256 characters, and a label at most 200")
     with open_root(root_url, read_settings()) as root:
         expires = None if expires_in is None else root.world.clock.now() + expires_in
-        key, text = ApiKeys(root.world).create(tenant, scopes, expires_at=expires, label=label, max_tokens=max_tokens)
+        limits = RateLimits(
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            running_requests=running_requests,
+            running_jobs=running_jobs,
+        )
+        key, text = ApiKeys(root.world).create(
+            tenant, scopes, expires_at=expires, label=label, max_tokens=max_tokens, limits=limits
+        )
     if as_json:
         output.print_json({"id": key.id, "key": text, **_facts(key, revoked=False)})
         return
@@ -70,7 +91,7 @@ def list_keys(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = F
     if as_json:
         output.print_json([{"id": one.key.id, **_facts(one.key, revoked=one.revoked)} for one in found])
         return
-    columns = ("id", "tenant", "scopes", "created", "expires", "max tokens", "label", "state")
+    columns = ("id", "tenant", "scopes", "created", "expires", "max tokens", "limits", "label", "state")
     rows = [
         (
             one.key.id,
@@ -79,6 +100,7 @@ def list_keys(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = F
             f"{one.key.created_at:%Y-%m-%d}",
             None if one.key.expires_at is None else f"{one.key.expires_at:%Y-%m-%d}",
             one.key.max_tokens,
+            _limits(one.key),
             one.key.label,
             "revoked" if one.revoked else "valid",
         )
@@ -100,6 +122,10 @@ def revoke(
     with open_root(root_url, read_settings()) as root:
         key = ApiKeys(root.world).revoke(key_id)
     output.say(f"key {key.id} of tenant {key.tenant} is revoked")
+
+
+def _limits(key: ApiKey) -> str | None:
+    return ", ".join(f"{name} {most}" for name, most in key.limits.model_dump(exclude_none=True).items()) or None
 
 
 def _facts(key: ApiKey, *, revoked: bool) -> dict[str, Any]:

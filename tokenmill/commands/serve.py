@@ -182,7 +182,7 @@ def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 800
 
     Told to stop (SIGTERM, Ctrl-C) it takes no new requests, and ends those that are under way.
     """
-    from tokenmill.gateway import Gateway, finalizers_lease
+    from tokenmill.gateway import Gateway, shared_on_redis
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
@@ -194,9 +194,9 @@ def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 800
         until_told() as stop,
         open_root(root_url, settings) as root,
         hints_on_servers(settings) as hints,
-        finalizers_lease(root, settings) as lease,
+        shared_on_redis(root, settings) as shared,
     ):
-        served = Gateway(root, settings, hints, host, port, lease)
+        served = Gateway(root, settings, hints, host, port, shared)
         say(f"serving {served.url}/v1 for {root.url}")
         run_together(stop, _wait, served.parts)
 

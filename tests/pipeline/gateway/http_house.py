@@ -36,6 +36,7 @@ from pipeline.gateway.finalizing import Finalizer
 from pipeline.gateway.keys import ApiKeys
 from pipeline.gateway.models import Models
 from pipeline.gateway.parts import GatewayParts, GatewaySettings
+from pipeline.gateway.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.server import GatewayServer, ServerSettings, listen
 from pipeline.inputs import open_pinned
 from pipeline.intake import Intake, IntakeSettings
@@ -102,6 +103,8 @@ def http_house(
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
     s3: tuple[S3Store, S3Settings] | None = None,
+    rates: RateSettings | None = None,
+    limiter: RateLimiter | None = None,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
@@ -109,6 +112,7 @@ def http_house(
         permits: shards that the worker may commit; more with `HttpHouse.permits`.
         finalize: files of ended batches are written without anybody asking.
         s3: the root, in place of a folder.
+        rates: what callers may ask for.  limiter: counts it elsewhere than here.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
@@ -127,10 +131,11 @@ def http_house(
             Batches(world, Intake(world, intake), files, finalizer, together),
             Models(store),
             settings or GatewaySettings(),
+            limiter or RateLimiter(clock, rates),
         )
         lane = MemoryLane(clock)
         worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01))
-        answers = Answers(Asker(world, asking), bridge, clock, streams)
+        answers = Answers(Asker(world, asking, parts.rates), bridge, clock, streams)
         chosen = ServerSettings(port=0, drain_seconds=drain_seconds)
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)

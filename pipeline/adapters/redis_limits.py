@@ -1,0 +1,49 @@
+"""What rate limits count, on Redis: the `limits` library's windows, and requests that are under way: of each name a
+sorted set, by the moment (of the server's clock) from which a request counts no more."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from limits.storage import RedisStorage
+
+from pipeline.adapters.redis_connection import RedisClient, milliseconds
+
+# KEYS: 1 the set.  ARGV: 1 request, 2 most, 3 its longest time in ms.
+_ENTER: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1])
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+return 1
+"""
+
+
+def redis_windows(client: RedisClient) -> RedisStorage:
+    """The library's windows, on the connections of `client`. They raise its `StorageError`."""
+    pool = client.raw.connection_pool
+    return RedisStorage("redis://", connection_pool=pool, key_prefix=client.key("limits"), wrap_exceptions=True)
+
+
+class RedisRunning:
+    """`Running` on Redis; threads may share it. Calls raise `ServiceUnavailable` when the server can't be asked."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+        self._enter = client.script(_ENTER)
+
+    def enter(self, name: str, request: str, most: int, seconds: float) -> bool:
+        """Take a place for so many seconds at most; False when `most` are taken."""
+        with self._client.told("count a request"):
+            entered: Any = self._enter(keys=[self._key(name)], args=[request, most, milliseconds(seconds)])
+        return bool(entered)
+
+    def leave(self, name: str, request: str) -> None:
+        """Give the place back; harmless when there is none."""
+        with self._client.told("count a request no more"):
+            self._client.raw.zrem(self._key(name), request)
+
+    def _key(self, name: str) -> str:
+        return self._client.key("running", name)

@@ -1,0 +1,249 @@
+"""How much a tenant and a key may ask for: requests and tokens in a sliding minute, and requests that run at once.
+
+Tokens are taken when a request is admitted: its prompt, as it is estimated, and the most that it may be answered. When
+it ends within the minute, what it did not use is given back. Counted by the `limits` library, on Redis for all gateways
+together, or in this process. Where Redis can't be asked, everything is let through, and the log says so: to serve is
+worth more than to count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal, TypeVar
+from urllib.parse import quote
+
+import structlog
+from limits import RateLimitItem, RateLimitItemPerSecond
+from limits.errors import StorageError
+from limits.storage import MemoryStorage, RedisStorage
+from limits.strategies import SlidingWindowCounterRateLimiter
+
+from pipeline.availability import ServiceUnavailable
+from pipeline.gateway.auth import Caller
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.running import MemoryRunning, Running
+from pipeline.ports import Clock
+from schemas.limits import RateLimits
+
+WINDOW_SECONDS: Final = 60
+CODE: Final = "rate_limit_exceeded"
+_AWAY_SECONDS: Final = 5.0
+"""After a failure Redis isn't asked for so long: requests would wait for it one after the other."""
+_SOON: Final = 1
+_JOBS_SECONDS: Final = 30
+
+Counted = Literal["requests", "tokens"]
+Result = TypeVar("Result")
+Headers = dict[str, str]
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RateSettings:
+    """Who may ask for how much.
+
+    Attributes:
+        tenant: of each tenant, over all of its keys.  tenants: of those that have their own.
+        key: of each key; what a key says itself comes first.
+        window: seconds over which is counted.
+    """
+
+    tenant: RateLimits = field(default_factory=RateLimits)
+    tenants: Mapping[str, RateLimits] = field(default_factory=dict)
+    key: RateLimits = field(default_factory=RateLimits)
+    window: int = WINDOW_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request to a model that was admitted.
+
+    Attributes:
+        names: under which it runs.  tokens: taken for it, at `at` (monotonic).
+        headers: of its answer.
+    """
+
+    caller: Caller
+    request: str
+    names: tuple[str, ...]
+    tokens: int
+    at: float
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """One that holds for the caller. `whose` names it in messages."""
+
+    whose: str
+    name: str
+    limits: RateLimits
+
+
+class RateLimiter:
+    """Counts. Threads may share one.
+
+    Args:
+        windows, running: where is counted; None: in this process.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        settings: RateSettings | None = None,
+        windows: RedisStorage | None = None,
+        running: Running | None = None,
+    ) -> None:
+        self._clock = clock
+        self._settings = settings or RateSettings()
+        self._away_until = -math.inf
+        self._windows: MemoryStorage | RedisStorage = windows or MemoryStorage()
+        self._running = running or MemoryRunning(clock)
+        self._counter = SlidingWindowCounterRateLimiter(self._windows)
+
+    def take_request(self, caller: Caller) -> Headers:
+        """Count a request of any kind; the headers that say how many are left. Raises `ApiError` (429)."""
+        return self._take("requests", caller, 1)
+
+    def admit(self, caller: Caller, request: str, tokens: int, seconds: float) -> Ticket:
+        """Let a request to a model begin, or raise `ApiError` (429). It is to be given back with `done`.
+
+        Args:
+            tokens: that it may use at most, as far as is known.  seconds: that it takes at most.
+        """
+        names: list[str] = []
+        try:
+            for limit in self._limits(caller):
+                most = limit.limits.running_requests
+                if most is None:
+                    continue
+                enter = partial(self._running.enter, limit.name, request, most, seconds)
+                if not self._ask(enter, True):
+                    message = f"{limit.whose} has {most} requests under way already; ask again when one has ended"
+                    raise ApiError(429, CODE, message, headers={"Retry-After": str(_SOON)})
+                names.append(limit.name)
+            headers = self._take("tokens", caller, tokens)
+        except ApiError:
+            self._leave(names, request)
+            raise
+        return Ticket(caller, request, tuple(names), tokens, self._clock.monotonic(), headers)
+
+    def done(self, ticket: Ticket, used: int | None) -> None:
+        """The request has ended, after so many tokens; None: it isn't known."""
+        self._leave(ticket.names, ticket.request)
+        # Later the window in which they were taken is over, and it would be more that can be asked for than is allowed.
+        if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.at + self._settings.window:
+            for item, limit in self._items("tokens", ticket.caller):
+                self._hit(item, limit, used - ticket.tokens)
+
+    def check_jobs(self, caller: Caller, running: Callable[[], int]) -> None:
+        """Raises `ApiError` (429) when as many jobs of the tenant are open as may be."""
+        allowed = [limit.limits.running_jobs for limit in self._limits(caller)]
+        most = min((most for most in allowed if most is not None), default=None)
+        if most is not None and running() >= most:
+            message = f"{most} jobs of yours are open, and no more may be; submit again when one has ended"
+            raise ApiError(429, CODE, message, headers={"Retry-After": str(_JOBS_SECONDS)})
+
+    # -- inside
+
+    def _limits(self, caller: Caller) -> Iterator[_Limit]:
+        settings = self._settings
+        tenant = settings.tenants.get(caller.tenant, settings.tenant)
+        yield _Limit("this tenant", f"tenant/{quote(caller.tenant, safe='', errors='surrogatepass')}", tenant)
+        if caller.key is not None:
+            yield _Limit("this API key", f"key/{caller.key}", caller.limits.over(settings.key))
+
+    def _items(self, what: Counted, caller: Caller) -> list[tuple[RateLimitItem, _Limit]]:
+        found: list[tuple[RateLimitItem, _Limit]] = []
+        for limit in self._limits(caller):
+            amount = limit.limits.requests_per_minute if what == "requests" else limit.limits.tokens_per_minute
+            if amount is not None:
+                found.append((RateLimitItemPerSecond(amount, self._settings.window, what), limit))
+        return found
+
+    def _take(self, what: Counted, caller: Caller, cost: int) -> Headers:
+        """Count against all limits, or against none."""
+        items = self._items(what, caller)
+        for number, (item, limit) in enumerate(items):
+            if cost > item.amount:
+                why = f"this request may need {cost:,} {what}, but {limit.whose} has {item.amount:,} a minute"
+                refused = {"x-should-retry": "false"}  # OpenAI's clients would ask again, and never succeed
+            elif self._hit(item, limit, cost):
+                continue
+            else:
+                wait = self._wait(item, limit, cost)
+                why = f"{limit.whose} has {item.amount:,} {what} a minute, and too few are left now; wait {wait} s"
+                refused = {"Retry-After": str(wait)}
+            for taken, whose in items[:number]:
+                self._hit(taken, whose, -cost)
+            raise ApiError(429, CODE, why, headers=self._headers(what, items) | refused)
+        return self._headers(what, items)
+
+    def _headers(self, what: Counted, items: list[tuple[RateLimitItem, _Limit]]) -> Headers:
+        """OpenAI's, of the limit that is the nearest."""
+        if not items:
+            return {}
+        stats = [(item, *self._left(item, limit)) for item, limit in items]
+        item, left, reset = min(stats, key=lambda one: one[1])
+        return {
+            f"x-ratelimit-limit-{what}": str(item.amount),
+            f"x-ratelimit-remaining-{what}": str(left),
+            f"x-ratelimit-reset-{what}": _amount(reset),
+        }
+
+    def _left(self, item: RateLimitItem, limit: _Limit) -> tuple[int, float]:
+        """How many are left, and seconds until all are again."""
+        window = self._settings.window
+        before, before_left, now, now_left = self._window(item, limit)
+        used = math.floor(before * before_left / window) + now
+        reset = now_left if now > 0 else before_left if before > 0 else 0.0
+        return min(item.amount, max(0, item.amount - used)), reset
+
+    def _wait(self, item: RateLimitItem, limit: _Limit, cost: int) -> int:
+        """Seconds until `cost` fits: what was counted in the window before counts less and less, and then what is
+        counted in this one does."""
+        window = self._settings.window
+        before, before_left, now, now_left = self._window(item, limit)
+        room = item.amount - cost
+        if now <= room:
+            seconds = before_left - (room - now) * window / before if before else 0.0
+        else:
+            seconds = max(0.0, now_left - window) + window - room * window / now
+        return max(_SOON, math.ceil(seconds))
+
+    def _hit(self, item: RateLimitItem, limit: _Limit, cost: int) -> bool:
+        return self._ask(lambda: self._counter.hit(item, limit.name, cost=cost), True)
+
+    def _window(self, item: RateLimitItem, limit: _Limit) -> tuple[int, float, int, float]:
+        key, window = item.key_for(limit.name), self._settings.window
+        return self._ask(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
+
+    def _leave(self, names: list[str] | tuple[str, ...], request: str) -> None:
+        for name in names:
+            self._ask(partial(self._running.leave, name, request), None)
+
+    def _ask(self, what: Callable[[], Result], without: Result) -> Result:
+        """What Redis says; `without` where it can't be asked."""
+        if self._clock.monotonic() < self._away_until:
+            return without
+        try:
+            return what()
+        except (StorageError, ServiceUnavailable) as error:
+            self._away_until = self._clock.monotonic() + _AWAY_SECONDS
+            logger.warning("limits_not_counted", reason=_reason(error), seconds=_AWAY_SECONDS)
+            return without
+
+
+def _reason(error: StorageError | ServiceUnavailable) -> str:
+    """Without the address, which may hold a password."""
+    return type(error.storage_error).__name__ if isinstance(error, StorageError) else str(error)
+
+
+def _amount(seconds: float) -> str:
+    """As OpenAI gives it: 1m30s."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,291 @@
+"""Rate limits: what tenants and keys may ask for, here and on Redis, as the official client meets them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from structlog.testing import capture_logs
+
+from pipeline.adapters.redis_connection import RedisClient, RedisSettings
+from pipeline.adapters.redis_limits import RedisRunning, redis_windows
+from pipeline.adapters.system import SystemClock
+from pipeline.gateway.auth import Caller
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.keys import Scope
+from pipeline.gateway.parts import GatewaySettings
+from pipeline.gateway.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.running import MemoryRunning, Running
+from pipeline.ports import World
+from schemas.limits import RateLimits
+from tests.pipeline.gateway.http_house import http_house, lines
+from tests.servers.redis import RedisServer
+
+ALL = tuple(Scope)
+HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+Makes = Callable[[RateSettings], RateLimiter]
+
+
+@pytest.fixture
+def prefix(unique_name: Callable[[], str]) -> str:
+    return unique_name()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def makes(request: pytest.FixtureRequest, prefix: str) -> Iterator[Makes]:
+    """Limiters that share what they count, like several gateways; in memory there is one."""
+    if request.param == "memory":
+        yield lambda settings: RateLimiter(SystemClock(), settings)
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    client = RedisClient(RedisSettings(server.url, prefix=prefix))
+    yield lambda settings: RateLimiter(SystemClock(), settings, redis_windows(client), RedisRunning(client))
+    client.close()
+
+
+def caller(tenant: str = "acme", key: str | None = "0" * 16, **limits: int) -> Caller:
+    return Caller(tenant, frozenset(Scope), key, limits=RateLimits(**limits))
+
+
+def refused(attempt: Callable[[], Any]) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        attempt()
+    assert (error.value.status, error.value.code) == (429, "rate_limit_exceeded")
+    return error.value
+
+
+def test_requests_are_counted_by_tenant_and_by_key(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(requests_per_minute=5), key=RateLimits(requests_per_minute=3)))
+    first, second = caller(), caller(key="1" * 16)
+    left = [limiter.take_request(first)["x-ratelimit-remaining-requests"] for _ in range(3)]
+    assert left == ["2", "1", "0"]
+    error = refused(lambda: limiter.take_request(first))
+    assert "this API key has 3 requests a minute" in error.message
+    assert 1 <= int(error.headers["Retry-After"]) <= 120
+    assert error.headers["x-ratelimit-limit-requests"] == "3"
+    for _ in range(2):
+        limiter.take_request(second)
+    assert "this tenant has 5" in refused(lambda: limiter.take_request(second)).message, "the tenant's other key"
+    limiter.take_request(caller("other", key="2" * 16))
+    assert limiter.take_request(Caller("free", frozenset(Scope)))["x-ratelimit-limit-requests"] == "5", "without keys"
+
+
+def test_what_is_refused_by_one_limit_is_not_counted_by_another(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(requests_per_minute=3)))
+    narrow, wide = caller(requests_per_minute=1), caller(key="1" * 16)
+    limiter.take_request(narrow)
+    for _ in range(5):
+        refused(lambda: limiter.take_request(narrow))
+    assert limiter.take_request(wide)["x-ratelimit-remaining-requests"] == "1"
+
+
+def test_a_tenants_own_limits_and_a_keys_own_come_first(makes: Makes) -> None:
+    settings = RateSettings(
+        tenant=RateLimits(requests_per_minute=1), tenants={"big": RateLimits(requests_per_minute=9)},
+        key=RateLimits(requests_per_minute=1, running_requests=7),
+    )  # fmt: skip
+    limiter = makes(settings)
+    for _ in range(4):
+        limiter.take_request(caller("big", requests_per_minute=4))
+    assert "this API key has 4" in refused(lambda: limiter.take_request(caller("big", requests_per_minute=4))).message
+    assert caller(requests_per_minute=4).limits.over(settings.key).running_requests == 7
+
+
+def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
+    limiter = makes(RateSettings(key=RateLimits(requests_per_minute=2, tokens_per_minute=100), window=2))
+    for _ in range(2):
+        limiter.take_request(caller())
+    error = refused(lambda: limiter.take_request(caller()))
+    time.sleep(float(error.headers["Retry-After"]))
+    limiter.take_request(caller())
+    limiter.done(limiter.admit(caller(), "a", 90, 60.0), None)
+    error = refused(lambda: limiter.admit(caller(), "b", 40, 60.0))
+    time.sleep(float(error.headers["Retry-After"]))
+    limiter.admit(caller(), "b", 40, 60.0)
+
+
+def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=100)))
+    ticket = limiter.admit(caller(), "a", 80, 60.0)
+    assert ticket.headers["x-ratelimit-remaining-tokens"] == "20"
+    refused(lambda: limiter.admit(caller(), "b", 30, 60.0))
+    limiter.done(ticket, 10)
+    assert limiter.admit(caller(), "c", 90, 60.0).headers["x-ratelimit-remaining-tokens"] == "0"
+    too_large = refused(lambda: limiter.admit(caller(), "d", 101, 60.0))
+    assert too_large.headers["x-should-retry"] == "false"
+    assert "Retry-After" not in too_large.headers
+    late = makes(RateSettings(tenant=RateLimits(tokens_per_minute=10), window=1))
+    ticket = late.admit(caller("late"), "a", 10, 60.0)
+    time.sleep(1.05)
+    late.done(ticket, 0)
+    with suppress(ApiError):
+        late.admit(caller("late"), "b", 10, 60.0)
+    refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
+
+
+def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(running_requests=3), key=RateLimits(running_requests=2)))
+    tickets = [limiter.admit(caller(), name, 1, 60.0) for name in "ab"]
+    assert "this API key has 2 requests under way" in refused(lambda: limiter.admit(caller(), "c", 1, 60.0)).message
+    other = limiter.admit(caller(key="1" * 16), "d", 1, 60.0)
+    assert "this tenant has 3" in refused(lambda: limiter.admit(caller(key="1" * 16), "e", 1, 60.0)).message
+    limiter.done(tickets[0], 1)
+    limiter.admit(caller(), "f", 1, 0.2)
+    limiter.done(other, 1)
+    time.sleep(0.3)
+    limiter.admit(caller(), "g", 1, 60.0)  # a place is kept for no longer than a request takes
+
+
+def test_a_request_that_too_many_tokens_keep_out_takes_no_place(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(running_requests=1, tokens_per_minute=10)))
+    refused(lambda: limiter.admit(caller(), "a", 11, 60.0))
+    limiter.admit(caller(), "b", 10, 60.0)
+
+
+def test_of_many_at_once_exactly_as_many_are_let_in_as_may_be(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000, running_requests=12)))
+    admitted: list[int] = []
+
+    def ask(number: int) -> None:
+        with suppress(ApiError):
+            limiter.admit(caller(), str(number), 10, 60.0)
+            admitted.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(admitted) == 12
+
+
+def test_two_gateways_count_together(redis_server: RedisServer, prefix: str) -> None:
+    settings = RateSettings(tenant=RateLimits(requests_per_minute=3, running_requests=1))
+    clients = [RedisClient(RedisSettings(redis_server.url, prefix=prefix)) for _ in range(2)]
+    one, two = (RateLimiter(SystemClock(), settings, redis_windows(it), RedisRunning(it)) for it in clients)
+    one.take_request(caller())
+    assert two.take_request(caller())["x-ratelimit-remaining-requests"] == "1"
+    ticket = one.admit(caller(), "a", 1, 60.0)
+    refused(lambda: two.admit(caller(), "b", 1, 60.0))
+    one.done(ticket, 1)
+    two.admit(caller(), "b", 1, 60.0)
+    for client in clients:
+        client.close()
+
+
+def test_without_redis_everything_is_let_through_and_the_log_says_so(redis_server: RedisServer, prefix: str) -> None:
+    client = RedisClient(RedisSettings(redis_server.url, prefix=prefix))
+    limits = RateLimits(requests_per_minute=1, running_requests=1)
+    limiter = RateLimiter(SystemClock(), RateSettings(tenant=limits), redis_windows(client), RedisRunning(client))
+    limiter.take_request(caller())
+    redis_server.kill()
+    with capture_logs() as logs:
+        for number in range(5):
+            limiter.take_request(caller())
+            limiter.done(limiter.admit(caller(), str(number), 1, 60.0), 1)
+    assert [log["event"] for log in logs] == ["limits_not_counted"], "once, and not for each request"
+    assert logs[0]["log_level"] == "warning"
+    client.close()
+
+
+def test_a_place_in_memory_is_forgotten_in_time(world: World) -> None:
+    running: Running = MemoryRunning(world.clock)
+    assert running.enter("a", "1", 1, 10.0)
+    assert not running.enter("a", "2", 1, 10.0)
+    world.clock.sleep(10.0)
+    assert running.enter("a", "2", 1, 10.0)
+    running.leave("a", "1")
+    assert not running.enter("a", "3", 1, 10.0)
+
+
+def test_openais_client_waits_as_it_is_told_and_then_succeeds(tmp_path: Path) -> None:
+    with http_house(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as house:
+        _, text = house.keys.create("acme", ALL)
+        hasty, patient = house.client(text), house.client(text, max_retries=3)
+        raw = hasty.chat.completions.with_raw_response.create(**HELLO)
+        assert raw.headers["x-ratelimit-limit-requests"] == "2"
+        assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+        assert raw.headers["x-ratelimit-reset-requests"].endswith("s")
+        hasty.models.list()
+        with pytest.raises(openai.RateLimitError) as limited:
+            hasty.models.list()
+        assert limited.value.code == "rate_limit_exceeded"
+        assert int(limited.value.response.headers["retry-after"]) >= 1
+        began = time.monotonic()
+        assert patient.models.list().data
+        assert time.monotonic() - began >= 0.9, "it waited as it was told"
+        _, free = house.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1_000))
+        for _ in range(5):
+            house.client(free).models.list()
+
+
+def test_tokens_and_places_of_whole_answers_and_of_streams(tmp_path: Path) -> None:
+    limits = RateLimits(tokens_per_minute=1_000, running_requests=1)
+    with http_house(tmp_path, rates=RateSettings(tenant=limits)) as house:
+        client = house.client()
+        first = client.chat.completions.with_raw_response.create(**HELLO, max_tokens=900)
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) < 100
+        second = client.chat.completions.with_raw_response.create(**HELLO, max_tokens=5)
+        assert 50 < int(second.headers["x-ratelimit-remaining-tokens"]) < 100, "all of it was used"
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.chat.completions.create(**HELLO, max_tokens=900, n=2)
+        assert limited.value.response.headers["x-should-retry"] == "false"
+        house.worker.pause = 0.01
+        with client.chat.completions.create(**HELLO, max_tokens=30, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError, match="1 requests under way"):
+                client.chat.completions.create(**HELLO, max_tokens=5)
+        for _ in range(200):  # whoever goes away gives back its place
+            with suppress(openai.RateLimitError):
+                client.chat.completions.create(**HELLO, max_tokens=2)
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("the place was not given back")
+
+
+def test_a_tenant_has_so_many_open_jobs_and_no_more(tmp_path: Path) -> None:
+    rates = RateSettings(tenant=RateLimits(running_jobs=2))
+    with http_house(tmp_path, permits=0, rates=rates) as house:
+        client = house.client()
+        file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
+        wanted: Any = {
+            "input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        }  # fmt: skip
+        made = [client.batches.create(**wanted, extra_headers={"Idempotency-Key": name}) for name in "ab"]
+        with pytest.raises(openai.RateLimitError, match="2 jobs of yours are open"):
+            client.batches.create(**wanted)
+        again = client.batches.create(**wanted, extra_headers={"Idempotency-Key": "a"})
+        assert again.id == made[0].id, "the same request again makes none"
+
+
+def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_path: Path) -> None:
+    with http_house(tmp_path, settings=GatewaySettings(requests_at_once=2)) as house:
+        house.worker.hold.set()
+        client = house.client()
+
+        def wait() -> None:
+            with suppress(openai.APIError):
+                client.chat.completions.create(**HELLO, timeout=3)
+
+        waiting = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        until = time.monotonic() + 5
+        while len(house.bridge) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with pytest.raises(openai.InternalServerError) as full:
+            client.models.list()
+        assert (full.value.status_code, full.value.code) == (503, "too_many_requests")
+        with house.http() as http:
+            assert http.get("/healthz").status_code == 200
+        house.worker.hold.clear()
+        for thread in waiting:
+            thread.join()
