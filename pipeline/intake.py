@@ -13,6 +13,7 @@ from pipeline.active import mark
 from pipeline.backlog import Backlog
 from pipeline.catalog import Catalog
 from pipeline.ledger import JOBS, JobLedger
+from pipeline.notices import want_notice
 from pipeline.ports import PipelineError, World
 from pipeline.submit import Order, Submitted, submit
 from schemas.errors import RowErrorCode
@@ -60,6 +61,7 @@ class IntakeSettings:
         default_max_tokens: of requests that name none.
         tenant_tokens: a tenant with so many tokens in open jobs has no room for more; None: no limit.
         look_every: between two looks at how much is open; seconds.
+        noticed: tenants that want to be told when their jobs have ended.
     """
 
     default_model: str | None = None
@@ -70,6 +72,7 @@ class IntakeSettings:
     plan: PlanSettings = field(default_factory=PlanSettings)
     tenant_tokens: int | None = None
     look_every: float = 5.0
+    noticed: frozenset[str] = frozenset()
 
 
 class Accepts(Protocol):
@@ -80,6 +83,8 @@ class Accepts(Protocol):
     def room_for(self, tenant: str) -> bool: ...
 
     def jobs_of(self, tenant: str) -> int: ...
+
+    def expect(self, tenant: str, job: str) -> None: ...
 
 
 class Intake:
@@ -104,9 +109,16 @@ class Intake:
             if ledger.manifest() is None:
                 mark(ledger)  # whoever made it may have been interrupted
             return Submitted(standing, created=False)
-        submitted = submit(self._order(draft), ledger, self._world, job_id=draft.job_id)
+        order = self._order(draft)
+        self.expect(draft.tenant, draft.job_id)
+        submitted = submit(order, ledger, self._world, job_id=draft.job_id)
         self._backlog.added(submitted.job)
         return submitted
+
+    def expect(self, tenant: str, job: str) -> None:
+        """A job of this id is about to be made: whoever wants to know of its end will be told."""
+        if tenant in self._settings.noticed:
+            want_notice(self._world.store, job, self._world.clock.now())
 
     def room_for(self, tenant: str) -> bool:
         """Whether the tenant may submit more now. The figure is some seconds old, and an estimate."""

@@ -10,7 +10,7 @@ In a root such a retry is a job beside the first one, for the root's workers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -139,7 +139,9 @@ def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings
     return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
 
 
-def submit_retry(first: Retry, ended: Manifest, wishes: Wishes, world: World) -> Submitted:
+def submit_retry(
+    first: Retry, ended: Manifest, wishes: Wishes, world: World, before: Callable[[str], None] = lambda _: None
+) -> Submitted:
     """The retry as a job in the first one's root, `world.store`: made now, or by the same call before.
 
     Its id follows from the first job and from what is asked for. So asking twice, or two at once, is one job; only
@@ -147,6 +149,7 @@ def submit_retry(first: Retry, ended: Manifest, wishes: Wishes, world: World) ->
 
     Args:
         ended: the outcome of the first job.
+        before: told the retry's id before it is made.
 
     Raises:
         PipelineError: it can't be made now; try again.
@@ -168,4 +171,5 @@ def submit_retry(first: Retry, ended: Manifest, wishes: Wishes, world: World) ->
         input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
         deadline=wishes.deadline, output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
     )  # fmt: skip
+    before(job_id)
     return submit(order, ledger, world, job_id=job_id)

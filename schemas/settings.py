@@ -8,11 +8,22 @@ current folder is read when it exists.
 from __future__ import annotations
 
 import os
+from base64 import b64decode
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -28,6 +39,7 @@ from schemas.options import Amount
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
 
+BatchEvent = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
@@ -184,6 +196,86 @@ class PaceOptions(BaseModel):
     least_tokens: Positive = 1
 
 
+class WebhookOptions(BaseModel):
+    """An endpoint that is told when a batch of its tenant has ended.
+
+    Attributes:
+        url: https://…; it may hold what only the receiver knows, so it is shown nowhere.
+        secret: the key of the signatures: "whsec_" and 24 to 64 random bytes in base64.
+        events: that it wants.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: SecretStr
+    secret: SecretStr
+    events: Annotated[tuple[BatchEvent, ...], Field(min_length=1)] = get_args(BatchEvent)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: SecretStr) -> SecretStr:
+        text = url.get_secret_value()
+        try:
+            parts = urlsplit(text)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if (
+            not good
+            or "@" in parts.netloc
+            or parts.fragment
+            or not text.isascii()
+            or not text.isprintable()
+            or " " in text
+        ):
+            raise ValueError("give an https:// URL of printable ASCII, without user, password and fragment")
+        return url
+
+    @field_validator("secret")
+    @classmethod
+    def _check_secret(cls, secret: SecretStr) -> SecretStr:
+        webhook_key(secret)
+        return secret
+
+
+def webhook_key(secret: SecretStr) -> bytes:
+    """The bytes of a secret as the Standard Webhooks specification writes it; raises ValueError, without it."""
+    text = secret.get_secret_value()
+    try:
+        key = b64decode(text.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        key = b""
+    if not text.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise ValueError('give "whsec_" and 24 to 64 random bytes in base64')
+    return key
+
+
+class WebhooksOptions(BaseModel):
+    """Who is told when batches have ended.
+
+    Attributes:
+        endpoints: tenant -> its endpoints.
+        allow_http: endpoints may be http://.  allow_private: they may be in a private network, or on this machine.
+        timeout_seconds: of one try.
+        give_up_after: such as "3d": an event that couldn't be told for so long is dropped.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoints: dict[str, tuple[WebhookOptions, ...]] = Field(default_factory=dict)
+    allow_http: bool = False
+    allow_private: bool = False
+    timeout_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = 10.0
+    give_up_after: Amount = timedelta(days=3)
+
+    @model_validator(mode="after")
+    def _check_schemes(self) -> WebhooksOptions:
+        urls = (one.url.get_secret_value() for endpoints in self.endpoints.values() for one in endpoints)
+        if not self.allow_http and any(not url.startswith("https://") for url in urls):
+            raise ValueError("an endpoint is not https://; correct it, or set allow_http")
+        return self
+
+
 class GatewayOptions(BaseModel):
     """How HTTP is served.
 
@@ -198,6 +290,7 @@ class GatewayOptions(BaseModel):
         tls_certificate, tls_key: PEM files; both or none.
         tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
         key_limits: of each key that brings none of its own.
+        webhooks: who is told when batches have ended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -215,6 +308,7 @@ class GatewayOptions(BaseModel):
     tenant_limits: RateLimits = RateLimits()
     tenants: dict[str, RateLimits] = Field(default_factory=dict)
     key_limits: RateLimits = RateLimits()
+    webhooks: WebhooksOptions = WebhooksOptions()
 
     @model_validator(mode="after")
     def _both(self) -> GatewayOptions:

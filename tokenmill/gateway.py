@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.gateway.rate_limits import RateSettings
     from pipeline.gateway.running import Running
     from pipeline.gateway.server import ServerSettings
+    from pipeline.gateway.webhooks import Notifier
     from pipeline.ports import Lease
     from schemas.settings import Settings
     from tokenmill.hints import Hints
@@ -38,13 +39,14 @@ class Shared:
     """What several gateways share. None: there is only one.
 
     Attributes:
-        lease: one of them writes the files of batches that have ended.
+        lease: one of them writes the files of batches that have ended.  telling: one tells the webhooks.
         windows, running: where rate limits are counted.
     """
 
     lease: Lease | None = None
     windows: RedisStorage | None = None
     running: Running | None = None
+    telling: Lease | None = None
 
 
 class Gateway:
@@ -85,6 +87,7 @@ class Gateway:
         files = Files(root.world, self._together)
         every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
         self._finalizer = Finalizer(root.world, files, every, shared.lease)
+        self._notifier = _notifier(root, settings, every, shared.telling)
         intake = Intake(root.world, intake_settings(settings))
         self._parts = GatewayParts(
             world=root.world,
@@ -106,7 +109,8 @@ class Gateway:
     @property
     def parts(self) -> dict[str, Part]:
         """What works until it is told to stop, by name."""
-        return {"http": self._serve, "finalizer": self._finalizer.run}
+        found: dict[str, Part] = {"http": self._serve, "finalizer": self._finalizer.run}
+        return found if self._notifier is None else found | {"webhooks": self._notifier.run}
 
     def _serve(self, stop: threading.Event) -> None:
         from pipeline.gateway.answers import Answers
@@ -140,11 +144,15 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
             yield Shared()
             return
         connection = RedisSettings(settings.redis_url.get_secret_value())
-        lease = RedisLease(connection, "finalizer", LEASE_SECONDS, root.world.clock, root.world.random)
+        lease, telling = (
+            RedisLease(connection, name, LEASE_SECONDS, root.world.clock, root.world.random)
+            for name in ("finalizer", "webhooks")
+        )
         closing.callback(lease.close)
+        closing.callback(telling.close)
         client = RedisClient(connection)
         closing.callback(client.close)
-        yield Shared(lease, redis_windows(client), RedisRunning(client))
+        yield Shared(lease, redis_windows(client), RedisRunning(client), telling)
 
 
 def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
@@ -176,6 +184,31 @@ def _rates(settings: Settings) -> RateSettings:
 
     chosen = settings.gateway
     return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits)
+
+
+def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None) -> Notifier | None:
+    """None: nobody wants to be told."""
+    from pipeline.gateway.webhook_sending import Endpoint, Sender
+    from pipeline.gateway.webhooks import Notifier, NotifierSettings, endpoint_id
+    from schemas.settings import webhook_key
+
+    chosen = settings.gateway.webhooks
+    endpoints = [
+        Endpoint(
+            id=endpoint_id(tenant, one.url.get_secret_value()),
+            tenant=tenant,
+            url=one.url.get_secret_value(),
+            secret=webhook_key(one.secret),
+            events=frozenset(one.events),
+        )
+        for tenant, theirs in chosen.endpoints.items()
+        for one in theirs
+    ]
+    if not endpoints:
+        return None
+    sender = Sender(chosen.timeout_seconds, allow_private=chosen.allow_private)
+    patience = chosen.give_up_after.total_seconds()
+    return Notifier(root.world, endpoints, sender, NotifierSettings(every=every, patience=patience), lease)
 
 
 def _asking(settings: Settings) -> AskSettings:

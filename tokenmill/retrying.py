@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tokenmill import output
@@ -33,9 +34,10 @@ def retry_in_root(
         UserError: what is wished can't be had, or the retry that is watched failed as a whole.
         PipelineError: the first job has not ended or leaves no rows to try, or the root can't be used.
     """
+    from pipeline.intake import Intake
     from pipeline.retry import NothingToRetry, choose_rows, submit_retry
     from tokenmill.places import look_at
-    from tokenmill.root import open_root
+    from tokenmill.root import intake_settings, open_root
     from tokenmill.watching import tell_end
     from tokenmill.watching import watch as follow
 
@@ -48,7 +50,8 @@ def retry_in_root(
         tier = wishes.tier or first.job.tier
         check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
     with open_root(place.root, settings) as root:
-        made = submit_retry(first, ended, wishes, root.world)
+        doors = Intake(root.world, intake_settings(settings))
+        made = submit_retry(first, ended, wishes, root.world, partial(doors.expect, first.job.tenant))
         document = {
             "id": made.job.id, "created": made.created, "retry_of": first.job.id, "rows": first.rows.count,
             "left_out": first.left_out,

@@ -108,6 +108,7 @@ def intake_settings(settings: Settings) -> IntakeSettings:
         limits=settings.limits,
         plan=settings.plan,
         tenant_tokens=settings.tenant_tokens,
+        noticed=frozenset(settings.gateway.webhooks.endpoints),
     )
 
 

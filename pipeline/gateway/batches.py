@@ -187,13 +187,15 @@ class Batches:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
         assert manifest is not None, "a job that has not ended has nothing to try again"
         check()
-        made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world).job
         first = find_order(self._store, job.id)
-        if first is not None:
-            order = first.model_copy(
-                update={"completion_window": asked.completion_window, "at": self._world.clock.now()}
-            )
-            self._finalizer.expect(made.id, order)
+
+        def before(made: str) -> None:
+            self._intake.expect(tenant, made)
+            if first is not None:
+                window, now = asked.completion_window, self._world.clock.now()
+                self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
+
+        made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world, before).job
         return self._document(made.id)
 
     def results(self, tenant: str, batch_id: str, without: str | None = None) -> Results:

@@ -23,7 +23,7 @@ from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
-from pipeline.dispatching.dispatcher import Dispatcher
+from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.gateway.answers import Answers, StreamSettings
 from pipeline.gateway.app import make_app
@@ -105,6 +105,7 @@ def http_house(
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
+    grace: float = 0.2,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
@@ -113,6 +114,7 @@ def http_house(
         finalize: files of ended batches are written without anybody asking.
         s3: the root, in place of a folder.
         rates: what callers may ask for.  limiter: counts it elsewhere than here.
+        grace: seconds that a worker has to end its shards of a batch that is cancelled.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
@@ -142,7 +144,7 @@ def http_house(
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
             lambda: server.run(app, stop, lambda: answers.end_all(draining())),
-            lambda: _work(world, stop, permitted, reading),
+            lambda: _work(world, stop, permitted, reading, grace),
             lambda: bridge.run(late),
             lambda: worker.run(late),
         ]
@@ -162,9 +164,11 @@ def http_house(
                 thread.join()
 
 
-def _work(world: World, stop: threading.Event, permits: threading.Semaphore, s3: S3Settings | None) -> None:
+def _work(
+    world: World, stop: threading.Event, permits: threading.Semaphore, s3: S3Settings | None, grace: float
+) -> None:
     queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
-    dispatcher = Dispatcher(world, queue, beats)
+    dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(grace=grace))
     foreman = Foreman(
         world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)
     )

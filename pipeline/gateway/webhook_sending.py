@@ -1,0 +1,162 @@
+"""One event to one endpoint: signed as the Standard Webhooks specification says, by a POST that follows no redirect.
+
+Where an endpoint's name leads is looked up once, and the connection goes to the very address that was judged: so a name
+that leads into our own network, now or in the next moment, is no way in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+import h11
+
+from pipeline.ports import PipelineError
+
+_NAT64: Final = IPv6Network("64:ff9b::/96")
+_UNICAST: Final = IPv6Network("2000::/3")
+_READ_BYTES: Final = 4_096
+_MOST_HEADER_BYTES: Final = 32 * 1024
+
+
+class NotDelivered(PipelineError):
+    """Raised when an endpoint can't be told. The message names no path: it may be a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Who is told.
+
+    Attributes:
+        id: names it in the store and in the log; made of tenant and URL.
+        url: http or https.  secret: the key of the signatures.
+        events: types that it wants.
+    """
+
+    id: str
+    tenant: str
+    url: str = field(repr=False)
+    secret: bytes = field(repr=False)
+    events: frozenset[str]
+
+    @property
+    def host(self) -> str:
+        """For the log."""
+        return urlsplit(self.url).hostname or ""
+
+
+class Sends(Protocol):
+    """What the notifier asks of a sender."""
+
+    async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:
+        """The status that is answered; raises `NotDelivered`."""
+        ...
+
+
+def signature_headers(secret: bytes, event: str, at: datetime, payload: bytes) -> dict[str, str]:
+    """What tells the receiver that the payload is ours, and new."""
+    moment = str(int(at.timestamp()))
+    digest = hmac.new(secret, b".".join((event.encode(), moment.encode(), payload)), hashlib.sha256).digest()
+    return {
+        "webhook-id": event,
+        "webhook-timestamp": moment,
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+class Sender:
+    """Posts.
+
+    Args:
+        seconds: from the look-up of the name to the status.
+        allow_private: endpoints may be on this machine or its network.
+        context: of TLS; None: the system's authorities are trusted.
+    """
+
+    def __init__(
+        self, seconds: float = 10.0, *, allow_private: bool = False, context: ssl.SSLContext | None = None
+    ) -> None:
+        self._seconds = seconds
+        self._allow_private = allow_private
+        self._context = context or ssl.create_default_context()
+
+    async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:
+        """The status that is answered; raises `NotDelivered`."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._post(endpoint.url, headers, payload)
+        except TimeoutError:
+            raise NotDelivered(f"no answer within {self._seconds:g} s") from None
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+            raise NotDelivered(f"can't be reached: {reason}") from None
+        except h11.ProtocolError:
+            raise NotDelivered("what it answers is no HTTP") from None
+
+    async def _post(self, url: str, headers: Mapping[str, str], payload: bytes) -> int:
+        where = urlsplit(url)
+        secure, host = where.scheme == "https", where.hostname or ""
+        port = where.port or (443 if secure else 80)
+        reader, writer = await self._connect(host, port, secure)
+        try:
+            target = (where.path or "/") + (f"?{where.query}" if where.query else "")
+            sent = {
+                "Host": where.netloc,
+                "User-Agent": "tokenmill",
+                "Content-Type": "application/json",
+                "Content-Length": str(len(payload)),
+                "Connection": "close",
+                **headers,
+            }
+            talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MOST_HEADER_BYTES)
+            request = h11.Request(method="POST", target=target, headers=list(sent.items()))
+            parts = (talk.send(request), talk.send(h11.Data(data=payload)), talk.send(h11.EndOfMessage()))
+            writer.write(b"".join(part or b"" for part in parts))
+            await writer.drain()
+            while True:
+                event: Any = talk.next_event()
+                if event is h11.NEED_DATA:
+                    talk.receive_data(await reader.read(_READ_BYTES))
+                elif isinstance(event, h11.Response):
+                    return event.status_code
+        finally:
+            writer.transport.abort()  # no answer's body is waited for
+
+    async def _connect(self, host: str, port: int, secure: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+        if not self._allow_private:
+            addresses = [address for address in addresses if is_public(address)]
+            if not addresses:
+                raise NotDelivered(f"{host} is an address of a private network, and those are not allowed")
+        failure: OSError | None = None
+        for address in addresses:
+            try:
+                if secure:
+                    return await asyncio.open_connection(address, port, ssl=self._context, server_hostname=host)
+                return await asyncio.open_connection(address, port)
+            except OSError as error:
+                failure = error
+        raise failure or OSError("no address")
+
+
+def is_public(address: str) -> bool:
+    """Whether the address belongs to the Internet at large, as does one that lies within it: none leads to a machine or
+    network of ours."""
+    found: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
+    if isinstance(found, IPv6Address):
+        inner = IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else found.ipv4_mapped
+        if inner is None and (found not in _UNICAST or found.sixtofour or found.teredo):
+            return False
+        found = inner or found
+    return found.is_global and not found.is_multicast and not found.is_reserved
