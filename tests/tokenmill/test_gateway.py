@@ -20,6 +20,7 @@ from openai import OpenAI
 
 from tests.cluster.cluster import NULL_WORKER, wait_for
 from tests.cluster.null_worker import Answers
+from tests.pipeline.gateway.receiver import Receiver
 from tests.servers.redis import RedisServer
 
 SECONDS = 120
@@ -81,6 +82,13 @@ def ended(client: OpenAI, batch_id: str) -> Any:
         assert time.monotonic() < until, batch
         time.sleep(0.1)
     return batch
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.kill()
 
 
 def as_jsonl(lines: list[dict[str, Any]]) -> bytes:
@@ -178,11 +186,16 @@ def test_serve_embeds_for_the_official_client(processes: Processes, embedding_mo
 
 
 def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
-    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, tokenmill: Any, place: Path
+    processes: Processes, redis_server: RedisServer, model_folder: Path, chat: Any, receiver: Receiver, place: Path
 ) -> None:
     processes.variables |= {"TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_ROOT": str(place / "root")}
     options = ("--model", f"tiny={model_folder}", "--max-num-seqs", 8, "--step-ms", 20)
-    gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0)
+    told = {"url": receiver.url("/hook/secret"), "secret": f"whsec_{'A' * 32}"}
+    protection = {"tenant_limits": {"tokens_per_minute": 1_000_000, "running_requests": 3}, "webhooks": {
+        "endpoints": {"default": [told]}, "allow_http": True, "allow_private": True,
+    }}  # fmt: skip
+    variables = {f"TOKENMILL_GATEWAY__{name.upper()}": json.dumps(value) for name, value in protection.items()}
+    gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0, **variables)
     processes.start(*NULL_WORKER, *options)
     processes.start("-m", "tokenmill", "dispatcher")
     client = OpenAI(base_url=f"{processes.url(gateway)}/v1", api_key="none")
@@ -191,9 +204,18 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     going: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
     streams = [client.chat.completions.create(**body, **going) for body in bodies]
     beginnings = [next(iter(stream)) for stream in streams]
+    assert int(streams[2].response.headers["x-ratelimit-remaining-tokens"]) < 1_000_000 - 300
+    with pytest.raises(openai.RateLimitError, match="this tenant has 3 requests under way"):
+        client.with_options(max_retries=0).chat.completions.create(**bodies[0])
     file = client.files.create(file=("in.jsonl", as_jsonl([chat("r", "row")])), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
     assert ended(client, batch.id).status == "completed"
+    wait_for(lambda: receiver.received, SECONDS, "nobody was told that it ended")
+    event = OpenAI(api_key="x", webhook_secret=told["secret"]).webhooks.unwrap(
+        receiver.received[0].body, receiver.received[0].headers
+    )
+    assert (event.type, event.data.id) == ("batch.completed", batch.id)
+    assert "secret" not in processes.log(gateway).read_text(), "where it is told may be a secret"
     processes.running[gateway].send_signal(signal.SIGTERM)
     texts = ["".join(chunk.choices[0].delta.content or "" for chunk in stream) for stream in streams]
     assert texts == Answers(model_folder).texts(bodies)
@@ -205,7 +227,9 @@ def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: 
     monkeypatch.setenv("TOKENMILL_REDIS_URL", redis_server.url)
     refused = tokenmill("gateway", "--root", "root", "--host", "0.0.0.0", "--port", 0)
     assert (refused.code, "there is no API key" in refused.error) == (1, True)
-    made = tokenmill("keys", "create", "--root", "root", "--label", "for tests", "--expires-in", "90d")
+    made = tokenmill("keys", "create", "--root", "root", "--label", "for tests", "--expires-in", "90d",
+                      "--requests-per-minute", 60, "--tokens-per-minute", 9_000, "--running-requests", 4,
+                      "--running-jobs", 2)  # fmt: skip
     assert re.fullmatch(r"tm-[0-9a-f]{16}-[0-9a-f]{64}\n", made.out)
     (listed,) = json.loads(tokenmill("keys", "list", "--root", "root", "--json").out)
     assert (listed["label"], listed["scopes"], listed["revoked"]) == (
@@ -213,6 +237,9 @@ def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: 
         ["files", "batches", "inference"],
         False,
     )
+    assert listed["limits"] == {
+        "requests_per_minute": 60, "tokens_per_minute": 9_000, "running_requests": 4, "running_jobs": 2,
+    }  # fmt: skip
     assert made.out[20:40] not in str(listed)
     assert tokenmill("keys", "revoke", listed["id"], "--root", "root").code == 0
     assert "revoked" in tokenmill("keys", "list", "--root", "root").out
