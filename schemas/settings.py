@@ -276,6 +276,25 @@ class WebhooksOptions(BaseModel):
         return self
 
 
+class CacheOptions(BaseModel):
+    """Answers that are given again to the same request, where it asks for that (`tokenmill: {"cache": true}`).
+
+    Attributes:
+        always: also where it says nothing, as far as its answer is always the same.
+        keep: an amount of time, such as "1h".
+        entries: of each tenant.  entry_bytes: of the largest.
+        memory_bytes: of all of them, where there is no Redis.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    always: bool = False
+    keep: Amount = timedelta(hours=1)
+    entries: Positive = 10_000
+    entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
+    memory_bytes: Positive = 256 << 20
+
+
 class GatewayOptions(BaseModel):
     """How HTTP is served.
 
@@ -290,7 +309,7 @@ class GatewayOptions(BaseModel):
         tls_certificate, tls_key: PEM files; both or none.
         tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
         key_limits: of each key that brings none of its own.
-        webhooks: who is told when batches have ended.
+        webhooks: who is told when batches have ended.  cache: of answers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -309,6 +328,7 @@ class GatewayOptions(BaseModel):
     tenants: dict[str, RateLimits] = Field(default_factory=dict)
     key_limits: RateLimits = RateLimits()
     webhooks: WebhooksOptions = WebhooksOptions()
+    cache: CacheOptions = CacheOptions()
 
     @model_validator(mode="after")
     def _both(self) -> GatewayOptions:

@@ -17,6 +17,7 @@ from tokenmill.root import Root, intake_settings
 if TYPE_CHECKING:
     from limits.storage import RedisStorage
 
+    from pipeline.gateway.answer_cache import AnswerCache, AnswerStore
     from pipeline.gateway.asking import AskSettings
     from pipeline.gateway.parts import GatewaySettings
     from pipeline.gateway.rate_limits import RateSettings
@@ -40,13 +41,14 @@ class Shared:
 
     Attributes:
         lease: one of them writes the files of batches that have ended.  telling: one tells the webhooks.
-        windows, running: where rate limits are counted.
+        windows, running: where rate limits are counted.  answers: where they are kept.
     """
 
     lease: Lease | None = None
     windows: RedisStorage | None = None
     running: Running | None = None
     telling: Lease | None = None
+    answers: AnswerStore | None = None
 
 
 class Gateway:
@@ -98,7 +100,8 @@ class Gateway:
             settings=_bounds(settings),
             rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
         )
-        self._asker = Asker(root.world, _asking(settings), self._parts.rates)
+        cache = _cache(root, settings, shared.answers)
+        self._asker = Asker(root.world, _asking(settings), self._parts.rates, cache)
         # A request that is new isn't heard of before a look at the others ends.
         self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
         self._lane = hints.lane
@@ -134,6 +137,7 @@ class Gateway:
 @contextmanager
 def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
     """What gateways have in common; nothing where there is no Redis: then each of them does everything."""
+    from pipeline.adapters.redis_answers import RedisAnswers
     from pipeline.adapters.redis_connection import RedisClient, RedisSettings
     from pipeline.adapters.redis_limits import RedisRunning, redis_windows
     from pipeline.adapters.redis_lock import RedisLease
@@ -152,7 +156,7 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
         closing.callback(telling.close)
         client = RedisClient(connection)
         closing.callback(client.close)
-        yield Shared(lease, redis_windows(client), RedisRunning(client), telling)
+        yield Shared(lease, redis_windows(client), RedisRunning(client), telling, RedisAnswers(client))
 
 
 def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
@@ -209,6 +213,14 @@ def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None)
     sender = Sender(chosen.timeout_seconds, allow_private=chosen.allow_private)
     patience = chosen.give_up_after.total_seconds()
     return Notifier(root.world, endpoints, sender, NotifierSettings(every=every, patience=patience), lease)
+
+
+def _cache(root: Root, settings: Settings, answers: AnswerStore | None) -> AnswerCache:
+    from pipeline.gateway.answer_cache import AnswerCache, CacheSettings, MemoryAnswers
+
+    chosen, clock = settings.gateway.cache, root.world.clock
+    bounds = CacheSettings(chosen.keep.total_seconds(), chosen.entry_bytes, chosen.entries, chosen.always)
+    return AnswerCache(clock, answers or MemoryAnswers(clock, chosen.memory_bytes), bounds)
 
 
 def _asking(settings: Settings) -> AskSettings:

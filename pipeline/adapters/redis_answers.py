@@ -1,5 +1,5 @@
-"""Answers that may be given again, on Redis: a key each that runs out, and of each tenant an index of them in the order in
-which they came, so that there are never too many."""
+"""Answers that may be given again, on Redis: a key each that runs out, and of each tenant an index of them in the order
+in which they run out, so that there are never too many."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from pipeline.adapters.redis_connection import RedisClient, milliseconds
 
-# KEYS: 1 the answer, 2 the tenant's index.  ARGV: 1 data, 2 lifetime in ms, 3 most, 4 what the answers' keys begin with,
-# 5 this one's name.
+# KEYS: 1 the answer, 2 the tenant's index.  ARGV: 1 data, 2 lifetime in ms, 3 most, 4 the beginning of the answers'
+# keys, 5 this one's name.
 _PUT: Final = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -21,7 +21,7 @@ if over > 0 then
   local popped = redis.call('ZPOPMIN', KEYS[2], over)
   for i = 1, #popped, 2 do redis.call('DEL', ARGV[4] .. popped[i]) end
 end
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
+if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
 """
 
 

@@ -1,5 +1,5 @@
-"""Answers that are given again, to whoever asks exactly the same: of one tenant, to a request whose answer is always the
-same (greedy, or with a seed), from the very same weights, and for a while.
+"""Answers that are given again, to whoever asks exactly the same: of one tenant, to a request whose answer is always
+the same (greedy, or with a seed), from the very same weights, and for a while.
 
 It saves work and nothing else: what can't be read is computed, and what can't be written is left out.
 """
@@ -41,7 +41,7 @@ class CacheSettings:
     """
 
     seconds: float = 3_600.0
-    entry_bytes: int = 1 << 20
+    entry_bytes: int = 1 << 18
     entries: int = 10_000
     always: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipeline.gateway.chunks import Chunks, error_of, failure
 from pipeline.gateway.errors import ApiError, not_found
 from pipeline.gateway.feed import Feed
 from pipeline.ports import Clock
-from schemas.lane import EndEvent, ErrorEvent, LaneEvent
+from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,9 @@ class Answers:
 
     async def whole(self, asked: Asked) -> dict[str, Any]:
         """The whole answer. Cancelled with its task. Raises `ApiError`."""
+        found = await self._find(asked)
+        if found is not None:
+            return found
         ended: asyncio.Future[EndEvent | ErrorEvent] = asyncio.get_running_loop().create_future()
 
         def take_in(event: LaneEvent) -> None:
@@ -156,11 +159,24 @@ class Answers:
             raise error_of(event)
         return event.response
 
-    def _over(self, asked: Asked, event: EndEvent | None) -> None:
-        """The request has ended: its place is free."""
+    async def _find(self, asked: Asked) -> dict[str, Any] | None:
+        """The answer that the same request had before."""
+        if asked.cache_key is None:
+            return None
+        found = await asyncio.to_thread(self.asker.find, asked)
+        if found is not None:
+            self._over(asked, None, 0)
+        return found
+
+    def _over(self, asked: Asked, event: EndEvent | None, used: int | None = None) -> None:
+        """The request has ended: its place is free, and its answer may be kept."""
+        if event is not None:
+            used = event.response.get("usage", {}).get("total_tokens")
+        loop = asyncio.get_running_loop()
         if asked.ticket is not None:
-            used = None if event is None else event.response.get("usage", {}).get("total_tokens")
-            asyncio.get_running_loop().run_in_executor(None, self.asker.ended, asked, used)
+            loop.run_in_executor(None, self.asker.ended, asked, used)
+        if event is not None and asked.cache_key is not None:
+            loop.run_in_executor(None, self.asker.keep, asked, event.response)
 
     async def stream(self, asked: Asked) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
@@ -169,11 +185,21 @@ class Answers:
             message = f"{self._settings.most_kept} streams that can be gone on with are open; ask later, or without"
             raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
         now = int(self._clock.now().timestamp())
-        stream = Stream(asked, self.bridge, now, self._settings, lambda event: self._over(asked, event))
+        known = await self._find(asked)
+
+        def ended(event: EndEvent | None) -> None:
+            if known is None:
+                self._over(asked, event)
+
+        stream = Stream(asked, self.bridge, now, self._settings, ended)
         stream.enter()
         self._streams.add(stream)
         try:
-            await self.bridge.start(asked.request, stream.take_in)
+            if known is None:
+                await self.bridge.start(asked.request, stream.take_in)
+            else:
+                for event in replay(asked.request, known):
+                    stream.take_in(event)
             done, _ = await asyncio.wait({stream.first}, timeout=self._settings.patience)
             refused = stream.first.result() if done else None
             if refused is not None:
@@ -209,6 +235,16 @@ class Answers:
     def _drop(self, stream: Stream) -> None:
         self._kept.pop(stream.id, None)
         self._streams.discard(stream)
+
+
+def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEvent]:
+    """A whole answer as the events of a stream: each choice at once, and the end."""
+    for number, choice in enumerate(response["choices"]):
+        chat = "message" in choice
+        text = (choice["message"].get("content") if chat else choice["text"]) or ""
+        logprobs = choice.get("logprobs") if chat else None
+        yield TokensEvent(request.id, 1, number, choice["index"], (), text, logprobs)
+    yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
 
 
 def _event_of(ended: asyncio.Future[EndEvent | ErrorEvent]) -> EndEvent | None:

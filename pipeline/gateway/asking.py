@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.catalog import Catalog
 from pipeline.doors.unfit import first_mistake
+from pipeline.gateway.answer_cache import AnswerCache, cache_key
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.batch_requests import EXTENSION
 from pipeline.gateway.errors import ApiError, bad_request, unavailable
@@ -37,6 +38,7 @@ class Extension(BaseModel):
         tier: how urgent.
         timeout: seconds after which it is given up.
         resume: seconds for which a stream that was cut off may be gone on with; without, it is cancelled at once.
+        cache: an answer that was given to the same request may be given again; None: as the settings say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +46,7 @@ class Extension(BaseModel):
     tier: Tier = Tier.INTERACTIVE
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     resume: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    cache: bool | None = None
 
 
 class StreamOptions(BaseModel):
@@ -82,6 +85,7 @@ class Asked:
         model: as the body names it.  stream: token by token.  include_usage: at the end of the stream.
         resume: seconds for which the stream is kept for a reader that was cut off.
         ticket: what was taken for it of the caller's limits.
+        cache_key: of its answer; None: it is neither looked for nor kept.
     """
 
     request: LaneRequest
@@ -90,6 +94,7 @@ class Asked:
     include_usage: bool = False
     resume: float = 0.0
     ticket: Ticket | None = None
+    cache_key: str | None = None
 
 
 class Asker:
@@ -97,9 +102,17 @@ class Asker:
 
     Args:
         rates: what callers may ask for in a minute, and at once; None: there is no limit.
+        cache: of answers; None: nothing is kept.
     """
 
-    def __init__(self, world: World, settings: AskSettings | None = None, rates: RateLimiter | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        settings: AskSettings | None = None,
+        rates: RateLimiter | None = None,
+        cache: AnswerCache | None = None,
+    ) -> None:
+        self.cache = cache
         self._world = world
         self._rates = rates
         self._settings = settings or AskSettings()
@@ -137,11 +150,37 @@ class Asker:
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
         )
+        key = self._cache_key(extension, checked, request)
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
             ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds)
-        return Asked(request, checked.model, stream, include_usage, resume, ticket)
+        return Asked(request, checked.model, stream, include_usage, resume, ticket, key)
+
+    def _cache_key(self, extension: Extension, body: Body, request: LaneRequest) -> str | None:
+        """Under which the answer is kept; None: it isn't. Raises `ApiError` where that is asked for, and can't be."""
+        if extension.cache and self.cache is None:
+            raise bad_request("no answers are kept here; remove cache", f"{EXTENSION}.cache")
+        wanted = self.cache is not None and self.cache.settings.always if extension.cache is None else extension.cache
+        if not wanted:
+            return None
+        if isinstance(body, GenerationBody) and not body.deterministic:
+            if extension.cache:
+                message = f"{EXTENSION}.cache needs temperature 0 or a seed: otherwise each answer is another"
+                raise bad_request(message, f"{EXTENSION}.cache")
+            return None
+        return cache_key(request, self._settings.default_max_tokens)
+
+    def find(self, asked: Asked) -> dict[str, Any] | None:
+        """The answer that the same request had, if it is to be had; may wait for a server."""
+        if self.cache is None or asked.cache_key is None:
+            return None
+        return self.cache.find(asked.request.tenant, asked.cache_key)
+
+    def keep(self, asked: Asked, response: Mapping[str, Any]) -> None:
+        """The answer, for the same request's next time; may wait for a server."""
+        if self.cache is not None and asked.cache_key is not None:
+            self.cache.keep(asked.request.tenant, asked.cache_key, response)
 
     def ended(self, asked: Asked, used: int | None) -> None:
         """The request is over, after so many tokens (None: nobody knows); may wait for a server."""

@@ -25,6 +25,7 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
+from pipeline.gateway.answer_cache import AnswerCache, CacheSettings, MemoryAnswers
 from pipeline.gateway.answers import Answers, StreamSettings
 from pipeline.gateway.app import make_app
 from pipeline.gateway.asking import Asker, AskSettings
@@ -106,6 +107,7 @@ def http_house(
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
     grace: float = 0.2,
+    cache: CacheSettings | None = None,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
@@ -114,6 +116,7 @@ def http_house(
         finalize: files of ended batches are written without anybody asking.
         s3: the root, in place of a folder.
         rates: what callers may ask for.  limiter: counts it elsewhere than here.
+        cache: what is kept of answers.
         grace: seconds that a worker has to end its shards of a batch that is cancelled.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
@@ -137,7 +140,9 @@ def http_house(
         )
         lane = MemoryLane(clock)
         worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01))
-        answers = Answers(Asker(world, asking, parts.rates), bridge, clock, streams)
+        answers = Answers(
+            Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
+        )
         chosen = ServerSettings(port=0, drain_seconds=drain_seconds)
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)
