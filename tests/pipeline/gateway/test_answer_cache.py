@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from structlog.testing import capture_logs
 from pipeline.adapters.redis_answers import RedisAnswers
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings
 from pipeline.adapters.system import SystemClock
-from pipeline.gateway.answer_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers
+from pipeline.gateway.answer_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers, cache_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.rate_limits import RateSettings
+from schemas.lane import LaneRequest
 from schemas.limits import RateLimits
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
@@ -180,6 +182,19 @@ def test_stores_keep_what_is_put_for_so_long_and_no_more_of_it(store: AnswerStor
         time.sleep(0.005)
     assert [store.get("a", str(number)) for number in range(1, 6)] == [None, None, b"x", b"x", b"x"]
     assert store.get("b", "1") == b"theirs", "one tenant's put out none of another's"
+
+
+def test_other_weights_are_another_answer() -> None:
+    body = {"messages": [], "model": "tiny"}
+    asked = LaneRequest("x", "0123456789abcdef", body, "/v1/chat/completions")
+    keys = {
+        cache_key(asked, 10),
+        cache_key(replace(asked, model="fedcba9876543210"), 10),
+        cache_key(replace(asked, url="/v1/completions"), 10),
+        cache_key(asked, 11),
+    }
+    assert len(keys) == 4
+    assert cache_key(replace(asked, id="y", body={**body, "model": "another name", "user": "a"}), 10) in keys
 
 
 def test_memory_is_bounded() -> None:

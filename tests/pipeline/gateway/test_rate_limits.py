@@ -122,10 +122,9 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     assert "Retry-After" not in too_large.headers
     late = makes(RateSettings(tenant=RateLimits(tokens_per_minute=10), window=1))
     ticket = late.admit(caller("late"), "a", 10, 60.0)
-    time.sleep(1.05)
+    time.sleep(2.1)
     late.done(ticket, 0)
-    with suppress(ApiError):
-        late.admit(caller("late"), "b", 10, 60.0)
+    late.admit(caller("late"), "b", 10, 60.0)
     refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
 
 
