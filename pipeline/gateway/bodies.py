@@ -15,32 +15,36 @@ from pipeline.planner.reader import nested_deeper
 IDLE_SECONDS: Final = 30.0
 """A sender that is silent for so long in the middle of a request is not waited for."""
 
+LEAST_BYTES_PER_SECOND: Final = 500
+"""Whoever sends less, when the first idle time is over, holds a place for nothing."""
+
 _END = object()
 
 
 async def pieces(request: Request, idle_seconds: float = IDLE_SECONDS) -> AsyncIterator[bytes]:
     """The body as it comes; raises `ApiError` when nothing comes any more."""
-    stream = request.stream()
+    stream, loop = request.stream(), asyncio.get_running_loop()
+    began, total = loop.time(), 0
     while True:
         try:
             async with asyncio.timeout(idle_seconds):
                 piece = await anext(stream, _END)
         except TimeoutError:
-            raise ApiError(
-                408,
-                "request_timeout",
-                f"nothing of the request came for {idle_seconds:g} seconds; send it again",
-                headers={"Connection": "close"},
-            ) from None
+            raise _too_slow(f"nothing of the request came for {idle_seconds:g} seconds; send it again") from None
         except ClientDisconnect:
             raise bad_request("the sender went away in the middle of the request", code="disconnected") from None
         if piece is _END:
             return
         assert isinstance(piece, bytes)
+        total += len(piece)
+        if total < LEAST_BYTES_PER_SECOND * (loop.time() - began - idle_seconds):
+            raise _too_slow(f"fewer than {LEAST_BYTES_PER_SECOND} bytes of the request came a second; send it again")
         yield piece
 
 
-async def read_object(request: Request, most_bytes: int, max_depth: int, *, empty: bool = False) -> dict[str, Any]:
+async def read_object(
+    request: Request, most_bytes: int, max_depth: int, *, empty: bool = False, idle_seconds: float = IDLE_SECONDS
+) -> dict[str, Any]:
     """The body, which must be a JSON object; raises `ApiError`.
 
     Args:
@@ -50,7 +54,7 @@ async def read_object(request: Request, most_bytes: int, max_depth: int, *, empt
     if told.isdigit() and int(told) > most_bytes:
         raise _too_large(most_bytes)
     data = bytearray()
-    async for piece in pieces(request):
+    async for piece in pieces(request, idle_seconds):
         data += piece
         if len(data) > most_bytes:
             raise _too_large(most_bytes)
@@ -75,6 +79,10 @@ def parse_object(data: bytes | str, max_depth: int) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
     return body
+
+
+def _too_slow(why: str) -> ApiError:
+    return ApiError(408, "request_timeout", why, headers={"Connection": "close"})
 
 
 def _too_large(most_bytes: int) -> ApiError:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.gateway.errors import ApiError, unavailable
+from pipeline.gateway.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.origins import check_origin
 
 REQUEST_ID: Final = "x-request-id"
@@ -46,6 +46,7 @@ class Edge:
         most: requests at once; further ones are refused.
 
     Attributes:
+        app: what this is around.
         active: requests that are under way, WebSockets among them.
     """
 
@@ -53,7 +54,7 @@ class Edge:
         self, app: ASGIApp, new_id: Callable[[], str], draining: Callable[[], bool], most: int = 2_000
     ) -> None:
         self.active = 0
-        self._app = app
+        self.app = app
         self._new_id = new_id
         self._draining = draining
         self._most = most
@@ -70,7 +71,7 @@ class Edge:
             if scope["type"] == "http":
                 await self._http(scope, receive, send)
             else:
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
         finally:
             self.active -= 1
 
@@ -94,7 +95,7 @@ class Edge:
 
         try:
             self._check(scope)
-            await self._app(scope, receive, send_on)
+            await self.app(scope, receive, send_on)
         except ApiError as error:
             await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
         except Exception as error:  # noqa: BLE001 - whatever it is: the caller was answered, and the log gets no prompt
@@ -130,7 +131,13 @@ class Edge:
             raise gone
         if self.active > self._most:
             raise unavailable(f"{self._most} requests are under way here; ask again later", "too_many_requests")
-        check_origin(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy before this may see another end of the body, and another request behind it.
+            both = bad_request("send Transfer-Encoding or Content-Length, and not both")
+            both.headers["Connection"] = "close"
+            raise both
+        check_origin(headers)
 
 
 class _CutOff(Exception):

@@ -95,7 +95,8 @@ def json_body(*, empty: bool = False) -> Any:
 
     async def read(request: Request, parts: Parts) -> dict[str, Any]:
         settings = parts.settings
-        return await read_object(request, settings.most_body_bytes, settings.limits.max_json_depth, empty=empty)
+        depth, idle = settings.limits.max_json_depth, settings.idle_seconds
+        return await read_object(request, settings.most_body_bytes, depth, empty=empty, idle_seconds=idle)
 
     made: Callable[..., Awaitable[dict[str, Any]]] = read
     return Depends(made)

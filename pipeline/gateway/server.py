@@ -7,14 +7,16 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import structlog
 import uvicorn
 
 from pipeline.gateway.edge import Edge
+from pipeline.gateway.protocol import HttpProtocol
 from pipeline.ports import PipelineError
 
 _LOOK_SECONDS: Final = 0.1
@@ -37,6 +39,7 @@ class ServerSettings:
         certificate, private_key: PEM files, for TLS; None: plain HTTP.
         drain_seconds: that requests have to come to their end after the word to stop.
         keep_alive_seconds: for which a connection may idle between two requests.
+        header_seconds: for which the headers of a request are waited for.
         most_connections: at once; further ones get a bare 503. Larger than the application's own bound, which answers
             in its shape.
     """
@@ -47,6 +50,7 @@ class ServerSettings:
     private_key: Path | None = None
     drain_seconds: float = 25.0
     keep_alive_seconds: int = 75
+    header_seconds: float = 20.0
     most_connections: int = 4_000
 
 
@@ -137,5 +141,5 @@ class GatewayServer:
             ws="auto",
             ws_max_size=16 << 20,
             loop="asyncio",
-            http="h11",
+            http=cast(Any, partial(HttpProtocol, header_seconds=self._settings.header_seconds)),
         )

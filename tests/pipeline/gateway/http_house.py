@@ -32,6 +32,7 @@ from pipeline.gateway.asking import Asker, AskSettings
 from pipeline.gateway.auth import AuthMode, Authority
 from pipeline.gateway.batches import Batches
 from pipeline.gateway.bridge import LaneBridge, draining
+from pipeline.gateway.edge import Edge
 from pipeline.gateway.files import Files
 from pipeline.gateway.finalizing import Finalizer
 from pipeline.gateway.keys import ApiKeys
@@ -79,6 +80,7 @@ class HttpHouse:
     worker: LaneWorker
     bridge: LaneBridge
     stop: threading.Event
+    app: Edge
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
@@ -103,6 +105,7 @@ def http_house(
     asking: AskSettings | None = None,
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
+    header_seconds: float = 20.0,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
@@ -143,7 +146,7 @@ def http_house(
         answers = Answers(
             Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
         )
-        chosen = ServerSettings(port=0, drain_seconds=drain_seconds)
+        chosen = ServerSettings(port=0, drain_seconds=drain_seconds, header_seconds=header_seconds)
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)
         late = threading.Event()
@@ -159,7 +162,7 @@ def http_house(
         for thread in started:
             thread.start()
         try:
-            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, stop)
+            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, stop, app)
         finally:
             stop.set()
             permitted.release(1_000)

@@ -1,0 +1,66 @@
+"""HTTP's bytes, read by uvicorn, with what it leaves open: who is slow to say what it wants is not waited for, and what
+is no HTTP is refused in the shape of all other errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+import orjson
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pipeline.gateway.errors import bad_request
+
+
+class HttpProtocol(H11Protocol):
+    """A connection.
+
+    Args:
+        header_seconds: from its beginning, or a request's, until the request's headers must be there.
+    """
+
+    def __init__(self, *args: Any, header_seconds: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._header_seconds = header_seconds
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first request is waited for."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a request: from its first byte the rest of its headers is waited for."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or has too many headers."""
+        error = bad_request(msg)
+        body = orjson.dumps(error.body())
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        parts = (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
+
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(self._header_seconds, self._late)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,202 @@
+"""Who gets in by HTTP, on every route that there is: routes are asked of the application, so a new one is tested, or
+has to be named here as open to everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from pipeline.gateway.keys import Scope
+from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+
+OPEN = {"/healthz", "/readyz", "/openapi.json"}
+"""What everybody may ask for. Nothing of any tenant is in it."""
+NEEDS_NO_SCOPE = {"/v1/models", "/v1/models/{model}"}
+OF_A_TENANT = ("{file_id}", "{batch_id}", "{stream_id}")
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+SCOPES = {"files": Scope.FILES, "batches": Scope.BATCHES, "models": None}
+TRICKS = [
+    "..", "../..", "..%2f..%2f..%2fsecret", "../../keys", "..%2f..%2fkeys", "%2e%2e%2fkeys", "..%5c..%5ckeys",
+    "%252e%252e%252fkeys", "/etc/passwd", "file-0000000000000000000/../../keys", "a%00b", "%ff%fe", "x" * 5_000,
+    "ü文", "file-", "job-*", "{}", "'--", "${jndi:x}",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+
+    def at(self, **names: str) -> str:
+        """Its path, with these in place of what varies."""
+        path = self.path.replace(":path}", "}")
+        for name, value in names.items():
+            path = path.replace(f"{{{name}}}", value)
+        return path
+
+    @property
+    def scope(self) -> Scope | None:
+        return SCOPES.get(self.path.split("/")[2], Scope.INFERENCE)
+
+
+def leaves(routes: Any) -> Iterator[Any]:
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from leaves(included.routes)
+
+
+def routes(house: HttpHouse) -> list[Route]:
+    """All but those that are open."""
+    application: Any = house.app.app
+    found = [
+        Route(method, route.path)
+        for route in leaves(application.routes)
+        for method in sorted(getattr(route, "methods", None) or {"WS"})
+    ]
+    assert {route.path for route in found} >= OPEN
+    return [route for route in found if route.path not in OPEN]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A house in which the tenant acme has a file, a batch and a stream."""
+
+    house: HttpHouse
+    key: str
+    names: dict[str, str]
+    http: Any
+
+    def ask(self, route: Route, key: str | None, **names: str) -> Any:
+        """The answer's status and body, whatever it is."""
+        path = route.at(**{**self.names, **names})
+        headers = {} if key is None else {"Authorization": key if " " in key else f"Bearer {key}"}
+        if route.method == "WS":
+            with pytest.raises(InvalidStatus) as refused:
+                connect(self.house.url.replace("http", "ws") + path, additional_headers=headers).close()
+            return refused.value.response.status_code, refused.value.response.body or b""
+        body = HELLO if route.method == "POST" else None
+        answer = self.http.request(route.method, path, json=body, headers=headers)
+        return answer.status_code, answer.content
+
+
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settled]:
+    with http_house(tmp_path_factory.mktemp("house")) as house:
+        _, key = house.keys.create("acme", tuple(Scope))
+        client = house.client(key)
+        file = client.files.create(file=("a.jsonl", lines(2)), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )  # fmt: skip
+        with house.http(key) as http:
+            body = {**HELLO, "stream": True, "tokenmill": {"resume": 60}}
+            stream = http.post("/v1/chat/completions", json=body).headers["x-stream-id"]
+        names = {"file_id": file.id, "batch_id": batch.id, "stream_id": stream, "model": "tiny"}
+        with house.http() as http:
+            yield Settled(house, key, names, http)
+
+
+def wrong_keys(house: HttpHouse, real: str) -> dict[str, str | None]:
+    _, expired = house.keys.create("acme", tuple(Scope), expires_at=house.clock.now() - timedelta(seconds=1))
+    revoked, revoked_text = house.keys.create("acme", tuple(Scope))
+    house.keys.revoke(revoked.id)
+    return {
+        "none": None,
+        "no Bearer": f"Token {real}",
+        "nonsense": "sk-1234",
+        "another scheme": f"Basic {real}",
+        "one letter is wrong": real[:-1] + ("0" if real[-1] != "0" else "1"),
+        "another's secret": revoked_text[:20] + real[20:],
+        "expired": expired,
+        "revoked": revoked_text,
+    }
+
+
+def test_without_a_good_key_no_route_answers(settled: Settled) -> None:
+    found = routes(settled.house)
+    assert len(found) >= 17, "routes are not found"
+    for what, key in wrong_keys(settled.house, settled.key).items():
+        for route in found:
+            status, body = settled.ask(route, key)
+            assert (status, b"invalid_api_key" in body) == (401, True), (what, route, status)
+    with settled.house.http(settled.key) as http:
+        assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200, "nothing was removed meanwhile"
+
+
+def test_a_key_is_good_for_what_its_scopes_say(settled: Settled) -> None:
+    keys = {scope: settled.house.keys.create("acme", (scope,))[1] for scope in Scope if scope is not Scope.ADMIN}
+    for route in routes(settled.house):
+        if route.path.replace(":path}", "}") in NEEDS_NO_SCOPE:
+            continue
+        for scope, key in keys.items():
+            if scope is not route.scope:
+                status, body = settled.ask(route, key)
+                assert (status, b"missing_scope" in body) == (403, True), (scope, route, status)
+
+
+def test_another_tenants_things_are_as_if_they_were_not_there(settled: Settled) -> None:
+    _, stranger = settled.house.keys.create("stranger", tuple(Scope))
+    tried = 0
+    for route in routes(settled.house):
+        if not any(name in route.path for name in OF_A_TENANT):
+            continue
+        status, body = settled.ask(route, stranger)
+        assert status == 404, route
+        nobody = {"file_id": "file-" + "0" * 25, "batch_id": "job-" + "0" * 17, "stream_id": "http-" + "0" * 32}
+        same, other = settled.ask(route, stranger, **nobody)
+        for name, value in nobody.items():
+            body, other = body.replace(settled.names[name].encode(), b"ID"), other.replace(value.encode(), b"ID")
+        assert (status, body) == (same, other), "whether it is another's can be told"
+        tried += 1
+    assert tried >= 8
+    with settled.house.http(stranger) as http:
+        for path in ("/v1/files", "/v1/batches"):
+            assert http.get(path).json()["data"] == []
+        wanted = {
+            "input_file_id": settled.names["file_id"], "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        }  # fmt: skip
+        assert http.post("/v1/batches", json=wanted).status_code == 404
+    with settled.house.http(settled.key) as http:
+        assert http.get(f"/v1/files/{settled.names['file_id']}").status_code == 200
+        assert http.get(f"/v1/batches/{settled.names['batch_id']}").json()["status"] != "cancelled"
+
+
+def test_no_id_leads_out_of_its_place(settled: Settled) -> None:
+    root = settled.house.world.scratch.parent.parent
+    secret = root.parent / "secret"
+    secret.write_text("hunter2")
+    before = {path for path in root.parent.rglob("*") if path.is_file()}
+    for route in routes(settled.house):
+        if "{" not in route.path:
+            continue
+        for trick in TRICKS:
+            quoted = quote(trick, safe="%/")
+            status, body = settled.ask(route, settled.key, **dict.fromkeys(settled.names, quoted))
+            assert 400 <= status < 500 or (status == 200 and b'"object":"list"' in body), (route, trick, status)
+            assert b"hunter2" not in body
+    after = {path for path in root.parent.rglob("*") if path.is_file()}
+    assert before <= after, "something is gone"
+    assert all(root in path.parents for path in after - before), "something was written elsewhere"
+
+
+def test_what_else_is_sent_changes_no_tenant(settled: Settled) -> None:
+    """Only the key says who asks."""
+    _, stranger = settled.house.keys.create("stranger", tuple(Scope))
+    tricks: list[Callable[[Any], Any]] = [
+        lambda http: http.get("/v1/files", headers={"X-Tenant": "acme", "OpenAI-Organization": "acme"}),
+        lambda http: http.get("/v1/files?tenant=acme&key=" + settled.key),
+        lambda http: http.get("/v1/files", headers={"Cookie": f"key={settled.key}", "X-Api-Key": settled.key}),
+    ]
+    with settled.house.http(stranger) as http:
+        for trick in tricks:
+            assert trick(http).json()["data"] == []

@@ -1,0 +1,164 @@
+"""Requests that are made to break a gateway: each is refused in its place, and others are served as ever."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.gateway.parts import GatewaySettings
+from tests.pipeline.gateway.http_house import HttpHouse, http_house
+
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
+    settings = GatewaySettings(most_body_bytes=200_000, idle_seconds=0.5)
+    with http_house(tmp_path_factory.mktemp("house"), settings=settings, header_seconds=0.5) as house:
+        yield house
+
+
+@pytest.fixture(autouse=True)
+def serves_others(house: HttpHouse) -> Iterator[None]:
+    """Whatever a test does, the next caller is answered."""
+    yield
+    with house.http() as http:
+        assert http.post(CHAT, json=HELLO).status_code == 200
+
+
+def dial(house: HttpHouse) -> socket.socket:
+    host, port = house.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(10)
+    return connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server hangs up."""
+    said = b""
+    try:
+        while piece := connection.recv(65_536):
+            said += piece
+    except ConnectionError:
+        pass
+    return said
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 50_000 + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200 + b"\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA\x00: b\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/models HTTP/1.1\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}{}{}",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFFFFFFFF\r\n",
+    ],
+)
+def test_what_is_no_good_http_is_refused_and_hung_up_on(house: HttpHouse, request_bytes: bytes) -> None:
+    with dial(house) as connection:
+        try:
+            connection.sendall(request_bytes)
+        except ConnectionError:
+            return
+        said = answer(connection)
+    assert not said or b" 400 " in said.split(b"\r\n")[0], said[:200]
+    if said:
+        assert json.loads(said.split(b"\r\n\r\n", 1)[1])["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 30_000,
+        b'{"model": "tiny", "messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}",
+        b'{"model": "tiny", "seed": ' + b"9" * 100_000 + b"}",
+        b'{"model": "tiny", "temperature": 1e999, "messages": []}',
+        b'{"model": "tiny", "temperature": NaN, "messages": []}',
+        b'{"model": "\xff\xfe"}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"\x1f\x8b\x08\x00" + b"\x00" * 1_000,
+        b"null",
+        b'"' + b"a" * 100_000 + b'"',
+        json.dumps({**HELLO, "logit_bias": {str(n): 1 for n in range(9_000)}, "x": 1}).encode(),
+        json.dumps({**HELLO, "stop": ["a"] * 10_000}).encode(),
+        json.dumps({**HELLO, "n": 10**9}).encode(),
+        json.dumps({**HELLO, "messages": [{"role": "user", "content": ["x"] * 9_000}]}).encode(),
+        json.dumps({**HELLO, "tokenmill": {"timeout": 1e308}}).encode(),
+    ],
+)
+def test_bodies_that_are_bombs_are_refused_at_once(house: HttpHouse, body: bytes) -> None:
+    began = time.monotonic()
+    with house.http() as http:
+        found = http.post(CHAT, content=body, headers=JSON)
+    assert 400 <= found.status_code < 500, (body[:40], found.text[:200])
+    assert found.json()["error"]["message"]
+    assert len(found.content) < 5_000, "it is said again"
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(house: HttpHouse) -> None:
+    with dial(house) as connection:
+        connection.sendall(HEAD + b"Content-Length: 1000000000000\r\n\r\n{")
+        assert b" 413 " in connection.recv(65_536)
+
+
+def test_who_is_slow_to_say_what_it_wants_is_hung_up_on(house: HttpHouse) -> None:
+    """Slow-loris: a header now and then, for ever; also behind a good request, and without a byte."""
+    good = f"GET /v1/models HTTP/1.1\r\nHost: {house.url.removeprefix('http://')}\r\n\r\n".encode()
+    for beginning in (b"GET /v1/models HTTP/1.1\r\n", b"", good + b"GET / HTTP/1.1\r\n"):
+        with dial(house) as connection:
+            connection.sendall(beginning)
+            began = time.monotonic()
+            connection.settimeout(0.1)
+            ended = False
+            while not ended and time.monotonic() - began < 5:
+                try:
+                    if beginning:
+                        connection.sendall(b"X: a\r\n")
+                    ended = connection.recv(65_536) == b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    ended = True
+            assert ended, beginning
+            assert time.monotonic() - began < 3
+
+
+def test_who_sends_a_body_byte_by_byte_is_not_waited_for(house: HttpHouse) -> None:
+    with dial(house) as connection:
+        connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n")
+        connection.settimeout(0.1)
+        began, said = time.monotonic(), b""
+        while not said and time.monotonic() - began < 5:
+            connection.sendall(b" ")
+            try:
+                said = connection.recv(65_536)
+            except TimeoutError:
+                continue
+        assert b" 408 " in said
+        assert time.monotonic() - began < 3
+
+
+def test_a_crowd_of_slow_connections_keeps_nobody_out(house: HttpHouse) -> None:
+    slow = [dial(house) for _ in range(100)]
+    for connection in slow:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+    with house.http() as http:
+        assert http.get("/v1/models").status_code == 200
+    for connection in slow:
+        assert answer(connection) == b""
+        connection.close()
