@@ -9,7 +9,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
 KVDType = Literal["auto", "int8"]
-Speculate = Literal["off", "ngram", "draft", "auto"]
+Speculate = Literal["off", "ngram", "draft", "eagle3", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,10 @@ class SpeculationConfig:
 
     Attributes:
         method: "ngram": what followed the same tokens before, in the row's own text or in answers that have ended;
-            "draft": by a smaller model; "auto": n-grams where they pay, by measured times.
-        draft_model: the smaller model's folder or GGUF file, for "draft".
-        longest: most guesses for a row in a step; None: 16 that are copied, 8 of a model.
+            "draft": by a smaller model; "eagle3": by an EAGLE-3 head, which reads the model's own states;
+            "auto": n-grams where they pay, by measured times.
+        draft_model: for "draft" the smaller model's folder or GGUF file, for "eagle3" the head's folder.
+        longest: most guesses for a row in a step; None: 16 that are copied, 8 of a model, 4 of a head.
     """
 
     method: Speculate = "off"

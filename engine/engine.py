@@ -30,12 +30,13 @@ from engine.plan import CacheGroup, RowState
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import ANSWERED
-from engine.runner import ModelRunner, StepRunner
+from engine.runner import ModelRunner, StateReader, StepRunner
 from engine.sampling.rows import check_params
 from engine.scheduler import Scheduler
 from engine.sequence import FinishedSequence
 from engine.speculative.base import Proposer
 from engine.speculative.draft_model import DraftBeside, load_draft
+from engine.speculative.eagle import HeadBeside, load_eagle
 from engine.speculative.lengths import lengths_of
 from engine.speculative.ngram import NgramProposer
 from engine.speculative.tally import SpeculationStats
@@ -164,6 +165,9 @@ class Engine:
             lengths = lengths_of(config.speculation, config.schedule.max_num_seqs)
             proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
             self.scheduler.speculate(proposer, lengths)
+            if isinstance(proposer, StateReader):
+                assert isinstance(self._runner, ModelRunner), "only a model's runner has states to show"
+                self._runner.show(proposer)
         self._collector = Collector()
         self._ready: list[Completion] = []
         self._step_seconds = 0.0
@@ -193,8 +197,10 @@ class Engine:
             limit = config.max_model_len
         kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None)
         draft = load_draft(config.speculation, spec, limit, loads)
+        head = load_eagle(config.speculation, model, limit)
+        guesses = draft or head
         groups = plan_cache(
-            spec, config.cache, config.schedule, limit, device, kv_dtype, None if draft is None else draft.spec
+            spec, config.cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
         )
         kv_kind = Kind.I8 if kv_dtype == "int8" else None
 
@@ -209,10 +215,13 @@ class Engine:
 
         block_size = config.cache.block_size
         attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
-        make_proposer = None
+        make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
             beside = DraftBeside(draft, groups, block_size, config.schedule.max_num_batched_tokens)
             make_proposer = partial(beside.proposer, attend=attend, compute=compute)
+        elif head is not None:
+            eagle = HeadBeside(head, groups, block_size, spec.vocab_size, config.speculation.longest)
+            make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(
             config, spec, groups, limit, lambda scheduler: compute(model, attention, scheduler.rows),

@@ -7,7 +7,7 @@ model reads are views of buffers made once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, LayeredModel
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.pooling import Pooler
 from engine.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
@@ -44,6 +44,37 @@ def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[
     return at_row, positions, rows.token_ids[at_row, positions].astype(np.int64)
 
 
+def step_batch(
+    plan: StepPlan,
+    rows: RowState,
+    at_row: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    wanted: NDArray[np.int32] | None,
+) -> AttentionBatch:
+    """The step as attention sees it; at_row, positions: of `flatten`."""
+    block, offset = positions // rows.block_size, positions % rows.block_size
+    width = int(block.max()) + 1
+    tables, slots = [], []
+    for table in rows.block_tables:
+        slots.append(table[at_row, block].astype(np.int64) * rows.block_size + offset)
+        tables.append(table[plan.rows, :width])
+    return AttentionBatch(plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots), wanted)
+
+
+@runtime_checkable
+class StateReader(Protocol):
+    """Reads what goes on between a model's layers, step by step."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Before which layers, as `LayeredModel.forward_with_states` takes them."""
+        ...
+
+    def read(self, plan: StepPlan, states: Tensor) -> None:
+        """A step's states [T, len(layers) * hidden_size], in the plan's order; nothing has been sampled yet."""
+        ...
+
+
 class ModelRunner:
     """Runs the steps of one model on one device."""
 
@@ -64,22 +95,32 @@ class ModelRunner:
         self._greedy: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(model, "greedy", None)
         self._verifier = Verifier(self._sampler, model.logits, self._greedy)
         self._pooler = Pooler()
+        self._reader: StateReader | None = None
         self._prompt_logprobs: dict[int, int] = {}
         self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
         self._device = device
 
+    def show(self, reader: StateReader) -> None:
+        """Let `reader` read each step's states from now on; the model must be a `LayeredModel`."""
+        self._reader = reader
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         self._take_rows(plan)
         at_row, positions, token_ids = flatten(plan, self._rows)
-        step = self._attention.prepare(self._attention_batch(plan, at_row, positions))
+        step = self._attention.prepare(step_batch(plan, self._rows, at_row, positions, self._wanted(plan)))
         count = plan.num_tokens
         self._input_ids[:count].copy_(torch.from_numpy(token_ids))
         self._positions[:count].copy_(torch.from_numpy(positions))
         lengths = self._rope_lengths(at_row, positions)
         attend = AttentionStep(self._attention, step)
-        hidden = self._model.forward(self._input_ids[:count], self._positions[:count], attend, lengths)
+        inputs = self._input_ids[:count], self._positions[:count], attend, lengths
+        if self._reader is None:
+            return self._outputs(plan, self._model.forward(*inputs))
+        assert isinstance(self._model, LayeredModel), "states are read of models that show them"
+        hidden, states = self._model.forward_with_states(*inputs, self._reader.layers)
+        self._reader.read(plan, states)
         return self._outputs(plan, hidden)
 
     def _take_rows(self, plan: StepPlan) -> None:
@@ -95,23 +136,11 @@ class ModelRunner:
             if request.params.prompt_logprobs is not None and choice == 0:
                 self._prompt_logprobs[row] = request.params.prompt_logprobs
 
-    def _attention_batch(
-        self, plan: StepPlan, at_row: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> AttentionBatch:
-        block_size = self._rows.block_size
-        block, offset = positions // block_size, positions % block_size
-        width = int(block.max()) + 1
-        tables, slots = [], []
-        for table in self._rows.block_tables:
-            slots.append(table[at_row, block].astype(np.int64) * block_size + offset)
-            tables.append(table[plan.rows, :width])
-        return AttentionBatch(
-            plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots), self._wanted(plan)
-        )
-
     def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Tokens whose last hidden states `_outputs` will read; None: all."""
         total = int(plan.num_logits.sum())
+        if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
+            return None
         if self._prompt_logprobs or self._pooler.active or total == plan.num_tokens:
             return None
         if plan.drafts is None:

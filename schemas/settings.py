@@ -45,9 +45,10 @@ InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 
 def check_speculate(given: str) -> str:
     """A way to guess tokens, as it was given; raises ValueError."""
-    if given in ("off", "ngram", "auto") or given.removeprefix("draft:") not in ("", given):
+    method, _, path = given.partition(":")
+    if given in ("off", "ngram", "auto") or (method in ("draft", "eagle3") and path):
         return given
-    raise ValueError(f"{given!r} is no way to guess tokens; give off, ngram, draft:MODEL or auto")
+    raise ValueError(f"{given!r} is no way to guess tokens; give off, ngram, draft:MODEL, eagle3:HEAD or auto")
 
 
 class InvalidSettingsError(ValueError):
@@ -394,7 +395,8 @@ class Settings(BaseSettings):
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
         spot_notice: a worker ends in order when Amazon says that its spot instance will be taken away.
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
-        speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL or auto.
+        speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL,
+            eagle3:HEAD or auto.
     """
 
     model_config = SettingsConfigDict(

@@ -23,6 +23,11 @@ from tokenmill.output import say
 from workers.model_host import model_path
 
 
+EAGLE_LONGEST = 4
+"""Guesses of a head in a step. Each goes on from the one before, on what the head itself made up, so they fare worse
+with every place; published measurements of chains use 3 to 5."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How the engine is to run, as the command line has it; `kv_cache_bytes` None: from the machine and the work."""
@@ -36,7 +41,7 @@ class EngineOptions:
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
     instruction_set: str = "auto"
-    speculate: str = "off"  # or ngram, auto, draft:PATH
+    speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     pace: PaceConfig | None = None
 
     def config(
@@ -61,6 +66,8 @@ class EngineOptions:
 
     def _speculation(self) -> SpeculationConfig:
         method, _, model = self.speculate.partition(":")
+        if method == "eagle3":
+            return SpeculationConfig("eagle3", model, longest=EAGLE_LONGEST)
         return SpeculationConfig(cast(Speculate, method), model or None)
 
 
@@ -92,11 +99,12 @@ def engine_options(
     is what the settings say.
 
     Raises:
-        ModelError: there is no such draft model.
+        ModelError: there is no such draft model or head.
     """
     speculate = speculate or settings.speculate
-    if (draft := speculate.removeprefix("draft:")) != speculate:
-        speculate = f"draft:{model_path(models.pull(draft, settings.model_cache, say).path)}"
+    method, _, model = speculate.partition(":")
+    if model:
+        speculate = f"{method}:{model_path(models.pull(model, settings.model_cache, say).path)}"
     return EngineOptions(
         dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         settings.instruction_set, speculate,

@@ -137,7 +137,8 @@ SpeculateOption = Annotated[
         parser=speculate,
         metavar="METHOD",
         help="Guess the next tokens and check them all in one step; no answer changes by it. ngram: what followed the "
-        "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; auto: ngram where it pays; off. "
+        "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; eagle3:HEAD: by an EAGLE-3 head "
+        "that was trained for the model; auto: ngram where it pays; off. "
         "Default: TOKENMILL_SPECULATE, else auto.",
     ),
 ]

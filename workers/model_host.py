@@ -102,8 +102,9 @@ class LoadedModel:
         with ThreadPoolExecutor(max_workers=1) as pool:
             proof = None if digest is not None else pool.submit(model_digest, path, chat_template)
             tokenizer = Tokenizer.load(path, chat_template)
-            if config is not None and (draft := config.speculation.draft_model) is not None:
-                _check_same_tokens(draft, tokenizer)
+            speculation = None if config is None else config.speculation
+            if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
+                _check_same_tokens(speculation.draft_model, tokenizer)
             encodes = is_encoder(path)
             engine = EncoderEngine.load(path, config) if encodes else Engine.load(path, config)
             digest = digest if proof is None else proof.result()

@@ -74,6 +74,30 @@ class WeighedModel(Protocol):
         ...
 
 
+@runtime_checkable
+class LayeredModel(Protocol):
+    """A `CausalModel` that shows what goes on between its layers."""
+
+    def forward_with_states(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """`CausalModel.forward`, and each token's states before these layers, side by side.
+
+        Args:
+            layers: ascending; `spec.num_layers` means behind the last one, before the last norm. That needs a step
+                in which all tokens are wanted (`AttentionBatch.wanted`).
+
+        Returns:
+            hidden states as of `forward`, and [T, len(layers) * hidden_size] in the model's dtype.
+        """
+        ...
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """[vocab_size, hidden_size], before any scaling; None: it is kept in a form that only the model reads."""
+        ...
+
+
 class GreedyModel(CausalModel, Protocol):
     """A model that can say which token is the likeliest without writing all logits."""
 

@@ -7,6 +7,7 @@ are one product, gate and up another, and q and k are normed and rotated togethe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -169,6 +170,33 @@ class FusedDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
+        return self._forward(input_ids, positions, attend, rope_lengths, None)
+
+    def forward_with_states(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """See `LayeredModel.forward_with_states`."""
+        states = torch.empty(
+            len(input_ids), len(layers), self._spec.hidden_size, dtype=self._spec.dtype, device=input_ids.device
+        )
+        places = {layer: states[:, place] for place, layer in enumerate(layers)}
+        return self._forward(input_ids, positions, attend, rope_lengths, places), states.flatten(1)
+
+    @property
+    def embedding(self) -> Tensor:
+        """See `LayeredModel.embedding`; dequantized, if it is quantized."""
+        whole = self._embedding
+        return whole.dequantize(self._spec.dtype) if isinstance(whole, QWeight) else whole
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rope_lengths: Tensor | None,
+        states: Mapping[int, Tensor] | None,
+    ) -> Tensor:
+        """As `forward`; states: layer -> where to keep [T, hidden_size] before it."""
         spec = self._decoder
         with torch.inference_mode():
             if isinstance(self._embedding, QWeight):
@@ -179,6 +207,8 @@ class FusedDecoder:
                 hidden *= self._embedding_scale
             rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]
             for index, layer in enumerate(self._layers):
+                if states is not None and index in states:
+                    states[index].copy_(hidden)
                 qkv = layer.qkv(self._rms_norm(hidden, layer.input_norm))
                 qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
                 qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
@@ -189,6 +219,8 @@ class FusedDecoder:
                 hidden += update if layer.output_norm is None else self._rms_norm(update, layer.output_norm)
                 update = layer.down(self._gated(layer.gate_up(self._rms_norm(hidden, layer.mlp_norm))))
                 hidden += update if layer.down_norm is None else self._rms_norm(update, layer.down_norm)
+            if states is not None and spec.num_layers in states:
+                states[spec.num_layers].copy_(hidden)
             return self._rms_norm(hidden, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class TorchBuilder:
         return FusedDecoder(spec, dtype, **parts)
 
 
-class _Reader:
+class WeightReader:
     """Takes tensors from a source, each once, and knows at the end what was left."""
 
     def __init__(self, source: WeightSource, builder: DecoderBuilder, dtype: torch.dtype, device: torch.device) -> None:
@@ -128,6 +128,10 @@ class _Reader:
             raise CorruptWeights(f"tensor {name} is missing from the checkpoint")
         if (shape := self._source.shape(name)) != wanted:
             raise CorruptWeights(f"tensor {name} has shape {list(shape)}, but the config asks for {list(wanted)}")
+
+    def forget(self, name: str) -> None:
+        """Count a tensor as taken that was read elsewhere."""
+        self._left.remove(name)
 
     def fill(self, name: str, into: Tensor) -> None:
         self.expect(name, *into.shape)
@@ -216,7 +220,7 @@ def build_decoder(
         CorruptWeights: a tensor is missing, has another shape, can't be read, or is one too many.
     """
     builder = builder or TorchBuilder()
-    reader = _Reader(source, builder, dtype, device)
+    reader = WeightReader(source, builder, dtype, device)
     prefix = next((p for p in spec.weight_prefixes if reader.has(f"{p}embed_tokens.weight")), spec.weight_prefixes[0])
     use: Use = "tied" if spec.tied else "embedding"
     embedding = reader.matrix(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden_size, use)
@@ -227,7 +231,7 @@ def build_decoder(
     return builder.decoder(spec, dtype, embedding=embedding, layers=layers, norm=norm, head=head, positions=positions)
 
 
-def _layer(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, name: str) -> Layer:
+def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, name: str) -> Layer:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
 
@@ -255,7 +259,7 @@ def _layer(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, name: st
     )
 
 
-def _head(spec: DecoderSpec, reader: _Reader, builder: DecoderBuilder, embedding: Tensor | QWeight) -> Linear:
+def _head(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, embedding: Tensor | QWeight) -> Linear:
     """The language-model head. A checkpoint that stores a head unlike the embedding it is tied to means the head."""
     name = next((head for head in _HEADS if reader.has(head)), _HEADS[0])
     if not spec.tied or reader.has(name):

@@ -72,21 +72,39 @@ class NativeDecoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
+        return self._forward(input_ids, positions, attend, rope_lengths, ())[0]
+
+    def forward_with_states(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """See `LayeredModel.forward_with_states`."""
+        return self._forward(input_ids, positions, attend, rope_lengths, layers)
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """See `LayeredModel.embedding`."""
+        return self._embedding
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         if not (isinstance(attend, AttentionStep) and isinstance(attend.backend, NativeAttention)):
             raise EngineError("a native decoder computes with native attention only; load the model for another one")
         bound = self._bind(attend.backend, len(input_ids))
         rotations = [rope.rows(positions, rope_lengths) for rope in self._ropes]
         pointers = (ctypes.c_void_p * len(rotations))(*(rows.data_ptr() for rows in rotations))
         hidden = torch.empty(len(input_ids), self._decoder.hidden_size, dtype=self._spec.dtype)
+        states = torch.empty(len(input_ids), len(layers), self._decoder.hidden_size, dtype=self._spec.dtype)
+        state_layers = (ctypes.c_int32 * len(layers))(*layers)
         ids = input_ids.contiguous()
         wanted = attend.prepared.wanted
         step = StepStruct(
             len(ids), len(attend.backend.storage.layout.groups), ids.data_ptr(), attend.prepared.tasks.groups,
             pointers, hidden.data_ptr(), None if wanted is None else wanted.ctypes.data,
-            -1 if wanted is None else len(wanted),
+            -1 if wanted is None else len(wanted), len(layers), ctypes.addressof(state_layers), states.data_ptr(),
         )  # fmt: skip
         self.library.forward(bound.shape, bound.layers, self._embedding, self._norm, step, bound.space.struct)
-        return hidden
+        return hidden, states.flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""

@@ -51,6 +51,20 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
     return full, KVLayout(own, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
 
 
+def without_rules(request: Request) -> Request:
+    """The request with what it says of a draw alone: temperature, filters and seed, no penalties and no mask."""
+    params = request.params
+    own = SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+    )
+    return replace(request, params=own, watcher=None, mask=None, pooling=None, partial=())
+
+
 def load_draft(
     config: SpeculationConfig, target: ModelSpec, max_model_len: int, load: Callable[..., CausalModel]
 ) -> CausalModel | None:
@@ -184,17 +198,7 @@ class DraftModelProposer:
         self._epoch[ask.row] = ask.epoch
         self._computed[ask.row] = 0
         self._barred[ask.row] = False
-        params = ask.request.params
-        own = SamplingParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-        )
-        request = replace(ask.request, params=own, watcher=None, mask=None, pooling=None, partial=())
-        return NewRow(ask.row, request, ask.choice)
+        return NewRow(ask.row, without_rules(ask.request), ask.choice)
 
     def _catch_up(self, rows: list[int], new: tuple[NewRow, ...]) -> None:
         """Compute the known tokens of these rows up to the last one, which the first guess comes from."""

@@ -29,7 +29,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts since the start, by source ("ngram", "siblings", "draft")."""
+    """Counts since the start, by source ("ngram", "siblings", "draft", "eagle3")."""
 
     sources: Mapping[str, SourceCounts] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -106,8 +106,8 @@ def test_given_a_draft_model_when_run_then_answers_are_the_same_and_a_model_of_o
 
 
 def test_what_is_offered_is_what_the_engine_knows() -> None:
-    offered = {check_speculate(name).partition(":")[0] for name in ("off", "ngram", "auto", "draft:x")}
+    offered = {check_speculate(name).partition(":")[0] for name in ("off", "ngram", "auto", "draft:x", "eagle3:x")}
     assert offered == set(get_args(config.Speculate))
-    for wrong in ("draft", "draft:", "", "on"):
-        with pytest.raises(ValueError, match="is no way to guess tokens; give off, ngram, draft:MODEL or auto"):
+    for wrong in ("draft", "draft:", "eagle3:", "eagle3", "off:x", "", "on"):
+        with pytest.raises(ValueError, match="is no way to guess tokens; give off, ngram, draft:MODEL, eagle3:HEAD or"):
             check_speculate(wrong)

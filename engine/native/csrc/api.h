@@ -86,6 +86,9 @@ struct Step {
     void* hidden;                   // out: [tokens][hidden] in the activations' kind, after the last norm
     const int32_t* wanted;          // tokens, ascending, whose row of `hidden` is wanted; others are left as they are
     int32_t num_wanted;             // -1: all
+    int32_t num_states;             // layers, ascending, before which each token's state is kept
+    const int32_t* state_layers;    // [num_states]; num_layers: behind the last one
+    void* states;                   // out: [tokens][num_states][hidden] in the activations' kind
 };
 
 // Buffers of a decoder, made once for `max_tokens`; strides are in elements of the named type.

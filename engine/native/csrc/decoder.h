@@ -50,6 +50,7 @@ struct Decoder {
     const Step& step;
     const Workspace& space;
     int tokens;  // rows at hand: the step's, and in the last layer only those that are wanted
+    int kept = 0;  // states that are kept already
 
     float* line(const Member& me) const { return (float*)(space.thread_space + me.index * space.thread_bytes); }
 
@@ -77,8 +78,13 @@ struct Decoder {
         });
     }
 
-    // residual += norm(update) where `update_norm` is given; then `norm` of it as the operand of `next`.
-    void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden) const {
+    // Which of the kept states is the one before this layer; -1: none.
+    int state_before(int layer) { return kept < step.num_states && step.state_layers[kept] == layer ? kept++ : -1; }
+
+    // residual += norm(update) where `update_norm` is given; then `norm` of it as the operand of `next`. What is normed
+    // is kept as a token's state number `state`.
+    void norm(Member& me, const float* update_norm, const float* weight, const Linear* next, void* hidden,
+              int state = -1) const {
         float* y = line(me);
         const int n = shape.hidden;
         me.share_rows(tokens, 8, [&](int first, int last) {
@@ -87,6 +93,13 @@ struct Decoder {
                 if (update_norm) {
                     rms_norm(space.update + t * space.hidden_stride, update_norm, n, shape.eps, y);
                     for (int i = 0; i < n; i++) x[i] += y[i];
+                }
+                if (state >= 0) {
+                    const int64_t at = (int64_t(t) * step.num_states + state) * n;
+                    if (shape.activations == KIND_F32)
+                        __builtin_memcpy((float*)step.states + at, x, n * 4);
+                    else
+                        for (int i = 0; i < n; i++) ((uint16_t*)step.states)[at + i] = to_bf16(x[i]);
                 }
                 rms_norm(x, weight, n, shape.eps, y);
                 const int64_t row = step.num_wanted < 0 ? t : step.wanted[t];
@@ -235,7 +248,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
     const float* update_norm = nullptr;
     for (int i = 0; i < shape->num_layers; i++) {
         const Layer& layer = layers[i];
-        decoder.norm(me, update_norm, layer.input_norm, &layer.qkv, nullptr);
+        decoder.norm(me, update_norm, layer.input_norm, &layer.qkv, nullptr, decoder.state_before(i));
         me.book(PART_NORM);
         decoder.qkv(me, layer);
         me.book(PART_PRODUCT);
@@ -256,7 +269,7 @@ void forward(Team* team, int32_t member, const DecoderShape* shape, const Layer*
         me.book(PART_PRODUCT);
         update_norm = layer.down_norm;
     }
-    decoder.norm(me, update_norm, norm, nullptr, step->hidden);
+    decoder.norm(me, update_norm, norm, nullptr, step->hidden, decoder.state_before(shape->num_layers));
     me.book(PART_NORM);
 }
 

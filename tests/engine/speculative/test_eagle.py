@@ -1,0 +1,172 @@
+"""An EAGLE-3 head guesses what its paper says, from the states that it was trained for, and changes no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from engine import CacheConfig, Completion, Engine, Request, SamplingParams, SpeculationConfig, as_token_ids
+from engine.speculative.base import Ask, Draft, Proposer
+from engine.speculative.lengths import FixedLengths
+from tests.engine.speculative import eagle_heads as heads
+from tests.engine.test_speculation import SMALL, assert_same, load, repeating_prompts, requests_of, run
+
+TinyModel = Callable[[str], Path]
+
+LAYERS = [0, 1, 2]
+
+
+def random_head(folder: Path, target: Path, *, seed: int = 0, draft_vocab: int = 150, **changes: Any) -> Path:
+    config = heads.head_config(AutoConfig.from_pretrained(target), draft_vocab=draft_vocab, layers=LAYERS, **changes)
+    return heads.save_head(folder, config, heads.random_weights(config, seed))
+
+
+def with_head(path: Path, head: Path, longest: int = 4, **changes: Any) -> Engine:
+    return load(path, "off", speculation=SpeculationConfig("eagle3", str(head), longest), **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What was known of a row when it was guessed at, and the guesses."""
+
+    tokens: list[int]
+    guesses: list[int]
+
+
+class Spy:
+    """Writes down what a proposer guesses."""
+
+    def __init__(self, engine: Engine, proposer: Proposer) -> None:
+        self.seen: list[Guess] = []
+        self._rows = engine.scheduler.rows
+        self._proposer = proposer
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        drafts = self._proposer.propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            known = self._rows.token_ids[ask.row, : self._rows.num_known[ask.row]].tolist()
+            self.seen.append(Guess(known, draft.tokens.tolist()))
+        return drafts
+
+    def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        self._proposer.learn(request, token_ids)
+
+
+def spied(engine: Engine, longest: int) -> Spy:
+    reader = engine._runner._reader  # type: ignore[attr-defined]
+    spy = Spy(engine, reader)
+    engine.scheduler.speculate(spy, FixedLengths(longest))
+    return spy
+
+
+@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+@pytest.mark.parametrize("kind", ["midlayer", "speculators"])
+def test_given_a_random_head_when_it_guesses_then_its_guesses_are_those_of_the_paper(
+    kind: str, attention: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path = tiny_model("llama")
+    flat = heads.head_config(AutoConfig.from_pretrained(path), draft_vocab=150, layers=LAYERS)
+    layer, first, config = "midlayer", False, flat
+    if kind == "speculators":
+        layer, first = "layers.0", True
+        own = {"draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures"}
+        config = {name: flat[name] for name in own}
+        config |= {"norm_before_residual": True, "speculators_model_type": "eagle3"}
+        config["transformer_layer_config"] = {name: value for name, value in flat.items() if name not in own}
+    weights = heads.random_weights(flat, layer=layer)
+    head = heads.save_head(tmp_path / "head", config, weights)
+    # Given rows of unequal lengths, prompts in chunks of 16 tokens, and urgent requests that take others' places,
+    small: dict[str, Any] = {**SMALL, "cache": CacheConfig(block_size=8, num_blocks=26, prefix_caching=False)}
+    engine = with_head(path, head, longest=4, attention=attention, **small)
+    spy = spied(engine, 4)
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), as_token_ids(prompt), greedy) for i, prompt in enumerate(repeating_prompts(8))]
+    for request in requests[:5]:
+        engine.add(request)
+    for _ in range(24):
+        engine.step()
+    run(engine, [replace(urgent, priority=0) for urgent in requests[5:]])
+
+    assert engine.stats().preemptions > 0
+    guessed = [guess for guess in spy.seen if guess.guesses]
+    assert len(guessed) > 100
+    assert {len(guess.guesses) for guess in guessed} >= {2, 4}
+    target = heads.Target(path, LAYERS)
+    for guess in guessed[::7]:
+        states = target.states(guess.tokens[:-1])
+        expected = heads.chain(weights, states, guess.tokens, len(guess.guesses), layer=layer, first=first)
+        assert guess.guesses == expected
+    assert len({tuple(guess.guesses) for guess in guessed}) > 30  # not always the same
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "prefix_caching"),
+    [("llama", "native", True), ("llama", "paged-sdpa", False), ("gemma3", "native", True), ("qwen3", "native", False)],
+)
+def test_given_any_kind_of_request_and_little_room_when_a_head_guesses_then_answers_are_those_without(
+    family: str, attention: str, prefix_caching: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    path, requests = tiny_model(family), requests_of(18)
+    plain = run(load(path, "off", attention=attention), requests)
+    cache = CacheConfig(block_size=8, num_blocks=26, prefix_caching=prefix_caching)
+    engine = with_head(path, random_head(tmp_path, path), attention=attention, **{**SMALL, "cache": cache})
+    done: dict[str, Completion] = {}
+    for request in requests[0::3] + requests[1::3]:
+        engine.add(request)
+    for _ in range(14):
+        done |= {completion.request_id: completion for completion in engine.step()}
+    assert engine.cancel(requests[0].request_id) or requests[0].request_id in done
+    done |= run(engine, [replace(urgent, priority=0) for urgent in requests[2::3]])
+
+    first = requests[0].request_id
+    assert_same({k: v for k, v in done.items() if k != first}, {k: v for k, v in plain.items() if k != first})
+    stats = engine.stats()
+    assert stats.preemptions > 0 or family == "gemma3"
+    assert (stats.cached > 0) == prefix_caching
+    assert stats.speculation.sources["eagle3"].num_drafted == stats.speculation.drafted > 100
+
+
+class Taught:
+    """A model and a head that was taught its answers, and the answers."""
+
+    def __init__(self, folder: Path, tiny_models: ModuleType) -> None:
+        self.path: Path = tiny_models.make_tiny_model("llama", folder / "model", seed=3, vocab_size=64)
+        self.target = heads.Target(self.path, LAYERS)
+        self.config = heads.head_config(AutoConfig.from_pretrained(self.path), draft_vocab=64, layers=LAYERS)
+        self.head = folder / "head"
+        prompts = [[3 + (7 * i + j * (i + 1)) % 60 for j in range(12)] for i in range(24)]
+        greedy = SamplingParams(max_tokens=28, temperature=0.0, ignore_eos=True)
+        self.requests = [Request(str(i), as_token_ids(prompt), greedy) for i, prompt in enumerate(prompts)]
+        self.answers = run(load(self.path, "off"), self.requests)
+        texts = [
+            [*prompt, *self.answers[str(i)].choices[0].token_ids.tolist()] for i, prompt in enumerate(prompts)
+        ]
+        weights = heads.random_weights(self.config, seed=1)
+        self.loss = heads.train(weights, self.target, texts, steps=250, lead=10)
+        heads.save_head(self.head, self.config, weights)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> Taught:
+    return Taught(tmp_path_factory.mktemp("taught"), tiny_models)
+
+
+def share(engine: Engine) -> list[float]:
+    """Of the guesses at each place, how many stayed."""
+    counts = engine.stats().speculation.sources["eagle3"]
+    return [stayed / drafted for stayed, drafted in zip(counts.accepted, counts.drafted, strict=True)]
+
+
+@pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
+def test_given_a_head_that_was_taught_when_it_guesses_then_most_guesses_stay(taught: Taught, attention: str) -> None:
+    engine = with_head(taught.path, taught.head, longest=3, attention=attention)
+    assert_same(run(engine, taught.requests), taught.answers)
+    print("LOSS", taught.loss, share(engine), engine.stats().steps)
+    assert share(engine)[0] > 0.8
