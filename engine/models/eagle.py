@@ -173,9 +173,9 @@ def describe_head(folder: Path) -> HeadSpec:
     for name in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"):
         layer.pop(name, None)
     with usable(file):
-        if vocab_size is None or given["hidden_size"] is None:
+        if vocab_size is None or given["vocab_size"] is None or given["hidden_size"] is None:
             raise ValueError("it does not say vocab_size and hidden_size, which a head's config must")
-        decoder = llama(built_config(file, "llama", **layer))
+        decoder = _decoder(file, built_config(file, "llama", **layer))
         if decoder.ropes[0].dynamic is not None:
             raise ValueError("a head with dynamic rotary scaling is not supported")
         return HeadSpec(
@@ -185,6 +185,13 @@ def describe_head(folder: Path) -> HeadSpec:
             layers=_wanted_layers(raw, eagle),
             norm_before_residual=bool(raw.get("norm_before_residual", False)),
         )
+
+
+def _decoder(file: Path, config: Any) -> DecoderSpec:
+    try:
+        return llama(config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{file} can't be used: {error}") from error
 
 
 def _refuse_unread(raw: dict[str, Any], layer: dict[str, Any], eagle: dict[str, Any]) -> None:
@@ -243,7 +250,10 @@ def load_head(
         layers = spec.layers_of(target.num_layers)
     except ValueError as error:
         raise UnsupportedModel(f"the EAGLE-3 head {folder} does not fit the model: {error}") from error
-    weights = _read(folder, spec, len(layers), embedding, dtype, device)
+    try:
+        weights = _read(folder, spec, len(layers), embedding, dtype, device)
+    except CorruptWeights as error:
+        raise CorruptWeights(f"the EAGLE-3 head {folder} can't be used: {error}") from error
     return EagleHead(spec, layers, weights, dtype, min(max_positions, spec.decoder.max_position))
 
 
@@ -305,6 +315,6 @@ def _targets(
     targets = torch.arange(spec.draft_vocab_size) + offsets.long()
     if bool(((targets < 0) | (targets >= spec.decoder.vocab_size)).any()):
         raise CorruptWeights(f"tensor d2t leads outside the model's vocabulary of {spec.decoder.vocab_size} tokens")
-    if len(targets.unique()) != len(targets):
+    if bool((targets.sort().values.diff() == 0).any()):
         raise CorruptWeights("tensor d2t leads to one of the model's tokens twice")
     return targets.to(device)

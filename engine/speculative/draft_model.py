@@ -40,8 +40,8 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
     full = next((index for index, group in enumerate(groups) if group.window is None), None)
     if full is None:
         raise UnsupportedModel(
-            "a draft model needs the blocks of whole sequences, but all layers of the model have sliding windows; "
-            "guess with n-grams instead"
+            "a draft model or head needs the blocks of whole sequences, but all layers of the model have sliding "
+            "windows; guess with n-grams instead"
         )
     windows = sorted(set(spec.windows), key=lambda window: (window is not None, window or 0))
     own = tuple(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from transformers import AutoConfig
 
 from engine import config
 from schemas.settings import check_speculate
+from tests.engine.speculative import eagle_heads as heads
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -102,6 +104,32 @@ def test_given_a_draft_model_when_run_then_answers_are_the_same_and_a_model_of_o
     assert refused.code == 1
     assert f"the draft model {other} has another tokenizer: token {vocab[second]} is not the same text" in refused.error
     missing = tokenmill(*run, "-o", place / "missing", "--speculate", "draft:nowhere")
+    assert (missing.code, "nowhere" in missing.error) == (1, True)
+
+
+def test_given_an_eagle_head_when_run_then_answers_are_the_same_and_one_of_another_model_is_refused(
+    tokenmill: Cli, place: Path, run: tuple[object, ...], results: Results, model_folder: Path
+) -> None:
+    shape = heads.head_config(AutoConfig.from_pretrained(model_folder), draft_vocab=120, layers=[0, 1, 2])
+    head = heads.save_head(place / "head", shape, heads.random_weights(shape))
+    assert tokenmill(*run, "-o", place / "plain", "--speculate", "off").code == 0
+    ended = tokenmill(*run, "-o", place / "out", "--speculate", f"eagle3:{head}")
+
+    assert ended.code == 0, ended.err
+    told = [[(row["custom_id"], row["text"]) for row in results(place / name)] for name in ("plain", "out")]
+    assert told[0] == told[1]
+    manifest = json.loads((place / "out/manifest.json").read_text())
+    engine = manifest["engine"]
+    assert (engine["speculate"], engine["draft_model"]) == ("eagle3", str(head))
+    assert engine["drafted_eagle3"] == manifest["usage"]["drafted"] > 0
+    assert len(engine["accepted_by_place_eagle3"].split()) == 4
+
+    shape["vocab_size"] = 400
+    other = heads.save_head(place / "other", shape, heads.random_weights(shape))
+    refused = tokenmill(*run, "-o", place / "refused", "--speculate", f"eagle3:{other}")
+    assert refused.code == 1
+    assert "made for a model with a vocabulary of 400, but the model's is 300" in refused.error
+    missing = tokenmill(*run, "-o", place / "missing", "--speculate", "eagle3:nowhere")
     assert (missing.code, "nowhere" in missing.error) == (1, True)
 
 

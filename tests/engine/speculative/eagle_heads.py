@@ -6,7 +6,7 @@ The reference has no cache and no batch: it computes a whole text with full atte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,16 @@ class Target:
 
     @torch.no_grad()
     def states(self, tokens: list[int]) -> Tensor:
-        """[tokens, 3 * hidden]; entry i of transformers' hidden_states goes into layer i."""
-        out = self.model(torch.tensor([tokens]), output_hidden_states=True)
-        return torch.cat([out.hidden_states[layer][0] for layer in self.layers], dim=-1)
+        """[tokens, layers * hidden]: what goes into these layers; behind the last one that is into the last norm."""
+        inner, seen = self.model.model, []
+        parts = [*inner.layers, inner.norm]
+        hooks = [
+            parts[layer].register_forward_pre_hook(lambda _, given: seen.append(given[0][0])) for layer in self.layers
+        ]
+        self.model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(seen, dim=-1)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -137,15 +144,25 @@ def logits_of(weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
 
 
 def chain(
-    weights: dict[str, Tensor], states: Tensor, tokens: list[int], length: int, *, layer: str = "midlayer",
-    first: bool = False,
-) -> list[int]:  # fmt: skip
-    """What the head guesses behind `tokens`, of which all but the last have states."""
+    weights: dict[str, Tensor],
+    states: Tensor,
+    tokens: list[int],
+    length: int,
+    choose: Callable[[Tensor, int], int],
+    **kind: Any,
+) -> list[int]:
+    """What the head guesses behind `tokens`, of which all but the last have states.
+
+    Args:
+        choose: (logits [vocab], -inf where the head knows no token; position) -> token.  kind: as `layer_output`.
+    """
     joined, known, guesses = states @ weights["fc.weight"].T, list(tokens), []
     for _ in range(length):
-        output = layer_output(weights, joined, torch.tensor(known[1:]), layer=layer, first=first)
-        best = int(logits_of(weights, output[-1]).argmax())
-        token = best + int(weights["d2t"][best])
+        output = layer_output(weights, joined, torch.tensor(known[1:]), **kind)
+        logits = torch.full((len(weights["t2d"]),), -torch.inf)
+        for own, value in enumerate(logits_of(weights, output[-1]).tolist()):
+            logits[own + int(weights["d2t"][own])] = value
+        token = choose(logits, len(known))
         known.append(token)
         guesses.append(token)
         joined = torch.cat((joined, output[-1:]))
