@@ -9,8 +9,7 @@ until the next step shows which tokens follow. Then they are computed, and a cha
 
 Its keys lie in the model's blocks, as a draft model's do: block b of the full-attention group has a place in its own
 storage. So a prefix hit brings the head's keys along with the model's, except at the last position of what was hit: its
-key tells of the token that came next in the other text. Where a sequence came before the head could read it, nothing is
-made up for: it guesses from what is there. Guesses cost acceptance and nothing else.
+key may tell of the token that came next in another text. Nothing makes up for that: it costs acceptance and nothing else.
 """
 
 from __future__ import annotations

@@ -220,14 +220,22 @@ def test_given_a_head_that_reads_other_states_than_it_was_taught_with_then_few_g
 
 def test_given_prompts_in_the_prefix_cache_when_a_head_guesses_then_it_has_its_keys_there_too(taught: Taught) -> None:
     engine = with_head(taught.path, taught.head, longest=1, cache=CacheConfig(block_size=4, num_blocks=400))
+    spy = spied(engine, 1)
     run(engine, taught.requests)
-    before = engine.stats()
+    first, before = {tuple(guess.tokens): guess.guesses for guess in spy.seen}, engine.stats()
+    spy.seen.clear()
     run(engine, [replace(request, request_id=f"again {request.request_id}") for request in taught.requests])
     after = engine.stats()
 
     assert after.cached - before.cached >= 8 * len(taught.requests)
     drafted = after.speculation.drafted - before.speculation.drafted
     assert after.speculation.accepted - before.speculation.accepted > 0.9 * drafted > 100
+    # What the prompts' last blocks leave over is computed from its own states: the guesses are the same.
+    again = {tuple(guess.tokens): guess.guesses for guess in spy.seen}
+    assert {text: again[text] for text in first if text in again} == {
+        text: first[text] for text in first if text in again
+    }
+    assert len(first.keys() & again.keys()) > 100
 
 
 def test_layers_may_be_named_by_what_goes_in_or_by_what_comes_out(taught: Taught, tmp_path: Path) -> None:
