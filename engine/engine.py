@@ -197,7 +197,7 @@ class Engine:
             limit = config.max_model_len
         kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None)
         draft = load_draft(config.speculation, spec, limit, loads)
-        head = load_eagle(config.speculation, model, limit)
+        head = load_eagle(config.speculation, model, limit, device)
         guesses = draft or head
         groups = plan_cache(
             spec, config.cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec

@@ -8,8 +8,8 @@ until the next step shows which tokens follow. Then they are computed, and a cha
     after the update    |- ... - known - 2 -| <- the first guess, of token `known`, comes from here
 
 Its keys lie in the model's blocks, as a draft model's do: block b of the full-attention group has a place in its own
-storage. So a prefix hit brings the head's keys along with the model's, except at the last position of what was hit: its
-key may tell of the token that came next in another text. Nothing makes up for that: it costs acceptance and nothing else.
+storage. So a prefix hit brings the head's keys along with the model's. Only the key at the last position of what was
+hit may tell of the token that came next in another text. Nothing makes up for that: it costs acceptance, and no more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from engine.attention.base import AttentionBackend, AttentionStep, KVLayout
 from engine.config import SpeculationConfig
 from engine.errors import UnsupportedModel
 from engine.models.base import CausalModel, LayeredModel
-from engine.models.eagle import EagleHead, load_head
+from engine.models.eagle import EagleHead
+from engine.models.eagle_checkpoint import load_head
 from engine.plan import CacheGroup, RowState, StepPlan
 from engine.request import Request
 from engine.runner import flatten, step_batch
@@ -38,11 +40,13 @@ from engine.speculative.draft_model import draft_layout, without_rules
 Ints = NDArray[np.int32]
 
 
-def load_eagle(config: SpeculationConfig, model: CausalModel, max_model_len: int) -> EagleHead | None:
+def load_eagle(
+    config: SpeculationConfig, model: CausalModel, max_model_len: int, device: torch.device
+) -> EagleHead | None:
     """The head that the settings name; None: they name none.
 
     Args:
-        model: for which it guesses.  max_model_len: most tokens of a sequence.
+        model: for which it guesses, on `device`.  max_model_len: most tokens of a sequence.
 
     Raises:
         UnsupportedModel: the model shows no states, or the head does not fit it.
@@ -59,8 +63,7 @@ def load_eagle(config: SpeculationConfig, model: CausalModel, max_model_len: int
         )
     embedding, spec = model.embedding, model.spec
     return load_head(
-        Path(config.draft_model), spec, embedding, dtype=spec.dtype, device=torch.device("cpu"),
-        max_positions=max_model_len,
+        Path(config.draft_model), spec, embedding, dtype=spec.dtype, device=device, max_positions=max_model_len,
     )  # fmt: skip
 
 
@@ -108,13 +111,14 @@ class EagleProposer:
         self._rows = rows
         self._most_positions = head.spec.max_position
         num_rows, self._vocab_size = len(rows.num_known), vocab_size
-        self._device = torch.device("cpu")
+        self._device = head.device
         self._sampler = Sampler(num_rows, vocab_size, (), self._device)
         self._owner: list[tuple[Request, int] | None] = [None] * num_rows
         # Of each row: the first position that the head has not computed, and how many states from there on are kept.
         self._next = np.zeros(num_rows, dtype=np.int32)
         self._count = np.zeros(num_rows, dtype=np.int32)
-        self._kept = torch.zeros(num_rows, 1 + longest, head.spec.hidden_size, dtype=head.spec.dtype)
+        shape = num_rows, 1 + longest, head.spec.hidden_size
+        self._kept = torch.zeros(shape, dtype=head.spec.dtype, device=self._device)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -146,8 +150,8 @@ class EagleProposer:
             busy = busy[np.argsort(counts[busy] > 1, kind="stable")]  # single positions come first
             parts = []
             for i in busy.tolist():
-                parts.append(self._kept[rows[i], : old[i]])
-                parts.append(joined[first[i] : first[i] + done[i] - starts[i]])
+                parts.append(self._kept[rows[i], : min(old[i], counts[i])])
+                parts.append(joined[first[i] : first[i] + max(0, done[i] - starts[i])])
             self._compute(rows[busy], self._next[rows[busy]], counts[busy], torch.cat(parts))
         self._keep(rows, np.maximum(done, starts), ends, joined, first - starts)
 
@@ -156,9 +160,8 @@ class EagleProposer:
         counts = np.minimum(ends - begins, self._kept.shape[1])
         self._next[rows], self._count[rows] = begins, counts
         place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        source = torch.from_numpy((np.repeat(begins + shift, counts) + place).astype(np.int64))
-        target = torch.from_numpy(np.repeat(rows, counts).astype(np.int64)), torch.from_numpy(place.astype(np.int64))
-        self._kept.index_put_(target, joined.index_select(0, source))
+        source = joined.index_select(0, self._upload(np.repeat(begins + shift, counts) + place))
+        self._kept.index_put_((self._upload(np.repeat(rows, counts)), self._upload(place)), source)
 
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[Draft]:
@@ -185,7 +188,7 @@ class EagleProposer:
         rows, lengths, known, counts = rows[order], lengths[order], known[order], counts[order]
         kept = torch.cat([self._kept[row, :count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)])
         hidden = self._compute(rows, self._next[rows], counts, kept)
-        hidden = hidden.index_select(0, torch.from_numpy(np.cumsum(counts, dtype=np.int64) - 1))
+        hidden = hidden.index_select(0, self._upload(np.cumsum(counts) - 1))
         self._next[rows], self._count[rows] = known - 1, 0
         made, place = dict.fromkeys(rows.tolist(), 0), 0
         while True:
@@ -198,7 +201,7 @@ class EagleProposer:
             if not going.size:
                 return made
             rows, lengths, known = rows[going], lengths[going], known[going]
-            hidden = hidden.index_select(0, torch.from_numpy(going))
+            hidden = hidden.index_select(0, self._upload(going))
             hidden = self._compute(rows, known + place - 2, np.ones(len(rows), dtype=np.int32), hidden)
 
     def _draft(self, row: int, length: int) -> Draft:
@@ -213,10 +216,10 @@ class EagleProposer:
             num_decodes=int(np.count_nonzero(counts == 1)), num_tokens=int(counts.sum()),
         )  # fmt: skip
         at_row, positions, _ = flatten(plan, self._rows)
-        next_ids = torch.from_numpy(self._rows.token_ids[at_row, positions + 1].astype(np.int64))
+        next_ids = self._upload(self._rows.token_ids[at_row, positions + 1])
         prepared = self._attention.prepare(step_batch(plan, self._rows, at_row, positions, None))
         attend = AttentionStep(self._attention, prepared)
-        return self._head.forward(joined, next_ids, torch.from_numpy(positions), attend)
+        return self._head.forward(joined, next_ids, self._upload(positions), attend)
 
     def _sample(self, hidden: Tensor, rows: Ints, at: Ints) -> Ints:
         """Tokens of the model's vocabulary at positions `at`, negative where there are none; hidden [S, hidden]."""
@@ -227,6 +230,9 @@ class EagleProposer:
             return self._sampler.accept(tokens, torch.isfinite(best), rows).token_ids
         if targets is not None:
             # In the model's order, so that equal distributions draw equal tokens.
-            whole = torch.full((len(rows), self._vocab_size), -torch.inf)
+            whole = torch.full((len(rows), self._vocab_size), -torch.inf, device=self._device)
             logits = whole.index_copy_(1, targets, logits)
         return self._sampler.sample(logits, rows, at, at - self._rows.prompt_len[rows]).token_ids
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine import CacheConfig, Completion, Engine, Request, SamplingParams, SpeculationConfig, as_token_ids
-from engine.models.eagle import describe_head
+from engine import (
+    CacheConfig,
+    Completion,
+    Engine,
+    Request,
+    SamplingParams,
+    ScheduleConfig,
+    SpeculationConfig,
+    as_token_ids,
+)
+from engine.models.eagle_checkpoint import describe_head
 from engine.sampler import Sampler
 from engine.speculative.base import Ask, Draft, Proposer
 from engine.speculative.lengths import FixedLengths
@@ -236,6 +245,21 @@ def test_given_prompts_in_the_prefix_cache_when_a_head_guesses_then_it_has_its_k
         text: first[text] for text in first if text in again
     }
     assert len(first.keys() & again.keys()) > 100
+
+
+def test_given_texts_longer_than_a_head_was_made_for_then_it_stops_guessing_there(
+    taught: Taught, tmp_path: Path
+) -> None:
+    head = heads.save_head(tmp_path, {**taught.config, "max_position_embeddings": 24}, taught.weights)
+    engine = with_head(taught.path, head, longest=2, schedule=ScheduleConfig(8, 32))
+    spy = spied(engine, 2)
+    long = [*range(3, 43)]
+    beyond = Request("beyond", as_token_ids(long), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    answers = run(engine, [*taught.requests, beyond])
+    assert_same({name: answers[name] for name in taught.answers}, taught.answers)
+    # The last guess that it makes comes from its last position, 23, and is of token 25.
+    assert max(len(guess.tokens) + len(guess.guesses) for guess in spy.seen if guess.guesses) == 26
+    assert max(len(guess.tokens) for guess in spy.seen) > 39
 
 
 def test_layers_may_be_named_by_what_goes_in_or_by_what_comes_out(taught: Taught, tmp_path: Path) -> None:
