@@ -37,7 +37,7 @@ from engine.sequence import FinishedSequence
 from engine.speculative.base import Proposer
 from engine.speculative.draft_model import DraftBeside, load_draft
 from engine.speculative.eagle import HeadBeside, load_eagle
-from engine.speculative.lengths import lengths_of
+from engine.speculative.lengths import lengths_of, longest_of
 from engine.speculative.ngram import NgramProposer
 from engine.speculative.tally import SpeculationStats
 
@@ -220,7 +220,7 @@ class Engine:
             beside = DraftBeside(draft, groups, block_size, config.schedule.max_num_batched_tokens)
             make_proposer = partial(beside.proposer, attend=attend, compute=compute)
         elif head is not None:
-            eagle = HeadBeside(head, groups, block_size, spec.vocab_size, config.speculation.longest)
+            eagle = HeadBeside(head, groups, block_size, spec.vocab_size, longest_of(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(

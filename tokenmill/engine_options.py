@@ -22,10 +22,6 @@ from tokenmill import models
 from tokenmill.output import say
 from workers.model_host import model_path
 
-EAGLE_LONGEST = 4
-"""Guesses of a head in a step. Each goes on from the one before, on what the head itself made up, so they fare worse
-with every place; published measurements of chains use 3 to 5."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -65,8 +61,6 @@ class EngineOptions:
 
     def _speculation(self) -> SpeculationConfig:
         method, _, model = self.speculate.partition(":")
-        if method == "eagle3":
-            return SpeculationConfig("eagle3", model, longest=EAGLE_LONGEST)
         return SpeculationConfig(cast(Speculate, method), model or None)
 
 

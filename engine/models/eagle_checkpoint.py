@@ -1,7 +1,7 @@
 """Reads published EAGLE-3 heads.
 
-Two dialects are read: that of the reference and of SGLang (all in one config, `midlayer.*`), and that of the speculators
-library (`transformer_layer_config`, `layers.0.*`).
+Two dialects are read: that of the reference and of SGLang (all in one config, `midlayer.*`), and that of the
+speculators library (`transformer_layer_config`, `layers.0.*`).
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ FEW_ROWS = 16
 MARGIN = 0.05
 """By how much a draft's chance must be above its price: to look it up and to take it back costs time, too."""
 
-LONGEST_COPIED, LONGEST_DRAWN = 16, 8
-"""Drafts of a row in a step, at most, where nothing else is said: what is copied costs next to nothing to guess."""
+LONGEST_COPIED, LONGEST_DRAWN, LONGEST_OF_HEAD = 16, 8, 4
+"""Drafts of a row in a step, at most, where nothing else is said: what is copied costs next to nothing to guess.
+A head's guesses go on from what it made up itself, and fare worse with each place."""
 
 LOOK_EVERY = 64
 """Steps that draft, after which one goes without, to see what it takes now."""
@@ -263,11 +264,18 @@ class AdaptiveLengths:
             self._costs.note(rows, drafted, seconds)
 
 
-def lengths_of(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
-    """What decides, by the settings. Raises ValueError."""
+def longest_of(config: SpeculationConfig) -> int:
+    """Most guesses for a row in a step, by the settings. Raises ValueError."""
     longest = config.longest
     if longest is None:
-        longest = LONGEST_COPIED if config.method in ("auto", "ngram") else LONGEST_DRAWN
+        of_method = {"auto": LONGEST_COPIED, "ngram": LONGEST_COPIED, "eagle3": LONGEST_OF_HEAD}
+        longest = of_method.get(config.method, LONGEST_DRAWN)
     if longest < 1:
         raise ValueError(f"SpeculationConfig.longest is {longest}, but must be 1 or more")
+    return longest
+
+
+def lengths_of(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
+    """What decides, by the settings. Raises ValueError."""
+    longest = longest_of(config)
     return AdaptiveLengths(max_num_seqs, longest) if config.method == "auto" else FixedLengths(longest)
