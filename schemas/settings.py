@@ -8,11 +8,9 @@ current folder is read when it exists.
 from __future__ import annotations
 
 import os
-from base64 import b64decode
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,8 +19,6 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
-    field_validator,
-    model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
@@ -32,14 +28,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from schemas.door_options import BucketOptions, CeleryOptions, KafkaOptions, S3Options
+from schemas.gateway_options import GatewayOptions
 from schemas.job import Tier
-from schemas.limits import Limits, PlanSettings, Positive, RateLimits
+from schemas.limits import Limits, PlanSettings, Positive
 from schemas.options import Amount
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
 
-BatchEvent = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
@@ -68,109 +65,6 @@ class TierCaps(BaseModel):
         return {Tier.INTERACTIVE: self.interactive, Tier.STANDARD: self.standard, Tier.BULK: self.bulk}[tier]
 
 
-class S3Options(BaseModel):
-    """How to reach S3. Credentials are found where AWS's tools look for them, and never stand here.
-
-    Attributes:
-        endpoint: URL of another server than AWS's.  path_style: the bucket in the path; None: with an endpoint.
-        encryption: at rest: SSE-S3 ("AES256"), SSE-KMS ("aws:kms"), or as the bucket is set up ("").
-        kms_key: id or ARN of the key for SSE-KMS.
-        checksums: "when_required" for servers that don't know S3's newer checksums.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    endpoint: str | None = None
-    region: str | None = None
-    path_style: bool | None = None
-    encryption: Literal["", "AES256", "aws:kms", "aws:kms:dsse"] = ""
-    kms_key: str | None = None
-    checksums: Literal["when_supported", "when_required"] = "when_supported"
-
-
-class BucketOptions(BaseModel):
-    """Where files are dropped, when the root is a bucket.
-
-    Attributes:
-        places: prefix below the root -> the tenant whose place it is.
-        queue_url: the SQS queue that the bucket tells of new objects; None: only sweeps find them.
-        queue_endpoint: URL of another server than AWS's; None: as for S3.
-        sweep_seconds: between two listings of the places.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    places: dict[str, str] = Field(default_factory=lambda: {"incoming/": "default"})
-    queue_url: str | None = None
-    queue_endpoint: str | None = None
-    sweep_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-
-
-class KafkaOptions(BaseModel):
-    """How Kafka is reached, and what of it is used.
-
-    Attributes:
-        bootstrap: "host:port" of some brokers; none: Kafka is not used.
-        security, mechanism, username, password, ca_file, cert_file, key_file, key_password: as Kafka's clients know
-            them.
-        topic_prefix: of requests, jobs, results, events and deadletter.
-        requests, jobs: topic -> tenant; empty: the prefix's topic, for the tenant "default".
-        group: of the consumers.  epoch: names the cluster, where its topics have no ids.
-        start: where a group begins that has no offset, or one out of range.
-        batch_records, batch_seconds: a batch is stored when it has so many records, or its first has waited so long.
-        reply_topics: topics that a record's `reply_to` may name.
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name.
-        announce_all: jobs of other doors, too.
-        idempotence: of the producer.
-        session_timeout: seconds without a sign of life after which a consumer's partitions go to others.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    bootstrap: tuple[str, ...] = ()
-    security: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "AWS_MSK_IAM"] | None = None
-    username: str | None = None
-    password: SecretStr | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    key_password: SecretStr | None = None
-    topic_prefix: str = "tokenmill"
-    requests: dict[str, str] = Field(default_factory=dict)
-    jobs: dict[str, str] = Field(default_factory=dict)
-    group: str = "tokenmill-intake"
-    epoch: str | None = None
-    start: Literal["earliest", "latest", "stop"] = "earliest"
-    batch_records: Positive = 5_000
-    batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    reply_topics: tuple[str, ...] = ()
-    uri_prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    announce_all: bool = False
-    idempotence: bool = True
-    session_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 45.0
-
-
-class CeleryOptions(BaseModel):
-    """The door for Celery's tasks.
-
-    Attributes:
-        queues: queue -> the tenant whose it is; none: there is no such door.
-        result_url: of the result backend; None: the broker, where that is Redis.
-        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
-        generate_seconds: after which a request whose caller waits is given up, or earlier if it says so.
-        generate_waiting: such requests of one process at once; further ones are tried again later.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    queues: dict[str, str] = Field(default_factory=dict)
-    result_url: SecretStr | None = None
-    uri_prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    generate_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    generate_waiting: Positive = 1_000
-
-
 class PaceOptions(BaseModel):
     """What requests whose callers wait are promised by a worker's engine, and what it weighs against other work.
 
@@ -195,147 +89,6 @@ class PaceOptions(BaseModel):
     weight_utilisation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.3
     weight_drops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     least_tokens: Positive = 1
-
-
-class WebhookOptions(BaseModel):
-    """An endpoint that is told when a batch of its tenant has ended.
-
-    Attributes:
-        url: https://…; it may hold what only the receiver knows, so it is shown nowhere.
-        secret: the key of the signatures: "whsec_" and 24 to 64 random bytes in base64.
-        events: that it wants.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: SecretStr
-    secret: SecretStr
-    events: Annotated[tuple[BatchEvent, ...], Field(min_length=1)] = get_args(BatchEvent)
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: SecretStr) -> SecretStr:
-        text = url.get_secret_value()
-        try:
-            parts = urlsplit(text)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if (
-            not good
-            or "@" in parts.netloc
-            or parts.fragment
-            or not text.isascii()
-            or not text.isprintable()
-            or " " in text
-        ):
-            raise ValueError("give an https:// URL of printable ASCII, without user, password and fragment")
-        return url
-
-    @field_validator("secret")
-    @classmethod
-    def _check_secret(cls, secret: SecretStr) -> SecretStr:
-        webhook_key(secret)
-        return secret
-
-
-def webhook_key(secret: SecretStr) -> bytes:
-    """The bytes of a secret as the Standard Webhooks specification writes it; raises ValueError, without it."""
-    text = secret.get_secret_value()
-    try:
-        key = b64decode(text.removeprefix("whsec_"), validate=True)
-    except ValueError:
-        key = b""
-    if not text.startswith("whsec_") or not 24 <= len(key) <= 64:
-        raise ValueError('give "whsec_" and 24 to 64 random bytes in base64')
-    return key
-
-
-class WebhooksOptions(BaseModel):
-    """Who is told when batches have ended.
-
-    Attributes:
-        endpoints: tenant -> its endpoints.
-        allow_http: endpoints may be http://.  allow_private: they may be in a private network, or on this machine.
-        timeout_seconds: of one try.
-        give_up_after: such as "3d": an event that couldn't be told for so long is dropped.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    endpoints: dict[str, tuple[WebhookOptions, ...]] = Field(default_factory=dict)
-    allow_http: bool = False
-    allow_private: bool = False
-    timeout_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = 10.0
-    give_up_after: Amount = timedelta(days=3)
-
-    @model_validator(mode="after")
-    def _check_schemes(self) -> WebhooksOptions:
-        urls = (one.url.get_secret_value() for endpoints in self.endpoints.values() for one in endpoints)
-        if not self.allow_http and any(not url.startswith("https://") for url in urls):
-            raise ValueError("an endpoint is not https://; correct it, or set allow_http")
-        return self
-
-
-class CacheOptions(BaseModel):
-    """Answers that are given again to the same request, where it asks for that (`tokenmill: {"cache": true}`).
-
-    Attributes:
-        always: also where it says nothing, as far as its answer is always the same.
-        keep: an amount of time, such as "1h".
-        entries: of each tenant.  entry_bytes: of the largest.
-        memory_bytes: of all of them, where there is no Redis.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    always: bool = False
-    keep: Amount = timedelta(hours=1)
-    entries: Positive = 10_000
-    entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
-    memory_bytes: Positive = 256 << 20
-
-
-class GatewayOptions(BaseModel):
-    """How HTTP is served.
-
-    Attributes:
-        auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
-        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway; further ones are refused.
-        max_body_bytes: of any other request.
-        idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
-        request_seconds: after which a request to a model is given up, or earlier if it says so.
-        drain_seconds: that requests have to come to their end when the gateway is told to stop.
-        requests_at_once: by one gateway; further ones are refused.
-        tls_certificate, tls_key: PEM files; both or none.
-        tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
-        key_limits: of each key that brings none of its own.
-        webhooks: who is told when batches have ended.  cache: of answers.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    auth: Literal["auto", "keys", "off"] = "auto"
-    max_upload_bytes: Positive = 2 << 30
-    uploads_at_once: Positive = 8
-    max_body_bytes: Positive = 10 << 20
-    idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
-    requests_at_once: Positive = 2_000
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    tenant_limits: RateLimits = RateLimits()
-    tenants: dict[str, RateLimits] = Field(default_factory=dict)
-    key_limits: RateLimits = RateLimits()
-    webhooks: WebhooksOptions = WebhooksOptions()
-    cache: CacheOptions = CacheOptions()
-
-    @model_validator(mode="after")
-    def _both(self) -> GatewayOptions:
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key belong together; set both")
-        return self
 
 
 class LaneOptions(BaseModel):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.adapters.kafka_connection import KafkaConnection
-    from schemas.settings import KafkaOptions, Settings
+    from schemas.door_options import KafkaOptions
+    from schemas.settings import Settings
     from tokenmill.processes import Part
 
 

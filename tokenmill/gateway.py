@@ -194,7 +194,7 @@ def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None)
     """None: nobody wants to be told."""
     from pipeline.gateway.webhook_sending import Endpoint, Sender
     from pipeline.gateway.webhooks import Notifier, NotifierSettings, endpoint_id
-    from schemas.settings import webhook_key
+    from schemas.gateway_options import webhook_key
 
     chosen = settings.gateway.webhooks
     endpoints = [

@@ -27,7 +27,8 @@ from pipeline.gateway.webhooks import Notifier, NotifierSettings, endpoint_id, e
 from pipeline.intake import IntakeSettings
 from pipeline.notices import DUE, WANTED, Due, Wanted, want_notice
 from pipeline.ports import World
-from schemas.settings import InvalidSettingsError, load_settings, webhook_key
+from schemas.gateway_options import webhook_key
+from schemas.settings import InvalidSettingsError, load_settings
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.receiver import Receiver
 from tests.pipeline.simulation import MemoryStore

@@ -1,0 +1,157 @@
+"""Settings of HTTP."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from schemas.limits import Positive, RateLimits
+from schemas.options import Amount
+
+BatchEvent = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
+
+
+class WebhookOptions(BaseModel):
+    """An endpoint that is told when a batch of its tenant has ended.
+
+    Attributes:
+        url: https://…; it may hold what only the receiver knows, so it is shown nowhere.
+        secret: the key of the signatures: "whsec_" and 24 to 64 random bytes in base64.
+        events: that it wants.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: SecretStr
+    secret: SecretStr
+    events: Annotated[tuple[BatchEvent, ...], Field(min_length=1)] = get_args(BatchEvent)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: SecretStr) -> SecretStr:
+        text = url.get_secret_value()
+        try:
+            parts = urlsplit(text)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if (
+            not good
+            or "@" in parts.netloc
+            or parts.fragment
+            or not text.isascii()
+            or not text.isprintable()
+            or " " in text
+        ):
+            raise ValueError("give an https:// URL of printable ASCII, without user, password and fragment")
+        return url
+
+    @field_validator("secret")
+    @classmethod
+    def _check_secret(cls, secret: SecretStr) -> SecretStr:
+        webhook_key(secret)
+        return secret
+
+
+def webhook_key(secret: SecretStr) -> bytes:
+    """The bytes of a secret as the Standard Webhooks specification writes it; raises ValueError, without it."""
+    text = secret.get_secret_value()
+    try:
+        key = b64decode(text.removeprefix("whsec_"), validate=True)
+    except ValueError:
+        key = b""
+    if not text.startswith("whsec_") or not 24 <= len(key) <= 64:
+        raise ValueError('give "whsec_" and 24 to 64 random bytes in base64')
+    return key
+
+
+class WebhooksOptions(BaseModel):
+    """Who is told when batches have ended.
+
+    Attributes:
+        endpoints: tenant -> its endpoints.
+        allow_http: endpoints may be http://.  allow_private: they may be in a private network, or on this machine.
+        timeout_seconds: of one try.
+        give_up_after: such as "3d": an event that couldn't be told for so long is dropped.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoints: dict[str, tuple[WebhookOptions, ...]] = Field(default_factory=dict)
+    allow_http: bool = False
+    allow_private: bool = False
+    timeout_seconds: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = 10.0
+    give_up_after: Amount = timedelta(days=3)
+
+    @model_validator(mode="after")
+    def _check_schemes(self) -> WebhooksOptions:
+        urls = (one.url.get_secret_value() for endpoints in self.endpoints.values() for one in endpoints)
+        if not self.allow_http and any(not url.startswith("https://") for url in urls):
+            raise ValueError("an endpoint is not https://; correct it, or set allow_http")
+        return self
+
+
+class CacheOptions(BaseModel):
+    """Answers that are given again to the same request, where it asks for that (`tokenmill: {"cache": true}`).
+
+    Attributes:
+        always: also where it says nothing, as far as its answer is always the same.
+        keep: an amount of time, such as "1h".
+        entries: of each tenant.  entry_bytes: of the largest.
+        memory_bytes: of all of them, where there is no Redis.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    always: bool = False
+    keep: Amount = timedelta(hours=1)
+    entries: Positive = 10_000
+    entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
+    memory_bytes: Positive = 256 << 20
+
+
+class GatewayOptions(BaseModel):
+    """How HTTP is served.
+
+    Attributes:
+        auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
+        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway; further ones are refused.
+        max_body_bytes: of any other request.
+        idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
+        request_seconds: after which a request to a model is given up, or earlier if it says so.
+        drain_seconds: that requests have to come to their end when the gateway is told to stop.
+        requests_at_once: by one gateway; further ones are refused.
+        tls_certificate, tls_key: PEM files; both or none.
+        tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
+        key_limits: of each key that brings none of its own.
+        webhooks: who is told when batches have ended.  cache: of answers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    auth: Literal["auto", "keys", "off"] = "auto"
+    max_upload_bytes: Positive = 2 << 30
+    uploads_at_once: Positive = 8
+    max_body_bytes: Positive = 10 << 20
+    idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
+    requests_at_once: Positive = 2_000
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tenant_limits: RateLimits = RateLimits()
+    tenants: dict[str, RateLimits] = Field(default_factory=dict)
+    key_limits: RateLimits = RateLimits()
+    webhooks: WebhooksOptions = WebhooksOptions()
+    cache: CacheOptions = CacheOptions()
+
+    @model_validator(mode="after")
+    def _both(self) -> GatewayOptions:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together; set both")
+        return self
