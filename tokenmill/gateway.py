@@ -81,6 +81,7 @@ class Gateway:
         from pipeline.gateway.models import Models
         from pipeline.gateway.parts import GatewayParts
         from pipeline.gateway.rate_limits import RateLimiter
+        from pipeline.gateway.status import Status
         from pipeline.lane_caller import CallSettings
 
         keys = ApiKeys(root.world)
@@ -97,6 +98,7 @@ class Gateway:
             files=files,
             batches=Batches(root.world, intake, files, self._finalizer, self._together),
             models=Models(root.world.store),
+            status=Status(root.world, hints.heartbeats, 1.0 if root.folder else _REMOTE_LOOK_SECONDS),
             settings=_bounds(settings),
             rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
         )

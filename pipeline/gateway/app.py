@@ -15,8 +15,10 @@ from pipeline.gateway.app_errors import answer_to, api_error
 from pipeline.gateway.edge import Edge
 from pipeline.gateway.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.inference_routes import inference_router
+from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.parts import GatewayParts
 from pipeline.gateway.routes import batches_router, files_router, models_router
+from pipeline.gateway.status_routes import status_router
 from pipeline.gateway.websocket import websocket_router
 from pipeline.ports import PipelineError
 
@@ -36,6 +38,8 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         files_router(parts.settings.uploads_at_once),
         batches_router(),
         models_router(),
+        status_router(answers),
+        page_router(read_files()),
         _health_router(draining),
     ]
     if answers is not None:

@@ -40,10 +40,15 @@ class LaneBridge:
         self._calls = LaneCalls(lane, clock, settings)
         self._most_calls = most_calls
         self._sinks: dict[str, Sink] = {}
+        self._unheard: set[str] = set()  # of those, the ones of which nothing has come
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
         return len(self._sinks)
+
+    def figures(self) -> dict[str, int]:
+        """Requests that are under way here (`open`), and those of them that nobody has begun to answer (`waiting`)."""
+        return {"open": len(self._sinks), "waiting": len(self._unheard)}
 
     async def start(self, request: LaneRequest, sink: Sink) -> None:
         """Send the request; its events go to `sink`, until the end or `cancel`. Raises `ApiError`."""
@@ -51,14 +56,15 @@ class LaneBridge:
             raise _full(f"{self._most_calls} requests wait here already")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
+        self._unheard.add(request.id)
         sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
         try:
             await asyncio.shield(sending)
         except LaneFull as error:
-            self._sinks.pop(request.id, None)
+            self.forget(request.id)
             raise _full(str(error)) from None
         except PipelineError as error:
-            self._sinks.pop(request.id, None)
+            self.forget(request.id)
             raise bad_request(str(error)) from None
         except asyncio.CancelledError:  # the caller went away while it is sent: it can be cancelled when it is
             sending.add_done_callback(lambda _: self.cancel(request.id))
@@ -66,11 +72,13 @@ class LaneBridge:
 
     def cancel(self, request_id: str) -> None:
         """Nobody wants the answer any more."""
+        self._unheard.discard(request_id)
         if self._sinks.pop(request_id, None) is not None:
             asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def forget(self, request_id: str) -> None:
         """The end has come."""
+        self._unheard.discard(request_id)
         self._sinks.pop(request_id, None)
 
     def run(self, stop: threading.Event) -> None:
@@ -94,6 +102,7 @@ class LaneBridge:
     def _deliver(self, events: list[LaneEvent], taken: Future[None]) -> None:
         try:
             for event in events:
+                self._unheard.discard(event.request)
                 sink = self._sinks.get(event.request)
                 if sink is not None:
                     sink(event)

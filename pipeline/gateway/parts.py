@@ -16,6 +16,7 @@ from pipeline.gateway.idempotency import check_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.models import Models
 from pipeline.gateway.rate_limits import RateLimiter
+from pipeline.gateway.status import Status
 from pipeline.ports import World
 from schemas.limits import Limits
 
@@ -48,6 +49,7 @@ class GatewayParts:
     files: Files
     batches: Batches
     models: Models
+    status: Status
     settings: GatewaySettings
     rates: RateLimiter
 

@@ -40,6 +40,7 @@ from pipeline.gateway.models import Models
 from pipeline.gateway.parts import GatewayParts, GatewaySettings
 from pipeline.gateway.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.server import GatewayServer, ServerSettings, listen
+from pipeline.gateway.status import Status
 from pipeline.inputs import open_pinned
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.lane_caller import CallSettings
@@ -79,6 +80,7 @@ class HttpHouse:
     permits: threading.Semaphore
     worker: LaneWorker
     bridge: LaneBridge
+    beats: MemoryHeartbeats
     stop: threading.Event
     app: Edge
 
@@ -132,12 +134,14 @@ def http_house(
         together = stack.enter_context(ThreadPoolExecutor(4))
         files, keys = Files(world, together), ApiKeys(world, believed=0.0)
         finalizer = Finalizer(world, files, every=0.05)
+        beats = MemoryHeartbeats(clock, 60.0)
         parts = GatewayParts(
             world,
             Authority(keys, auth),
             files,
             Batches(world, Intake(world, intake), files, finalizer, together),
             Models(store),
+            Status(world, beats, 0.0),
             settings or GatewaySettings(),
             limiter or RateLimiter(clock, rates),
         )
@@ -152,7 +156,7 @@ def http_house(
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
             lambda: server.run(app, stop, lambda: answers.end_all(draining())),
-            lambda: _work(world, stop, permitted, reading, grace),
+            lambda: _work(world, beats, stop, permitted, reading, grace),
             lambda: bridge.run(late),
             lambda: worker.run(late),
         ]
@@ -162,7 +166,9 @@ def http_house(
         for thread in started:
             thread.start()
         try:
-            yield HttpHouse(world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, stop, app)
+            yield HttpHouse(
+                world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app
+            )
         finally:
             stop.set()
             permitted.release(1_000)
@@ -173,9 +179,14 @@ def http_house(
 
 
 def _work(
-    world: World, stop: threading.Event, permits: threading.Semaphore, s3: S3Settings | None, grace: float
+    world: World,
+    beats: MemoryHeartbeats,
+    stop: threading.Event,
+    permits: threading.Semaphore,
+    s3: S3Settings | None,
+    grace: float,
 ) -> None:
-    queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
+    queue = MemoryQueue()
     dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(grace=grace))
     foreman = Foreman(
         world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)

@@ -1,0 +1,90 @@
+"""The page at `/`: files of our own, read once, and served by their names alone. A name that isn't among them is no
+file, so no path leads anywhere else. The policy lets nothing run but these scripts, and no text become markup.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from pipeline.gateway.errors import ApiError
+
+FOLDER: Final = Path(__file__).parent / "static"
+INDEX: Final = "index.html"
+
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file of the page, its type, and its tag (a hash of it)."""
+
+    data: bytes
+    media_type: str
+    tag: str
+
+
+def read_files(folder: Path = FOLDER) -> Mapping[str, StaticFile]:
+    """The page's files, by name."""
+    return {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
+
+
+def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
+    """`/` and `/static/NAME`. Nobody needs a key for them: there is nothing in them that isn't in the package."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    def index(request: Request) -> Response:
+        return _answer(files[INDEX], request)
+
+    @router.get("/static/{name}")
+    def static(name: str, request: Request) -> Response:
+        file = files.get(name)
+        if file is None:
+            raise ApiError(404, "not_found", "the page has no such file")
+        return _answer(file, request)
+
+    return router
+
+
+def _read(path: Path) -> StaticFile:
+    data = path.read_bytes()
+    return StaticFile(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:32]}"')
+
+
+def _answer(file: StaticFile, request: Request) -> Response:
+    headers = {
+        "ETag": file.tag,
+        "Cache-Control": "no-cache",  # kept, and asked for again each time: a new version shows at once
+        "Content-Security-Policy": _POLICY,
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    }
+    if request.headers.get("if-none-match") in (file.tag, "*"):
+        return Response(status_code=304, headers=headers)
+    return Response(file.data, media_type=file.media_type, headers=headers)

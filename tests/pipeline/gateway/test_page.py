@@ -1,0 +1,149 @@
+"""The page's files, and what it shows of the installation."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from pipeline.gateway.keys import Scope
+from pipeline.gateway.page import FOLDER
+from pipeline.ports import WorkerState
+from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from tests.pipeline.made_jobs import PIN
+
+CHAT = "/v1/chat/completions"
+
+
+def test_the_page_is_served_under_a_policy_that_lets_only_its_own_scripts_run(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as http:
+        page = http.get("/")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert "unsafe" not in page.headers["content-security-policy"]
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=\"/static/)|https?://", page.text)
+        named = set(re.findall(r"/static/([\w.]+)", page.text))
+        assert named <= {path.name for path in FOLDER.iterdir()}
+        types = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+        for path in FOLDER.iterdir():
+            if path.suffix == ".html":
+                continue
+            answer = http.get(f"/static/{path.name}")
+            assert answer.content == path.read_bytes()
+            assert answer.headers["content-type"] == types[path.suffix[1:]]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
+            again = http.get(f"/static/{path.name}", headers={"If-None-Match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+
+
+def test_scripts_import_only_files_that_are_there() -> None:
+    here = {path.name for path in FOLDER.iterdir()}
+    for path in FOLDER.glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r"from \"\./([\w.]+)\"", text)) <= here
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), path
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../page.py",
+        "/static/..%2fpage.py",
+        "/static/%2e%2e/page.py",
+        "/static/%2e%2e%2fpage.py",
+        "/static//etc/passwd",
+        "/static/%2fetc%2fpasswd",
+        "/static/style.css%00.js",
+        "/static/STYLE.CSS%20",
+        "/static/",
+        "/static",
+        "/static/index.html/..",
+        "/static/..\\page.py",
+    ],
+)
+def test_no_path_leads_out_of_the_page(tmp_path: Path, path: str) -> None:
+    with http_house(tmp_path) as house:
+        place = urlsplit(house.url)
+        with socket.create_connection((place.hostname or "", place.port or 0), 10) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answer.split(b" ", 2)[1] in (b"404", b"400"), answer[:200]
+
+
+def test_the_page_needs_no_key_and_the_status_does(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        _, allowed = house.keys.create("acme", (Scope.BATCHES,))
+        _, other = house.keys.create("acme", (Scope.INFERENCE, Scope.FILES))
+        with house.http() as nobody, house.http(allowed) as some, house.http(other) as wrong:
+            assert nobody.get("/").status_code == 200
+            assert nobody.get("/v1/status").status_code == 401
+            assert wrong.get("/v1/status").status_code == 403
+            assert some.get("/v1/status").status_code == 200
+
+
+def submit(house: HttpHouse, key: str) -> str:
+    client = house.client(key)
+    file = client.files.create(file=("in.jsonl", lines(10)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id
+
+
+def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as house:
+        some = (Scope.FILES, Scope.BATCHES)
+        ours, theirs = (house.keys.create(tenant, some)[1] for tenant in ("a", "b"))
+        _, admin = house.keys.create("c", (Scope.ADMIN,))
+        submit(house, ours)
+        submit(house, theirs)
+        submit(house, theirs)
+        state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
+        house.beats.beat(state)
+
+        told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, admin)}
+        assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, admin)] == [1, 2, 3]
+        kind = told[ours]["backlog"]["kinds"]
+        assert [(one["model"], one["tier"], one["jobs"]) for one in kind] == [(PIN.name, "standard", 1)]
+        assert kind[0]["tokens"] == told[ours]["backlog"]["tokens"] > 0
+        assert told[ours]["models"] == [PIN.name]
+        worker = next(one for one in told[ours]["workers"] if one["name"] == "w2")
+        assert worker == {
+            "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
+            "tokens_per_second": 310.5, "draining": True,
+        }  # fmt: skip
+
+
+def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as http:
+
+        def lane() -> dict[str, int]:
+            found: dict[str, int] = http.get("/v1/status").json()["lane"]
+            return found
+
+        assert lane() == {"open": 0, "waiting": 0}
+        house.worker.hold.set()
+        body = {"model": PIN.name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
+        house.worker.pause = 0.02
+        asked = threading.Thread(target=lambda: house.http().post(CHAT, json=body))
+        asked.start()
+        wait_until(lambda: lane() == {"open": 1, "waiting": 1})
+        house.worker.hold.clear()
+        wait_until(lambda: lane() == {"open": 1, "waiting": 0})
+        asked.join()
+        wait_until(lambda: lane() == {"open": 0, "waiting": 0})
+
+
+def wait_until(so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
