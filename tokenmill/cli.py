@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.commands import bench, deadletters, estimate, gc, jobs, keys, models, quantize, run, serve, submit
+from tokenmill.commands import bench, chat, deadletters, estimate, gc, jobs, keys, models, quantize, run, serve, submit
 from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
 from tokenmill.output import say
 
@@ -54,6 +54,7 @@ app.command("dispatcher", short_help="Plan jobs and hand out their shards.")(ser
 app.add_typer(deadletters.app, name="deadletters", short_help="What could not become a request.")
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
 app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
+app.command("chat", short_help="Talk to a model that is served.")(chat.chat)
 app.command("gateway", short_help="Serve HTTP for OpenAI's clients.")(serve.gateway)
 app.add_typer(keys.app, name="keys", short_help="API keys for HTTP.")
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)

@@ -181,6 +181,15 @@ PricePerHour = Annotated[
     float | None, typer.Option(parser=price, metavar="PRICE", help="Of this machine, for the cost in the summary.")
 ]
 
+GatewayUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="The gateway that has the job, http(s)://HOST:PORT, in place of a folder or a root. A key, if it needs "
+        "one, is read from TOKENMILL_API_KEY, else OPENAI_API_KEY.",
+    ),
+]
 RootUrl = Annotated[
     str | None,
     typer.Option(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenmill.errors import InputError
+from tokenmill.errors import InputError, UserError
 from tokenmill.root import open_root
 
 if TYPE_CHECKING:
@@ -53,9 +53,16 @@ def locate(given: str, root_url: str | None, settings: Settings) -> JobPlace:
             f"{given}: no such folder, and no root is named; give a job's folder, or its id with --root ROOT "
             "(or TOKENMILL_ROOT)"
         )
-    if not _is_id(given):
+    if not is_id(given):
         raise InputError(f"{given}: no such folder, and not a job's id; 'tokenmill jobs list --root {url}' shows them")
     return JobPlace(given, root=url, job=given)
+
+
+def check_alone(url: str, folder: str | None, root_url: str | None) -> None:
+    """Raises `UserError` where a gateway is named, and another place as well."""
+    if folder is not None or root_url is not None:
+        other = folder if folder is not None else f"--root {root_url}"
+        raise UserError(f"{other}: --url {url} names another place; give one of them")
 
 
 @contextmanager
@@ -102,7 +109,8 @@ def _is_called(ledger: JobLedger, name: str) -> bool:
         return False
 
 
-def _is_id(given: str) -> bool:
+def is_id(given: str) -> bool:
+    """Whether a job can be called so."""
     from pydantic import TypeAdapter, ValidationError
 
     from schemas.names import Id

@@ -43,14 +43,12 @@ def send(given: str, target: str, options: Mapping[str, Any], settings: Settings
     Raises:
         UserError: a target that can't be used.  PipelineError: it can't be sent.
     """
-    if target.startswith(GATEWAYS):
-        raise UserError(
-            f"{target}: there are no gateways yet; submit to s3://BUCKET/PREFIX, a folder or kafka://HOST/TOPIC"
-        )
     if target.startswith(KAFKA):
         return _to_topic(given, target, options, settings)
     if "://" in target and not target.startswith(S3):
-        raise UserError(f"--to {target}: is no target; give s3://BUCKET/PREFIX, a folder, or kafka://HOST/TOPIC")
+        raise UserError(
+            f"--to {target}: is no target; give s3://BUCKET/PREFIX, a folder, kafka://HOST/TOPIC, or http://HOST:PORT"
+        )
     if "://" in given:
         raise UserError(f"{given}: only a local file can be dropped; name an object with --to kafka://HOST/TOPIC")
     source = Path(given).expanduser()

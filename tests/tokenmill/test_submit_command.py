@@ -141,7 +141,7 @@ def test_what_the_door_refuses_ends_the_watching_with_the_letter(folder: World, 
 @pytest.mark.parametrize(
     ("to", "given", "why"),
     [
-        ("http://127.0.0.1:8000", "rows.jsonl", "there are no gateways yet"),
+        ("http://127.0.0.1:8000?x=1", "rows.jsonl", "has a query"),
         ("nowhere", "rows.jsonl", "nowhere: no such folder"),
         ("unwatched", "rows.jsonl", "nobody watches it"),
         ("root", "nothing.jsonl", "nothing.jsonl: no such file"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill import output
 from tokenmill.errors import UserError
-from tokenmill.options import Debug, JobGiven, Json, RootUrl
+from tokenmill.options import Debug, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tokenmill.places import JobPlace
 
 
-def cancel(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
+def cancel(
+    job: JobGiven, root_url: RootUrl = None, url: GatewayUrl = None, as_json: Json = False, _debug: Debug = False
+) -> None:
     """End a job before its time: what is finished is kept, and each other row says that it was cancelled.
 
     A run that is at the job ends it within seconds, and in a root its dispatcher; a folder's job that nobody is at is
@@ -24,8 +26,14 @@ def cancel(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debu
     """
     from schemas.job import JobStatus
     from tokenmill import summary
-    from tokenmill.places import locate
+    from tokenmill.places import check_alone, locate
 
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, None, root_url)
+        jobs_over_http.cancel(url, job, as_json=as_json)
+        return
     settings = read_settings()
     place = locate(job, root_url, settings)
     done, where = _cancel(place, settings)

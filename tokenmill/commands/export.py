@@ -10,7 +10,7 @@ import typer
 
 from tokenmill import output
 from tokenmill.errors import UserError
-from tokenmill.options import Debug, JobGiven, Json, RootUrl
+from tokenmill.options import Debug, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.settings import read_settings
 
 
@@ -22,6 +22,7 @@ def export(
     *,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="JSONL in the form of OpenAI's batch output.")],
     root_url: RootUrl = None,
+    url: GatewayUrl = None,
     errors_to: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where rows that did not succeed go instead.")
     ] = None,
@@ -40,8 +41,16 @@ def export(
     With --merged each line of JOB is there once: an answer if one of the jobs has it, else the last reason why not.
     """
     from pipeline.export import export
-    from tokenmill.places import locate, look_at
+    from tokenmill.places import check_alone, locate, look_at
 
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, None, root_url)
+        if merged or retries or in_input_order:
+            raise UserError("--merged and --in-input-order need the job's folder or root; leave them out with --url")
+        jobs_over_http.export(url, job, to, errors_to, as_json=as_json)
+        return
     if merged != bool(retries):
         raise UserError(
             f"{job}: --merged joins a job with its retries; name their folders or ids behind JOB"

@@ -12,7 +12,8 @@ from tokenmill.commands.cancel import cancel
 from tokenmill.commands.export import export
 from tokenmill.commands.retry import retry
 from tokenmill.errors import EXIT_USAGE, InputError, UserError
-from tokenmill.options import Debug, Every, JobGiven, Json, RootUrl
+from tokenmill.options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
+from tokenmill.places import check_alone
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def list_jobs(
         ),
     ] = None,
     root_url: RootUrl = None,
+    url: GatewayUrl = None,
     active: Annotated[
         bool,
         typer.Option("--active", help="Only jobs that have not ended. In a root of jobs no others are looked at."),
@@ -49,10 +51,16 @@ def list_jobs(
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """List the jobs in a root or a folder, the newest first.
+    """List the jobs in a root or a folder, or those that a gateway has for your key, the newest first.
 
     How open jobs stand comes from their caches, some seconds old.
     """
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, folder, root_url)
+        jobs_over_http.list_jobs(url, limit, active=active, as_json=as_json)
+        return
     where, found = _jobs(folder, root_url, limit + 1, read_settings(), active=active)
     shown = found[:limit]
     if as_json:
@@ -68,13 +76,21 @@ def list_jobs(
 
 
 @app.command("show", short_help="How a job stands, or how it ended.")
-def show_job(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
+def show_job(
+    job: JobGiven, root_url: RootUrl = None, url: GatewayUrl = None, as_json: Json = False, _debug: Debug = False
+) -> None:
     """Show how a job stands, or how it ended."""
     from pipeline.jobs import summarize_job
     from tokenmill.job_views import document, facts
     from tokenmill.places import locate, look_at
     from tokenmill.summary import summary_table
 
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, None, root_url)
+        jobs_over_http.show(url, job, as_json=as_json)
+        return
     settings = read_settings()
     place = locate(job, root_url, settings)
     with look_at(place, settings) as ledger:
@@ -93,7 +109,12 @@ def show_job(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _de
 
 @app.command("watch", short_help="Tell how a job stands until it has ended.")
 def watch_job(
-    job: JobGiven, root_url: RootUrl = None, every: Every = 2.0, as_json: Json = False, _debug: Debug = False
+    job: JobGiven,
+    root_url: RootUrl = None,
+    url: GatewayUrl = None,
+    every: Every = 2.0,
+    as_json: Json = False,
+    _debug: Debug = False,
 ) -> None:
     """Tell on stderr how a job stands until it has ended, then as 'run' does how it ended, and with --json as 'show'.
 
@@ -104,6 +125,12 @@ def watch_job(
     from tokenmill.places import locate, look_at
     from tokenmill.watching import tell_end, watch
 
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, None, root_url)
+        jobs_over_http.watch(url, job, every, as_json=as_json)
+        return
     settings = read_settings()
     with look_at(locate(job, root_url, settings), settings) as ledger:
         manifest = watch(ledger, every=every)

@@ -4,6 +4,7 @@ root of the first one, for its workers."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -18,6 +19,7 @@ from tokenmill.options import (
     Debug,
     DeviceOption,
     DType,
+    GatewayUrl,
     JobGiven,
     Json,
     KvCacheMemory,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from schemas.results import RowStatus
     from tokenmill.engine_options import EngineOptions
     from tokenmill.job_options import ChosenModel
-    from tokenmill.places import JobPlace
     from tokenmill.wiring import RunPlan
 
 
@@ -72,6 +73,7 @@ def retry(
         ),
     ] = None,
     root_url: RootUrl = None,
+    url: GatewayUrl = None,
     only: Annotated[
         list[Ended] | None, typer.Option(help="Only rows that ended so. Repeat for several. Default: all three.")
     ] = None,
@@ -118,9 +120,21 @@ def retry(
     from pipeline.retry import RETRIED, Wishes
     from schemas.job import Tier as JobTier
     from schemas.results import RowStatus
-    from tokenmill.places import locate
+    from tokenmill.places import check_alone, locate
     from tokenmill.retrying import retry_in_root, tell_rows
 
+    if url is not None:
+        from tokenmill import jobs_over_http
+
+        check_alone(url, None, root_url)
+        _check_options(context, job_given, url)
+        body = {
+            "only": only, "include_invalid": include_invalid or None, "tier": tier,
+            "completion_window": _window(deadline), "max_output_tokens": max_output_tokens,
+        }  # fmt: skip
+        asked = {name: value for name, value in body.items() if value is not None}
+        jobs_over_http.retry(url, job_given, asked, watch=watch, as_json=as_json)
+        return
     settings = read_settings()
     statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
     place = locate(job_given, root_url, settings)
@@ -128,7 +142,7 @@ def retry(
     out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
     wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens)
     if out is None:
-        _check_options(context, place)
+        _check_options(context, str(place), place.root)
         retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
         return
     if new is None:
@@ -191,14 +205,23 @@ def _plan(
     )
 
 
-def _check_options(context: typer.Context, place: JobPlace) -> None:
+def _window(deadline: timedelta | None) -> str | None:
+    """As a batch has it, in whole minutes: never longer than was asked for."""
+    if deadline is None:
+        return None
+    minutes = int(deadline.total_seconds() // 60)
+    if minutes < 1:
+        raise UserError("--deadline: a gateway takes whole minutes; give 1m at least")
+    return f"{minutes}m"
+
+
+def _check_options(context: typer.Context, job: str, where: str) -> None:
     """Raises `UserError` for what only a retry that is run here can do."""
     for name, option in ONLY_HERE.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(
-                f"{option}: {place} is tried again in {place.root}, by its workers with their models and engines; "
-                "leave it out"
+                f"{option}: {job} is tried again at {where}, by its workers with their models and engines; leave it out"
             )
 
 

@@ -30,8 +30,8 @@ def submit(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="A root: s3://BUCKET/PREFIX, or the folder of 'tokenmill serve'; or a topic of jobs by reference: "
-            "kafka://HOST[:PORT][/TOPIC].",
+            help="A gateway: http(s)://HOST:PORT; a root: s3://BUCKET/PREFIX, or the folder of 'tokenmill serve'; or a "
+            "topic of jobs by reference: kafka://HOST[:PORT][/TOPIC].",
         ),
     ],
     model: Annotated[
@@ -55,13 +55,21 @@ def submit(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of the input.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of sampled requests that bring none.")] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="For a gateway, which needs to know. Default: as the first line says, else chat."
+        ),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Tell how the job stands until it has ended.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
     """Hand a file of requests to an installation, and print the job's id. Each time is a new job.
 
-    A file goes below incoming/ of the root; a topic gets a record that names it. With --watch the exit code is 0 when
+    A gateway gets the file and makes a batch of it, for 24 h if there is no --deadline; the API key, if it needs one,
+    is read from TOKENMILL_API_KEY, else OPENAI_API_KEY. A file goes below incoming/ of a root; a topic gets a record
+    that names it. With --watch the exit code is 0 when
     all rows have ended, as for 'run', and Ctrl-C ends the watching only. S3 and Kafka are reached as TOKENMILL_S3__…
     and TOKENMILL_KAFKA__… say.
     """
@@ -73,8 +81,16 @@ def submit(
         "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "seed": seed,
         "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
     }  # fmt: skip
+    wanted = {name: value for name, value in chosen.items() if value is not None}
+    if to.startswith(submitting.GATEWAYS):
+        from tokenmill import jobs_over_http
+
+        jobs_over_http.submit(input_, to, wanted, endpoint, watch=watch, as_json=as_json)
+        return
+    if endpoint is not None:
+        raise UserError("--endpoint is for gateways; elsewhere each line says its own")
     settings = read_settings()
-    sent = submitting.send(input_, to, {name: value for name, value in chosen.items() if value is not None}, settings)
+    sent = submitting.send(input_, to, wanted, settings)
     document: dict[str, Any] = {"job": sent.job, "submitted": sent.place, "root": sent.root}
     if not watch:
         output.print_json(document) if as_json else print(sent.job)

@@ -1,0 +1,144 @@
+"""`tokenmill chat`: talking to a model over HTTP, one message or many."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenmill import output
+from tokenmill.errors import EXIT_INTERRUPTED, UserError
+from tokenmill.options import Debug
+
+if TYPE_CHECKING:
+    from tokenmill.over_http import Gateway
+
+
+def chat(
+    message: Annotated[
+        str | None, typer.Argument(metavar="[MESSAGE]", help="What to say; '-' reads it from stdin. Default: a talk.")
+    ] = None,
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="The gateway.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Needed where several are served.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model is told before anything else.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer. Default: the installation's.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Talk to a model that an installation serves; its answers come on stdout, token by token.
+
+    With MESSAGE there is one answer. Without, each line is a message, and what was said before goes along; Ctrl-C
+    cancels the answer that is under way, and Ctrl-D ends. The API key, if one is needed, is read from
+    TOKENMILL_API_KEY, else OPENAI_API_KEY.
+    """
+    from tokenmill.over_http import open_gateway
+
+    text = sys.stdin.read().strip() if message == "-" else message
+    if text is not None and not text.strip():
+        raise UserError("the message is empty; say something")
+    with open_gateway(url) as gateway:
+        settings: dict[str, Any] = {"model": model or _only_model(gateway), "max_tokens": max_tokens}
+        if temperature is not None:
+            settings["temperature"] = temperature
+        body = {name: value for name, value in settings.items() if value is not None}
+        said = [] if system is None else [{"role": "system", "content": system}]
+        if text is None:
+            _talk(gateway, body, said)
+            return
+        said.append({"role": "user", "content": text})
+        if not _answer(gateway, body, said):
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _talk(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) -> None:
+    """Until the end of stdin. What fails is told, and the talk goes on."""
+    asks = "> " if sys.stdin.isatty() else ""
+    if asks:
+        output.say(f"{body['model']} at {gateway.url}; Ctrl-C cancels an answer, Ctrl-D ends")
+    while True:
+        try:
+            line = input(asks).strip()
+        except EOFError:
+            if asks:
+                print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not line:
+            continue
+        said.append({"role": "user", "content": line})
+        try:
+            if not _answer(gateway, body, said):
+                said.pop()
+        except UserError as error:
+            said.pop()
+            if not asks:
+                raise
+            output.say(f"error: {error}")
+
+
+def _answer(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) -> bool:
+    """Print an answer as it comes and append it to what was said; False: the user cancelled it."""
+    parts: list[str] = []
+    try:
+        for part in _parts(gateway, body | {"messages": said, "stream": True}):
+            parts.append(part)
+            sys.stdout.write(_shown(part))
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print()
+        output.say("cancelled")
+        return False
+    except UserError:
+        if parts:
+            print()
+        raise
+    print()
+    said.append({"role": "assistant", "content": "".join(parts)})
+    return True
+
+
+def _parts(gateway: Gateway, body: dict[str, Any]) -> Iterator[str]:
+    """The text of an answer, as it comes. Raises `UserError`, also for a stream that ends before its end."""
+    from tokenmill.over_http import error_of
+
+    with gateway.stream("POST", "/v1/chat/completions", body) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            try:
+                chunk = json.loads(data)
+            except ValueError:
+                raise UserError(f"{gateway.url}: an event can't be read; is a tokenmill gateway there?") from None
+            if "error" in chunk:
+                raise UserError(f"{gateway.url}: {error_of(chunk) or 'the answer failed'}")
+            for choice in chunk.get("choices", ()):
+                yield choice.get("delta", {}).get("content") or ""
+    raise UserError(f"{gateway.url}: the answer broke off; ask again")
+
+
+def _only_model(gateway: Gateway) -> str:
+    names = [str(model["id"]) for model in gateway.get("/v1/models")["data"]]
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise UserError(f"{gateway.url}: no model has been served yet; start a worker")
+    raise UserError(f"{gateway.url}: several models are served; give --model: {', '.join(names)[:500]}")
+
+
+def _shown(text: str) -> str:
+    """In a terminal without control characters: an answer must not move the cursor, or change what is shown."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
