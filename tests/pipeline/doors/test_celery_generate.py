@@ -125,7 +125,8 @@ def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
     ("args", "kwargs", "code", "message"),
     [
         (({**BODY, "model": "gpt-9"},), {}, "model_not_found", "model 'gpt-9' is not served here (tiny)"),
-        (({**BODY, "tools": [{}]},), {}, "unsupported_parameter", "tools is not supported"),
+        (({**BODY, "audio": {}},), {}, "unsupported_parameter", "audio is not supported"),
+        (({**BODY, "tools": [{}]},), {}, "invalid_request", "tools"),
         (({**BODY, "max_tokens": -1},), {}, "invalid_request", "max_tokens is -1"),
         (({**BODY, "stream": True},), {}, "unsupported_parameter", "stream is not supported"),
         (

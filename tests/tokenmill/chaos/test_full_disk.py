@@ -134,6 +134,7 @@ def memory() -> Iterator[Callable[[int, int], None]]:
     group.rmdir()
 
 
+@pytest.mark.exhaustive
 def test_given_a_process_that_the_kernel_kills_for_memory_when_started_again_then_it_goes_on(
     setup: Setup, source: Path, calm: Path, place: Path, memory: Callable[[int, int], None]
 ) -> None:
