@@ -13,7 +13,6 @@ from tokenmill.commands.export import export
 from tokenmill.commands.retry import retry
 from tokenmill.errors import EXIT_USAGE, InputError, UserError
 from tokenmill.options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
-from tokenmill.places import check_alone
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ def list_jobs(
     """
     if url is not None:
         from tokenmill import jobs_over_http
+        from tokenmill.places import check_alone
 
         check_alone(url, folder, root_url)
         jobs_over_http.list_jobs(url, limit, active=active, as_json=as_json)
@@ -87,6 +87,7 @@ def show_job(
 
     if url is not None:
         from tokenmill import jobs_over_http
+        from tokenmill.places import check_alone
 
         check_alone(url, None, root_url)
         jobs_over_http.show(url, job, as_json=as_json)
@@ -127,6 +128,7 @@ def watch_job(
 
     if url is not None:
         from tokenmill import jobs_over_http
+        from tokenmill.places import check_alone
 
         check_alone(url, None, root_url)
         jobs_over_http.watch(url, job, every, as_json=as_json)
