@@ -1,4 +1,4 @@
-"""What the scheduler counts, as others read it."""
+"""What the scheduler counts, and how others read it."""
 
 from __future__ import annotations
 
@@ -40,3 +40,28 @@ class SchedulerStats:
     generated_tokens: int
     speculation: SpeculationStats
     pace: PaceStats | None
+
+
+class Counters:
+    """What the planner counts over its life."""
+
+    __slots__ = (
+        "computed_tokens",
+        "ended",
+        "generated_tokens",
+        "preemptions",
+        "prefix_hit_tokens",
+        "prefix_queried_tokens",
+        "recomputed_tokens",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+        self.recomputed_tokens = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.preemptions = 0
+        self.ended = 0

@@ -19,32 +19,8 @@ from engine.pacing import URGENT, Pace, Paced
 from engine.plan import NewRow, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.speculative.drafting import Drafting
+from engine.stats import Counters
 from engine.waiting import WaitingQueue
-
-
-class Counters:
-    """What the planner counts over its life."""
-
-    __slots__ = (
-        "computed_tokens",
-        "ended",
-        "generated_tokens",
-        "preemptions",
-        "prefix_hit_tokens",
-        "prefix_queried_tokens",
-        "recomputed_tokens",
-        "steps",
-    )
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.computed_tokens = 0
-        self.generated_tokens = 0
-        self.recomputed_tokens = 0
-        self.prefix_queried_tokens = 0
-        self.prefix_hit_tokens = 0
-        self.preemptions = 0
-        self.ended = 0
 
 
 class StepPlanner:

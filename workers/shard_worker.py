@@ -19,12 +19,11 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Final
 
 import structlog
 
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
-from engine.request import Completion, Request, SamplingParams, as_token_ids
+from engine.request import Completion
 from pipeline.ports import Clock
 from pipeline.worker_api import (
     BY_URGENCY,
@@ -46,13 +45,7 @@ from workers.responses import ResponseBuilder, failure_of
 from workers.rows import ComputedRow, Envelope, PreparedRow, RefusedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
-from workers.trials import Member, Trials
-
-PROBE: Final = "probe"
-"""The request that shows whether the engine works at all, when no row is left that could."""
-
-PROBE_TOKENS: Final = as_token_ids([0, 0])
-PROBE_PARAMS: Final = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+from workers.trials import PROBE, Member, Trials, probe
 
 logger = structlog.get_logger(__name__)
 
@@ -90,7 +83,7 @@ class ShardWorker:
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
         self._trials = Trials(model.max_num_seqs)
-        self._probe = _probe(model)
+        self._probe = probe(model)
         self._committing: dict[Future[bool], OpenShard] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
@@ -412,12 +405,3 @@ class ShardWorker:
         run_out(self._beside, self._engine, self._step, partial(self._tell, helper), self._clock)
         while self._engine.has_work:
             self._engine.step()
-
-
-def _probe(model: LoadedModel) -> Request:
-    """A harmless request that any engine in order can compute."""
-    embedding = model.limits.embedding
-    if model.limits.generates or embedding is None:
-        return Request(PROBE, PROBE_TOKENS, PROBE_PARAMS)
-    params = SamplingParams(max_tokens=0, temperature=0.0)
-    return Request(PROBE, PROBE_TOKENS, params, pooling=embedding.pooling)

@@ -13,8 +13,9 @@ from typing import Final
 
 import structlog
 
-from engine.request import Completion
+from engine.request import Completion, Request, SamplingParams, as_token_ids
 from workers.errors import BrokenEngineError
+from workers.model_host import LoadedModel
 from workers.resumption import resume_failed
 from workers.rows import ComputedRow, PreparedRow
 from workers.shard_state import OpenShard
@@ -25,6 +26,12 @@ SUSPECT_AFTER: Final = 2
 
 MAX_FAILED_PROOFS: Final = 3
 """Harmless requests that fail one after the other, after which the engine counts as broken."""
+
+PROBE: Final = "probe"
+"""The request that shows whether the engine works at all, when no row is left that could."""
+
+PROBE_TOKENS: Final = as_token_ids([0, 0])
+PROBE_PARAMS: Final = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 Member = tuple[OpenShard, PreparedRow]
 
@@ -155,3 +162,12 @@ class Trials:
 
 def _without(noted: Mapping[str, OpenShard], gone: set[int]) -> dict[str, OpenShard]:
     return {name: shard for name, shard in noted.items() if id(shard) not in gone}
+
+
+def probe(model: LoadedModel) -> Request:
+    """A harmless request that any engine in order can compute."""
+    embedding = model.limits.embedding
+    if model.limits.generates or embedding is None:
+        return Request(PROBE, PROBE_TOKENS, PROBE_PARAMS)
+    params = SamplingParams(max_tokens=0, temperature=0.0)
+    return Request(PROBE, PROBE_TOKENS, params, pooling=embedding.pooling)

@@ -79,9 +79,8 @@ class Embedder:
             self.engine.add(request)
             return
         name = request.request_id
-        self._ready += self._gather(
-            self.engine.take_ended()
-        )  # the id may be that of one that was cancelled a moment ago
+        # The id may be that of one that was cancelled a moment ago.
+        self._ready += self._gather(self.engine.take_ended())
         if name in self._open:
             raise RequestRefused(f"request {name!r} is already running; use another request_id")
         prompts = (request.prompt_token_ids, *request.more_prompts)

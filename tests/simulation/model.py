@@ -27,9 +27,9 @@ from tests.simulation.machine import Process, ProcessClock
 from tests.simulation.scenario import WORDS, Poison
 from tests.simulation.watch import EngineWatch, row_of
 from workers.model_host import LoadedModel
-from workers.shard_worker import PROBE
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
+from workers.trials import PROBE
 
 SPECIALS = ("<pad>", "<s>", "<end>", "<turn>")
 FIRST_CHARACTER = len(SPECIALS)
