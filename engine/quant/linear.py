@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.quant.fp8 import Fp8Kernel
 from engine.quant.int8 import Int8Linear
+from engine.quant.small_weights import SmallWeightKernel
 from engine.quant.weight import QWeight
 
 Product = Callable[[Tensor], Tensor]
@@ -101,7 +102,7 @@ class Int8Kernel:
         return Int8Linear.of(weight.codes, scale, bias, input_scale=weight.activations.scale)
 
 
-KERNELS: tuple[LinearKernel, ...] = (Fp8Kernel(), Int8Kernel())
+KERNELS: tuple[LinearKernel, ...] = (Fp8Kernel(), Int8Kernel(), SmallWeightKernel())
 """The fast ones, best first."""
 
 

@@ -1,0 +1,101 @@
+"""Weight-only products in Triton against the dequantized weight, for each form, grouping and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.quant.linear import fast_kernel
+from engine.quant.rtn import Rounding, round_to_nearest
+from engine.quant.small_weights import SmallWeightKernel, multiplies_small
+from engine.quant.weight import Activations, QWeight, TwoLevel
+
+pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
+
+from engine.triton_kernels.small_weights import SmallWeightProduct
+
+
+def weight(form: str, n: int, k: int, group: int | None, *, symmetric: bool = True) -> QWeight:
+    dense = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k))
+    return round_to_nearest(dense, Rounding(form, group=group, symmetric=symmetric))  # type: ignore[arg-type]
+
+
+def two_levels(n: int, k: int) -> QWeight:
+    """As Q4_K keeps it: eight groups of 32 share a step of the scales, and one of the lowest values."""
+    made = torch.Generator().manual_seed(3)
+    groups, wide = -(-k // 32), -(-k // 256)
+
+    def factors(high: int, dtype: torch.dtype) -> TwoLevel:
+        codes = torch.randint(0, high, (n, groups), generator=made).to(dtype)
+        return TwoLevel(codes, torch.rand(n, wide, generator=made).half() / high, 8)
+
+    codes = torch.randint(0, 256, (n, k // 2), generator=made).to(torch.uint8)
+    low = factors(63, torch.int8)
+    return QWeight("int4", codes, n, k, 32, factors(63, torch.uint8), replace(low, codes=-low.codes))
+
+
+WEIGHTS = {
+    "int4, groups of 128": weight("int4", 96, 256, 128),
+    "int4, groups of 32, zeros, and shapes that no tile divides": weight("int4", 77, 160, 32, symmetric=False),
+    "int4, a factor a row": weight("int4", 64, 192, None),
+    "int4, an odd number of columns": weight("int4", 40, 63, None),
+    "int4, two levels": two_levels(80, 512),
+    "int8, groups of 16 (Q6_K)": weight("int8", 48, 272, 16),
+    "int8, a factor a row": weight("int8", 33, 130, None),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", list(WEIGHTS))
+@pytest.mark.parametrize("rows", [1, 20])
+def test_it_is_the_product_with_the_dequantized_weight(
+    form: str, rows: int, dtype: torch.dtype, device: torch.device, upcast: bool
+) -> None:
+    q = WEIGHTS[form].to(device)
+    x = torch.randn(rows, q.k, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
+    bias = torch.randn(q.n).to(device)
+    wanted = x.double() @ q.dequantize(dtype).double().t() + bias.double()
+    y = SmallWeightProduct(q, bias, upcast)(x)
+    assert y.dtype == dtype
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), wanted, rtol=2 * step, atol=float(4 * step * wanted.abs().mean()) + 1e-5)
+
+
+@pytest.mark.parametrize("rows", [33, 65, 130])
+def test_thick_batches_take_larger_tiles_and_give_the_same(rows: int, device: torch.device, upcast: bool) -> None:
+    q = WEIGHTS["int4, groups of 128"].to(device)
+    x = torch.randn(rows, q.k, device=device)
+    y = SmallWeightProduct(q, None, upcast)(x)
+    torch.testing.assert_close(y, x @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+
+
+def test_columns_in_another_order_meet_their_inputs(device: torch.device, upcast: bool) -> None:
+    q = replace(WEIGHTS["int4, groups of 128"], order=torch.randperm(256)).to(device)
+    x = torch.randn(5, 256, device=device)
+    torch.testing.assert_close(SmallWeightProduct(q, None, upcast)(x), x @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_lie_apart_and_no_rows_at_all(device: torch.device, upcast: bool) -> None:
+    q = WEIGHTS["int8, a factor a row"].to(device)
+    wide = torch.randn(6, 200, device=device)
+    product = SmallWeightProduct(q, None, upcast)
+    torch.testing.assert_close(product(wide[:, :130]), wide[:, :130] @ q.dequantize().t(), rtol=1e-4, atol=1e-4)
+    assert product(wide[:0, :130]).shape == (0, 33)
+
+
+def test_what_it_takes() -> None:
+    assert all(multiplies_small(q) for q in WEIGHTS.values())
+    assert not multiplies_small(weight("int4", 8, 63, 21))  # a byte would belong to two groups
+    assert not multiplies_small(replace(WEIGHTS["int8, a factor a row"], activations=Activations("int8")))
+    assert not multiplies_small(weight("fp8", 16, 32, None))
+    assert not SmallWeightKernel().runs(WEIGHTS["int4, groups of 128"]), "a CPU has kernels of its own"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED HERE: the choice on a GPU; there is none")
+def test_a_gpu_multiplies_with_the_small_form() -> None:
+    kernel = fast_kernel(WEIGHTS["int4, groups of 128"].to(torch.device("cuda")))
+    assert kernel is not None
+    assert kernel.name == "triton"
