@@ -62,6 +62,17 @@ def windows(ids: Sequence[int], size: int, tokens: int, start: Sequence[int] = (
     return [[*start, *ids[at * size : (at + 1) * size]] for at in range(count)]
 
 
+def prose_windows(model: Path, size: int, tokens: int) -> list[list[int]]:
+    """Windows of the prose as the model's tokenizer has it; each begins with what that puts before every text."""
+    text = PROSE.read_text(encoding="utf-8")
+    if hashlib.sha256(text.encode()).hexdigest() != PROSE_SHA256:
+        raise SystemExit(f"error: {PROSE} is not the text that other figures were measured on; restore it")
+    tokenizer = Tokenizer.load(model)
+    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].tolist()
+    start = tokenizer.encode_batch([""], add_special_tokens=True)[0].tolist()
+    return windows(ids, size, tokens, start)
+
+
 def score(engine: Engine, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     """float64 [windows, size - 1]: the log-probability of each token but a window's first, given those before it.
 
@@ -128,15 +139,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    text = PROSE.read_text(encoding="utf-8")
-    if hashlib.sha256(text.encode()).hexdigest() != PROSE_SHA256:
-        raise SystemExit(f"error: {PROSE} is not the text that other figures were measured on; restore it")
-    tokenizer = Tokenizer.load(args.model)
-    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].tolist()
-    start = tokenizer.encode_batch([""], add_special_tokens=True)[0].tolist()
-    prompts = windows(ids, args.window, args.tokens, start)
+    prompts = prose_windows(args.model, args.window, args.tokens)
     if not prompts:
-        raise SystemExit(f"error: {min(len(ids), args.tokens)} tokens don't fill a window of {args.window}")
+        raise SystemExit(f"error: {args.tokens} tokens, or the whole text, don't fill a window of {args.window}")
     try:
         named = [REFERENCE, *(parse_named(text) for text in args.setting or ["bf16=dtype:bfloat16"])]
         if len({name for name, _ in named}) < len(named):

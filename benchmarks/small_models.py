@@ -24,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from engine_settings import SettingError, parse_named, with_overrides
-from perplexity import PROSE, compare, score, windows
+from perplexity import compare, prose_windows, score
 from throughput import machine
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from workers.tokenizer import Tokenizer
 
 SETTINGS = (
     "bf16=dtype:bfloat16,quantize:dense",
@@ -97,8 +96,7 @@ def main() -> None:
     except SettingError as error:
         raise SystemExit(f"error: {error}") from error
     speed = rates(engines, batches, args.rounds) if args.rounds else {name: {} for name in engines}
-    ids = Tokenizer.load(args.model).encode_batch([PROSE.read_text(encoding="utf-8")], add_special_tokens=False)[0]
-    prompts = windows(ids.tolist(), 512, args.tokens)
+    prompts = prose_windows(args.model, 512, args.tokens)
     scores = {name: score(engine, prompts) for name, engine in engines.items()} if prompts else {}
     results = []
     for name, engine in engines.items():
