@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers.plugin"]
+
+# Triton chooses its interpreter when it is first imported, which any library that is tested may do.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes says nothing on a machine that has other things to do.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +29,16 @@ def pytest_configure() -> None:
     a test starts, and that is to be interrupted."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def threads_of_a_test_are_its_own() -> Iterator[None]:
+    """Torch's number of threads is the process's: a test that wants two must not leave them to all that come after it,
+    where two processes of tests share two cores, and threads that wait for each other spin."""
+    yield
+    wanted, torch = int(os.environ.get("OMP_NUM_THREADS", "1")), sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
 
 
 def _module(name: str) -> ModuleType:

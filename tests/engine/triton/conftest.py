@@ -1,14 +1,9 @@
-"""Triton's kernels run on a GPU where there is one, else in Triton's interpreter, which is chosen before its import."""
+"""Triton's kernels run on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

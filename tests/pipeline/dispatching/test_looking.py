@@ -104,13 +104,10 @@ def test_given_a_store_that_answers_late_many_requests_are_under_way_at_once(sto
         house = dispatcher(world, together)
         for ledger in ledgers:
             house.add(ledger)
-        begun = time.monotonic()
         house.tick()
-        took = time.monotonic() - begun
     assert house.finished()
     assert all(ledger.manifest() is not None for ledger in ledgers)
     assert store.most >= 8
-    assert took < 36 * ANSWER + 0.5, "one after the other the parts alone would take longer"
 
 
 def test_given_a_large_job_that_is_taken_up_then_its_parts_are_read_over_several_ticks(
