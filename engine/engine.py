@@ -271,9 +271,10 @@ class Engine:
         that would outlast it before their turn."""
         self.scheduler.settle(more_to_come=more_to_come)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
-        return self.scheduler.cancel(request_id)
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, or one choice of it, with reason "cancelled". Its completion comes with the next `step`, or
+        when its other choices have ended. False: there is nothing to end."""
+        return self.scheduler.cancel(request_id, choice)
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
         """What an unfinished request has so far, to be logged, or to go on from (`Request.partial`).

@@ -207,9 +207,10 @@ class Scheduler:
                 found.append((sequence.choice, sequence.token_ids[sequence.prompt_len :]))
         return found
 
-    def cancel(self, request_id: str) -> bool:
-        """End all choices that have not ended yet and free what they hold; False when there are none."""
-        return self._end_request(request_id, FinishReason.CANCELLED)
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """End all choices that have not ended yet (or this one alone) and free what they hold; False when there are
+        none."""
+        return self._end_request(request_id, FinishReason.CANCELLED, choice)
 
     def take_finished(self) -> list[FinishedSequence]:
         """Sequences that ended without a step since the last call: cancelled ones and those past their deadline."""
@@ -353,8 +354,9 @@ class Scheduler:
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
             ended[int(places[i])] = self._finish(sequence, reason, stop_token_id=stop)
 
-    def _end_request(self, request_id: str, reason: FinishReason) -> bool:
+    def _end_request(self, request_id: str, reason: FinishReason, choice: int | None = None) -> bool:
         siblings = [s for s in self._requests.get(request_id, ()) if s.state is not SequenceState.FINISHED]
+        siblings = [s for s in siblings if choice is None or s.choice == choice]
         for sequence in siblings:
             self._finished.append(self._finish(sequence, reason))
         return bool(siblings)

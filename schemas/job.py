@@ -123,11 +123,14 @@ class CatalogEntry(Paper):
     Attributes:
         pin: what they are pinned to.
         max_model_len: tokens of prompt and answer together.
+        policies: the fingerprint of the content policies that judge its prompts and answers; None: there are none. No
+            part of the pin: another policy doesn't strand the jobs that are open.
     """
 
     version: Literal[1] = 1
     pin: ModelPin
     max_model_len: Annotated[int, Field(ge=1)]
+    policies: Annotated[str, Field(max_length=64)] | None = None
 
 
 class JobSettings(Paper):
@@ -141,6 +144,8 @@ class JobSettings(Paper):
         default_max_tokens: for requests without max_tokens (or what is left of the context, if less).
         max_output_tokens: a request that asks for more is refused.
         url: of all requests; one that names another is invalid. None: each says its own.
+        content_policies: the fingerprint of those that the order itself names, as `run` does; None: it names none. In a
+            root they are the workers' matter.
     """
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -150,6 +155,7 @@ class JobSettings(Paper):
     default_max_tokens: Annotated[int, Field(ge=1)] = 4_096
     max_output_tokens: Annotated[int, Field(ge=1)] = 131_072
     url: Annotated[str, Field(max_length=256)] | None = None
+    content_policies: Annotated[str, Field(max_length=64)] | None = None
     limits: Limits = Limits()
     plan: PlanSettings = PlanSettings()
 

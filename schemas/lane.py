@@ -83,9 +83,11 @@ class TokensEvent(_Event):
 
 @dataclass(frozen=True, slots=True)
 class EndEvent(_Event):
-    """The answer is whole. `response`: OpenAI's response body, of all attempts together."""
+    """The answer is whole. `response`: OpenAI's response body, of all attempts together. `policies`: the fingerprint of
+    the content policies that judged it; None: none did."""
 
     response: dict[str, Any] = field(default_factory=dict)
+    policies: Text | None = None
     kind: Literal["end"] = "end"
 
 

@@ -150,6 +150,7 @@ class Settings(BaseSettings):
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
         speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL,
             eagle3:HEAD or auto.
+        content_policies: judge prompts and answers, where a command doesn't say: NAME or NAME:ARGUMENT each.
     """
 
     model_config = SettingsConfigDict(
@@ -167,6 +168,7 @@ class Settings(BaseSettings):
     spot_notice: bool = False
     instruction_set: InstructionSet = "auto"
     speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"
+    content_policies: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     root: str | None = None
     s3: S3Options = S3Options()
     bucket: BucketOptions = BucketOptions()

@@ -11,10 +11,11 @@ from tokenmill.errors import InputError, ModelError, UserError
 from tokenmill.output import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from schemas.job import InputRef, JobSettings
     from schemas.settings import Settings
+    from workers.content_policies import Policies
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,13 @@ def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:
             f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
             f"lower it, or raise TOKENMILL_MAX_OUTPUT_TOKENS__{tier.upper()}"
         )
+
+
+def content_policies(given: Sequence[str] | None, settings: Settings) -> Policies:
+    """The policies that a command's options name, else the settings. Raises what loading them raises."""
+    from workers.policy_loading import load_policies
+
+    return load_policies(given or settings.content_policies)
 
 
 def read_template(path: Path | None) -> str | None:

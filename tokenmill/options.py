@@ -142,6 +142,15 @@ SpeculateOption = Annotated[
         "Default: TOKENMILL_SPECULATE, else auto.",
     ),
 ]
+ContentPolicies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--content-policy",
+        metavar="NAME[:ARGUMENT]",
+        help="Have this policy judge prompts and answers: rules:FILE.toml (keywords and regexes), or the name of one "
+        "that is installed. May be repeated. Default: TOKENMILL_CONTENT_POLICIES, else none.",
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
 ChatTemplate = Annotated[

@@ -23,6 +23,7 @@ from tokenmill.processes import run_together, settled_heap, unique_name, until_t
 from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
 from tokenmill.switching import SourceInTurn, Turns
+from workers.content_policies import NO_POLICIES, Policies
 from workers.lane_requests import LaneRules
 from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
@@ -43,14 +44,20 @@ def load_any(chosen: ChosenModel, config: EngineConfig, chat_template: str | Non
     )
 
 
-def run_worker(root_url: str | None, settings: Settings, models: Sequence[LoadModel], switch_after: float) -> None:
+def run_worker(
+    root_url: str | None,
+    settings: Settings,
+    models: Sequence[LoadModel],
+    switch_after: float,
+    policies: Policies = NO_POLICIES,
+) -> None:
     """A worker process with the models that these load, one at a time, until told to stop.
 
     Raises `UserError` where settings lack something, and what loading and the work raise.
     """
     log_to_stderr(logging.INFO)
     with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
-        worker = Worker(root, hints, models, settings, switch_after)
+        worker = Worker(root, hints, models, settings, switch_after, policies)
         say(f"working for {root.url} with {', '.join(worker.models)}")
         run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
 
@@ -63,31 +70,39 @@ class Worker:
 
     Args:
         switch_after: seconds after which a model with work makes room for another that is asked for.
+        policies: judge prompts and answers.
 
     Attributes:
         models: their names, in the order of their turns.
     """
 
     def __init__(
-        self, root: Root, hints: Hints, models: Sequence[LoadModel], settings: Settings, switch_after: float
+        self,
+        root: Root,
+        hints: Hints,
+        models: Sequence[LoadModel],
+        settings: Settings,
+        switch_after: float,
+        policies: Policies = NO_POLICIES,
     ) -> None:
         self._root = root
         self._hints = hints
-        pins = [_publish(root, load()) for load in models[1:]]
+        pins = [_publish(root, load(), policies) for load in models[1:]]
         self._first: LoadedModel | None = models[0]()
-        pins.insert(0, _publish(root, self._first))
+        pins.insert(0, _publish(root, self._first, policies))
         self.models = [pin.name for pin in pins]
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._name = unique_name(root.world.random)
         self._lane = hints.lane.worker(self._name)
         self._turns = Turns(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
-        self._lane_rules = lane_rules(settings)
+        self._lane_rules = lane_rules(settings, policies)
         self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = WorkerSettings(
             request_timeout=settings.request_timeout,
             checkpoint_seconds=settings.checkpoint_seconds,
             look_seconds=hints.look_seconds,
+            policies=policies,
         )
 
     def __call__(self, stop: threading.Event) -> None:
@@ -119,18 +134,19 @@ class Worker:
             client.close()
 
 
-def _publish(root: Root, model: LoadedModel) -> ModelPin:
+def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
     """Let jobs be submitted for the model; its pin."""
-    pin = model.pin()
-    Catalog(root.world.store).publish(CatalogEntry(pin=pin, max_model_len=model.limits.max_model_len))
+    pin, longest = model.pin(), model.limits.max_model_len
+    Catalog(root.world.store).publish(CatalogEntry(pin=pin, max_model_len=longest, policies=policies.fingerprint))
     return pin
 
 
-def lane_rules(settings: Settings) -> LaneRules:
+def lane_rules(settings: Settings, policies: Policies) -> LaneRules:
     """What the lane's requests may ask for, by the same settings as jobs' rows."""
     return LaneRules(
         default_max_tokens=settings.default_max_tokens,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},
         limits=settings.limits,
         request_timeout=settings.request_timeout,
+        policies=policies,
     )

@@ -2,7 +2,8 @@
 
 Text that could still change is kept back: half a character, and as much as a stop string could begin in. All that is a
 function of the tokens, so an attempt that goes on with another's tokens knows what text was told with them. Text that
-belongs to a tool call is told as such, and never as content.
+belongs to a tool call is told as such, and never as content. Where content policies judge, tokens come here through a
+gate (`workers.policy_gate`), and all the rest is as if there were none.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from engine.request import Choice, Completion, PartialChoice
 from schemas.errors import STATUS_CODES, RowError
 from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from schemas.requests import ChatBody, EmbeddingBody
+from schemas.results import ResultRow
 from workers.constraints import shown_tokens
+from workers.content_policies import Guard
 from workers.detokenizer import IncrementalDetokenizer
 from workers.lane_requests import PREFIX
 from workers.logprobs import TokenTexts, chat_logprobs
-from workers.responses import ResponseBuilder, failure_of
+from workers.policy_gate import PolicyGate, part
+from workers.responses import ResponseBuilder, failure_of, withheld_choices
 from workers.rows import ComputedRow, Envelope, PreparedRow
 from workers.tokenizer import Tokenizer
 from workers.tool_calls import CallIds, ToolCallReader, told
@@ -62,6 +66,9 @@ class LaneAnswer:
         self.request = request
         self._prompt = row.request.prompt_token_ids
         self._body = row.body
+        self._guard = row.guard
+        self._gates: dict[int, PolicyGate] = {}
+        self._error: RowError | None = None  # a policy failed
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         stops = () if isinstance(row.body, EmbeddingBody) else row.body.stop
@@ -77,6 +84,8 @@ class LaneAnswer:
             text = growing.push(ids)
             if growing.reader is not None:
                 growing.reader.push(text)
+            if self._guard is not None:
+                self._judge(choice, self._guard, ids)
         resumed = {partial.index for partial in row.request.partial}
         # Tokens that the caller has, and that are computed once more all the same.
         self._skip = {choice: len(ids) for choice, ids in enumerate(request.tokens) if choice not in resumed}
@@ -88,16 +97,43 @@ class LaneAnswer:
             skipped = min(self._skip.get(new.index, 0), len(new.token_ids))
             if skipped:
                 self._skip[new.index] -= skipped
-            ids = new.token_ids[skipped:].tolist()
-            if not ids:
+            cleared = self._cleared(part(new, skipped))
+            if cleared is None or not len(cleared.token_ids):
                 continue
             logprobs = None
-            if new.logprobs is not None and isinstance(self._body, ChatBody):
-                whole = chat_logprobs(self._texts, new.token_ids, new.logprobs, self._body.top_logprobs)
-                logprobs = {**whole, "content": whole["content"][skipped:]}
+            if cleared.logprobs is not None and isinstance(self._body, ChatBody):
+                logprobs = chat_logprobs(self._texts, cleared.token_ids, cleared.logprobs, self._body.top_logprobs)
+            ids = cleared.token_ids.tolist()
             text = self._growing(new.index).push(ids)
             events.append(self._tokens(new.index, ids, *self._split(new.index, text), logprobs))
         return events
+
+    def refuses(self, choice: int) -> bool:
+        """Whether nothing more of the choice will be told, so that it needn't be computed."""
+        return self._error is not None or choice in self._refused
+
+    def _judge(self, choice: int, guard: Guard, told: Sequence[int]) -> None:
+        """What was told of a choice by an earlier attempt, perhaps by a worker with other policies."""
+        try:
+            self._gate(choice, guard).replay(told)
+        except RowError as error:
+            self._error = error
+
+    @property
+    def _refused(self) -> frozenset[int]:
+        return frozenset(choice for choice, gate in self._gates.items() if gate.refused)
+
+    def _cleared(self, new: PartialChoice) -> PartialChoice | None:
+        """What of a choice may be told now that these tokens have come."""
+        if self._guard is None:
+            return new
+        if self.refuses(new.index):
+            return None
+        try:
+            return self._gate(new.index, self._guard).push(new)
+        except RowError as error:
+            self._error = error
+            return None
 
     def _split(self, choice: int, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]] | None]:
         """Content and calls that become certain with this text."""
@@ -112,18 +148,24 @@ class LaneAnswer:
         self, row: PreparedRow, completion: Completion, builder: ResponseBuilder, envelope: Envelope
     ) -> list[LaneEvent]:
         """The rest of all choices, and the response; or why there is none."""
-        error = failure_of(completion)
+        refused = self._refused
+        error = self._error or failure_of(completion, refused)
         if error is not None:
             return self.failed(error)
-        computed = ComputedRow(row, completion)
-        response: dict[str, Any] = orjson.loads(builder.results([computed], envelope)[0].response or "{}")
-        events: list[LaneEvent] = []
+        computed = ComputedRow(row, completion, refused)
         if isinstance(row.body, EmbeddingBody):
-            return [EndEvent(self.request.id, self.request.attempt, self._next(), response)]
+            return [self._end(_response(builder.results([computed], envelope)))]
         (texts,) = builder.answer_texts([computed])
+        try:
+            withheld = withheld_choices(computed, texts)
+        except RowError as failed:
+            return self.failed(failed)
+        response = _response(builder.answered(computed, texts, withheld, envelope))
+        events: list[LaneEvent] = []
         for choice, text, shown in zip(completion.choices, texts, response["choices"], strict=True):
-            events += self._rest(choice, text, shown)
-        return [*events, EndEvent(self.request.id, self.request.attempt, self._next(), response)]
+            if choice.index not in withheld:
+                events += self._rest(choice, text, shown)
+        return [*events, self._end(response)]
 
     def failed(self, error: RowError) -> list[LaneEvent]:
         """There is no answer."""
@@ -145,6 +187,10 @@ class LaneAnswer:
             logprobs = {**logprobs, "content": logprobs["content"][growing.told :]}
         return [self._tokens(choice.index, ids, more, calls, logprobs)]
 
+    def _end(self, response: dict[str, Any]) -> EndEvent:
+        policies = None if self._guard is None else self._guard.fingerprint
+        return EndEvent(self.request.id, self.request.attempt, self._next(), response, policies)
+
     def _tokens(
         self,
         choice: int,
@@ -162,10 +208,23 @@ class LaneAnswer:
 
     def _growing(self, choice: int) -> _Growing:
         if choice not in self._choices:
-            detokenizer = IncrementalDetokenizer(self._tokenizer, self._prompt, self._shown)
             reader = None if self._form is None else ToolCallReader(self._form)
-            self._choices[choice] = _Growing(detokenizer, self._keep, reader)
+            self._choices[choice] = _Growing(self._detokenizer(), self._keep, reader)
         return self._choices[choice]
+
+    def _gate(self, choice: int, guard: Guard) -> PolicyGate:
+        if choice not in self._gates:
+            self._gates[choice] = PolicyGate(guard, self._detokenizer(), self._keep)
+        return self._gates[choice]
+
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self._tokenizer, self._prompt, self._shown)
+
+
+def _response(results: Sequence[ResultRow]) -> dict[str, Any]:
+    """OpenAI's response body of a request that was answered."""
+    response: dict[str, Any] = orjson.loads(results[0].response or "{}")
+    return response
 
 
 def refusal(request: LaneRequest, error: RowError, sequence: int = 0) -> list[LaneEvent]:

@@ -17,8 +17,10 @@ from schemas.job import JobSettings, Tier
 from schemas.lane import LaneRequest
 from schemas.limits import Limits
 from schemas.requests import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
+from workers.content_policies import NO_POLICIES, About, Guard, Policies
 from workers.embedding import EmbeddingReader
 from workers.model_host import LoadedModel
+from workers.policy_texts import texts_of_prompt, texts_to_embed
 from workers.resumption import go_on
 from workers.rows import PreparedRow, RowName
 from workers.tokenizer import TokenIds
@@ -36,12 +38,14 @@ class LaneRules:
         default_max_tokens: tokens of a request that names no number (or what is left of the context, if that is less).
         caps: the largest max_tokens of each tier.
         request_timeout: seconds that a request may take in the engine; None: until its deadline.
+        policies: judge prompts and answers.
     """
 
     default_max_tokens: int = JobSettings().default_max_tokens
     caps: Mapping[Tier, int] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     request_timeout: float | None = None
+    policies: Policies = NO_POLICIES
 
 
 class LaneReader:
@@ -57,19 +61,26 @@ class LaneReader:
             raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)
+        guard = self._rules.policies.guard(About(request.id, request.tenant, body.model, request.url))
         if isinstance(body, EmbeddingBody):
-            return PreparedRow(names, body, self._embedding(request, body))
+            return PreparedRow(names, body, self._embedding(request, body, guard), guard)
         translator = Translator(
             self._model.tokenizer, self._model.limits, self._job_rules(request), self._model.grammars
         )
-        prompt = self._encode(translator.prompt_of(body), chat=request.url == CHAT_URL)
+        text = translator.prompt_of(body)
+        if guard is not None:
+            guard.check_prompt(texts_of_prompt(body, text, self._model.tokenizer))
+        prompt = self._encode(text, chat=request.url == CHAT_URL)
         made = translator.request(engine_name(request), body, prompt, RowHints(_number(request.id)))
         made = replace(made, readers_known=False)  # who else may come with this prompt nobody knows
-        return PreparedRow(names, body, _resumed(made, request.tokens))
+        return PreparedRow(names, body, _resumed(made, request.tokens), guard)
 
-    def _embedding(self, request: LaneRequest, body: EmbeddingBody) -> Request:
+    def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: Guard | None) -> Request:
         reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
-        (prompts,) = reader.encode([reader.inputs_of(body)])
+        inputs = reader.inputs_of(body)
+        if guard is not None:
+            guard.check_prompt(texts_to_embed(inputs, self._model.tokenizer))
+        (prompts,) = reader.encode([inputs])
         return reader.request(engine_name(request), body, prompts)
 
     def deadline(self, request: LaneRequest, now: datetime) -> float | None:

@@ -23,7 +23,7 @@ from typing import Final
 import structlog
 
 from engine.errors import ContextLengthExceeded, RequestRefused
-from engine.request import Completion, FinishReason
+from engine.request import Completion, FinishReason, PartialChoice
 from pipeline.availability import ServiceUnavailable
 from pipeline.lane import LaneSettings, LaneWorker
 from pipeline.ports import Clock
@@ -114,6 +114,7 @@ class LaneServer:
         self._held: dict[str, int] = {}  # request -> attempt, from being taken until its end is told
         self._unwanted: set[tuple[str, int]] = set()
         self._arrived: deque[_Open] = deque()
+        self._refused: deque[tuple[str, int]] = deque()  # engine's name and choice, to be ended
         self._preparing = False
         self._admitting = True
         self._wake = threading.Event()
@@ -163,6 +164,10 @@ class LaneServer:
         self._admitting = admit
         if self._unwanted:
             self._drop_unwanted()
+        while self._refused:
+            name, choice = self._refused.popleft()
+            if name in self._open:  # its completion comes like that of any other
+                self._engine.cancel(name, choice)
         if self._open:
             self._pass_on()
         while admit and self._arrived:
@@ -242,7 +247,7 @@ class LaneServer:
                 opened.given[choice.index] = opened.given.get(choice.index, 0) + len(choice.token_ids)
             if new:
                 opened.begun = True
-                self._news.put(partial(opened.answer.grown, new))
+                self._news.put(partial(self._grown, opened, new))
 
     def _report(self) -> None:
         """Say in the log how they fare, now and then, where something is promised and somebody was served."""
@@ -345,6 +350,13 @@ class LaneServer:
                 news.append(one)
         except queue.Empty:
             return news, False
+
+    def _grown(self, opened: _Open, new: Sequence[PartialChoice]) -> Sequence[LaneEvent]:
+        """Tell of new tokens. A choice that a policy refuses is not to be computed any further."""
+        events = opened.answer.grown(new)
+        for choice in (choice.index for choice in new if opened.answer.refuses(choice.index)):
+            self._refused.append((opened.row.request.request_id, choice))
+        return events
 
     def _ended(self, opened: _Open, completion: Completion) -> Sequence[LaneEvent]:
         request = opened.request

@@ -41,11 +41,17 @@ MESSAGES: Final = {
 }
 
 
-def failure_of(completion: Completion) -> RowError | None:
-    """Why a completion is no answer, or None when it is one: one failed choice fails the row."""
+CONTENT_FILTER: Final = "content_filter"
+"""Finish reason of a choice whose text is withheld. As with OpenAI and Azure the response is none the less an answer,
+with its usage and its other choices: status 200, and no text where the text was."""
+
+
+def failure_of(completion: Completion, withheld: frozenset[int] = frozenset()) -> RowError | None:
+    """Why a completion is no answer, or None when it is one: one failed choice fails the row. How those ended that are
+    withheld doesn't matter."""
     for choice in completion.choices:
         code = FAILURES.get(choice.finish_reason)
-        if code is not None:
+        if code is not None and choice.index not in withheld:
             message = completion.error if choice.finish_reason is FinishReason.ERROR else None
             return RowError(code, message or MESSAGES[choice.finish_reason])
     return None
@@ -71,16 +77,19 @@ class ResponseBuilder:
         for row in rows:
             if isinstance(row, RefusedRow):
                 results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
-            elif (error := failure_of(row.completion)) is not None:
-                model, completion = row.prepared.body.model, row.completion
-                names = row.prepared.names
-                results += _refused(names, model, error, completion.started_at, completion.finished_at, envelope)
+            elif (error := failure_of(row.completion, row.withheld)) is not None:
+                results += _failed(row, error, envelope)
             elif isinstance(row.prepared.body, EmbeddingBody):
                 results += embedding_results(row, envelope)
             else:
                 answered.append(row)
         for row, texts in zip(answered, self.answer_texts(answered), strict=True):
-            results += self._answered(row, texts, envelope)
+            try:
+                withheld = withheld_choices(row, texts)
+            except RowError as error:
+                results += _failed(row, error, envelope)
+            else:
+                results += self.answered(row, texts, withheld, envelope)
         return results
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
@@ -104,7 +113,10 @@ class ResponseBuilder:
             return self._tokenizer.decode_showing(prepared.request.prompt_token_ids, choice.token_ids, shown)
         return decoded
 
-    def _answered(self, row: ComputedRow, texts: list[str], envelope: Envelope) -> list[ResultRow]:
+    def answered(
+        self, row: ComputedRow, texts: list[str], withheld: frozenset[int], envelope: Envelope
+    ) -> list[ResultRow]:
+        """The results of a row with an answer, whose choices have these texts, and of its copies."""
         prepared, completion = row.prepared, row.completion
         body = prepared.body
         started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
@@ -112,12 +124,16 @@ class ResponseBuilder:
             kind, name = "chatcmpl", "chat.completion"
             answer = f"{envelope.job}/{prepared.names[0].row}"
             choices = [
-                self._chat_choice(body, c, text, answer) for c, text in zip(completion.choices, texts, strict=True)
+                _withheld_choice(body, c.index) if c.index in withheld else self._chat_choice(body, c, text, answer)
+                for c, text in zip(completion.choices, texts, strict=True)
             ]
         else:
             assert isinstance(body, CompletionBody), "an embedding is no text"
             kind, name = "cmpl", "text_completion"
-            choices = [self._completion_choice(body, row, index, texts[index]) for index in range(len(texts))]
+            choices = [
+                _withheld_choice(body, at) if at in withheld else self._completion_choice(body, row, at, texts[at])
+                for at in range(len(texts))
+            ]
         response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
         response["choices"] = choices
 
@@ -193,6 +209,29 @@ class ResponseBuilder:
             if not self._texts.is_special(token_id):
                 characters += len(decoder.decode(self._texts.bytes_of(token_id)))
         return len(choice.token_ids)
+
+
+def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
+    """The choices that must not be told. Raises `RowError` where that can't be found out."""
+    guard = row.prepared.guard
+    if guard is None:
+        return row.withheld
+    choices = [choice.index for choice in row.completion.choices]
+    judged = ((index, text) for index, text in zip(choices, texts, strict=True) if index not in row.withheld)
+    return row.withheld | {index for index, text in judged if guard.refuses(text)}
+
+
+def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:
+    """A choice without its text, which its log-probabilities and an echo of the prompt would spell."""
+    message = {"role": "assistant", "content": None, "refusal": None}
+    what: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
+    return {"index": index, **what, "logprobs": None, "finish_reason": CONTENT_FILTER}
+
+
+def _failed(row: ComputedRow, error: RowError, envelope: Envelope) -> list[ResultRow]:
+    prepared, completion = row.prepared, row.completion
+    times = completion.started_at, completion.finished_at
+    return _refused(prepared.names, prepared.body.model, error, *times, envelope)
 
 
 def _refused(

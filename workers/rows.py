@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.request import Completion, Request
 from schemas.errors import RowError
 from schemas.requests import Body
+from workers.content_policies import Guard
 
 
 class RowName(NamedTuple):
@@ -25,11 +26,13 @@ class PreparedRow:
 
     Attributes:
         names: the row itself first, then its copies.
+        guard: judges its answers; None: nobody does.
     """
 
     names: tuple[RowName, ...]
     body: Body
     request: Request
+    guard: Guard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,12 @@ class RefusedRow:
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that the engine is done with, for better or worse."""
+    """A row that the engine is done with, for better or worse. `withheld`: choices that were refused while they grew,
+    and perhaps ended for that."""
 
     prepared: PreparedRow
     completion: Completion
+    withheld: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

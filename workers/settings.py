@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.worker_api import CHECKPOINT_SECONDS
+from workers.content_policies import NO_POLICIES, Policies
 
 IDLE_SECONDS: Final = 0.02
 """Pause between looks when there is nothing to compute."""
@@ -24,6 +25,7 @@ class WorkerSettings:
         look_seconds: between two looks for a shard, when there was none.
         checkpoint_seconds: between two checkpoints, and before the first; 0: after each step, infinite: only when it is
             told to stop.
+        policies: judge prompts and answers.
     """
 
     request_timeout: float | None = None
@@ -32,3 +34,4 @@ class WorkerSettings:
     report_seconds: float = 0.25
     look_seconds: float = IDLE_SECONDS
     checkpoint_seconds: float = CHECKPOINT_SECONDS
+    policies: Policies = NO_POLICIES

@@ -16,9 +16,11 @@ from schemas.errors import RowError, RowErrorCode
 from schemas.job import Usage
 from schemas.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
 from schemas.results import ResultRow
+from workers.content_policies import NO_POLICIES, About, Guard, Policies
 from workers.embedding import EmbeddingReader, Input
 from workers.errors import ModelMismatchError
 from workers.model_host import LoadedModel
+from workers.policy_texts import texts_of_prompt, texts_to_embed
 from workers.resumption import resume
 from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import TokenIds
@@ -116,14 +118,17 @@ class _Line:
     parsed: Body | None = None
     prompt: str | TokenIds | None = None
     inputs: Sequence[Input] = ()  # to be embedded
+    guard: Guard | None = None
     error: RowError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardReader:
-    """Prepares shards for one model: reads bodies, renders templates, tokenizes a whole shard in two calls."""
+    """Prepares shards for one model: reads bodies, renders templates, has prompts judged, tokenizes a whole shard in
+    two calls."""
 
     model: LoadedModel
+    policies: Policies = NO_POLICIES
 
     def prepare(self, work: ShardWork) -> PreparedShard:
         """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
@@ -188,10 +193,17 @@ class ShardReader:
             if line.url not in BODIES:
                 raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
             line.parsed = _parse(line.url, line.body)
+            about = About(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
+            line.guard = guard = self.policies.guard(about)
+            tokenizer = self.model.tokenizer
             if isinstance(line.parsed, EmbeddingBody):
-                line.inputs = embeddings.inputs_of(line.parsed)
+                line.inputs = inputs = embeddings.inputs_of(line.parsed)
+                if guard is not None:
+                    guard.check_prompt(texts_to_embed(inputs, tokenizer))
             else:
                 line.prompt = translator.prompt_of(line.parsed)
+                if guard is not None:
+                    guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
         except RowError as error:
             line.error = error
 
@@ -241,7 +253,8 @@ class ShardReader:
             line.error = error
             return None
         logged = work.history.running.get(line.names[0].row)
-        return PreparedRow(line.names, line.parsed, request if logged is None else resume(request, logged))
+        request = request if logged is None else resume(request, logged)
+        return PreparedRow(line.names, line.parsed, request, line.guard)
 
 
 def died_alone(times: int) -> str:

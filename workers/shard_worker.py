@@ -74,7 +74,8 @@ class ShardWorker:
         self._observer = observer
         self._given_helper = helper
         self._beside = beside or Nothing(clock)
-        self._fetcher = ShardFetcher(source, ShardReader(model), clock, (settings or WorkerSettings()).look_seconds)
+        reader = ShardReader(model, self._settings.policies)
+        self._fetcher = ShardFetcher(source, reader, clock, self._settings.look_seconds)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
         timed = self._settings.request_timeout is not None
@@ -307,7 +308,11 @@ class ShardWorker:
             exposed=max(self._checkpointer.exposed, shard.unlogged),
             engine_started_at=None if shard.first_start is None else self._wall(shard.first_start),
             engine_finished_at=None if shard.last_end is None else self._wall(shard.last_end),
-            engine={**self._model.facts, **speculation_facts(self._engine.stats().speculation)},
+            engine={
+                **self._model.facts,
+                **speculation_facts(self._engine.stats().speculation),
+                **self._settings.policies.facts,
+            },
             versions=self._versions,
         )
         return self._sink.commit(shard.work, FinishedRows(shard.built_rows, shard.built_usages), report)

@@ -42,7 +42,7 @@ class StepEngine(Protocol):
 
     def settle(self, *, more_to_come: bool) -> None: ...
 
-    def cancel(self, request_id: str) -> bool: ...
+    def cancel(self, request_id: str, choice: int | None = None) -> bool: ...
 
     def step(self) -> list[Completion]: ...
 
@@ -101,11 +101,11 @@ class Embedder:
         """See `Engine.settle`."""
         self.engine.settle(more_to_come=more_to_come)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """See `Engine.cancel`. A request that pools has no choices: it ends as a whole."""
         opened = self._open.get(request_id)
         if opened is None:
-            return self.engine.cancel(request_id)
+            return self.engine.cancel(request_id, choice)
         self._drop_rest(request_id, opened)
         return True
 

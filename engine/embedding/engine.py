@@ -115,8 +115,9 @@ class EncoderEngine:
     def settle(self, *, more_to_come: bool) -> None:
         """The order of batches is the same either way."""
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request; its completion, with reason "cancelled", comes with the next `step`. False: unknown id."""
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """End a request, whatever the choice: it has one. Its completion, with reason "cancelled", comes with the next
+        `step`. False: unknown id."""
         if request_id not in self._waiting:
             return False
         self._ended.append(self._end(self._waiting.remove(request_id), FinishReason.CANCELLED))

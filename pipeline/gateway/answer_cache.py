@@ -1,5 +1,5 @@
 """Answers that are given again, to whoever asks exactly the same: of one tenant, to a request whose answer is always
-the same (greedy, or with a seed), from the very same weights, and for a while.
+the same (greedy, or with a seed), from the very same weights, judged by the very same content policies, and for a while.
 
 It saves work and nothing else: what can't be read is computed, and what can't be written is left out.
 """
@@ -145,10 +145,11 @@ class AnswerCache:
         logger.warning("cache_not_used", reason=str(error), seconds=_AWAY_SECONDS)
 
 
-def cache_key(request: LaneRequest, default_max_tokens: int) -> str:
-    """The same for all requests that have the same answer: what they ask, and of which weights."""
+def cache_key(request: LaneRequest, default_max_tokens: int, policies: str | None = None) -> str:
+    """The same for all requests that have the same answer: what they ask, of which weights, and what judges it."""
     body = {name: value for name, value in request.body.items() if name not in _CARRIED}
     facts = {"url": request.url, "model": request.model, "default_max_tokens": default_max_tokens, "body": body}
+    facts["policies"] = policies
     return hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 

@@ -176,7 +176,7 @@ class Answers:
         if asked.ticket is not None:
             loop.run_in_executor(None, self.asker.ended, asked, used)
         if event is not None and asked.cache_key is not None:
-            loop.run_in_executor(None, self.asker.keep, asked, event.response)
+            loop.run_in_executor(None, self.asker.keep, asked, event)
 
     async def stream(self, asked: Asked) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""

@@ -22,8 +22,8 @@ from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
 from schemas.bodies import Body
 from schemas.errors import STATUS_CODES, RowError
-from schemas.job import Tier
-from schemas.lane import LaneRequest
+from schemas.job import CatalogEntry, Tier
+from schemas.lane import EndEvent, LaneRequest
 from schemas.limits import Limits
 from schemas.requests import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
 
@@ -86,6 +86,7 @@ class Asked:
         resume: seconds for which the stream is kept for a reader that was cut off.
         ticket: what was taken for it of the caller's limits.
         cache_key: of its answer; None: it is neither looked for nor kept.
+        policies: the fingerprint of the content policies that are to judge it, as far as is known.
     """
 
     request: LaneRequest
@@ -95,6 +96,7 @@ class Asked:
     resume: float = 0.0
     ticket: Ticket | None = None
     cache_key: str | None = None
+    policies: str | None = None
 
 
 class Asker:
@@ -117,7 +119,7 @@ class Asker:
         self._rates = rates
         self._settings = settings or AskSettings()
         self._catalog = Catalog(world.store)
-        self._models: dict[str, tuple[float, str]] = {}  # name -> until when it is believed, the lane's name for it
+        self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> until when it is believed
         self._lock = threading.Lock()
 
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
@@ -141,23 +143,24 @@ class Asker:
         if stream and isinstance(checked, CompletionBody) and checked.echo:
             raise bad_request("echo is not supported in a stream; remove one of them", "echo", "unsupported_parameter")
         seconds = self._settings.longest if extension.timeout is None else extension.timeout
+        entry = self._entry(checked.model)
         request = LaneRequest(
             id=f"http-{self._world.random.token(16).hex()}",
-            model=self._lane_name(checked.model),
+            model=entry.pin.key,
             url=url,
             body=dumped,
             tier=extension.tier,
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
         )
-        key = self._cache_key(extension, checked, request)
+        key = self._cache_key(extension, checked, request, entry.policies)
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
             ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds)
-        return Asked(request, checked.model, stream, include_usage, resume, ticket, key)
+        return Asked(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
 
-    def _cache_key(self, extension: Extension, body: Body, request: LaneRequest) -> str | None:
+    def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:
         """Under which the answer is kept; None: it isn't. Raises `ApiError` where that is asked for, and can't be."""
         if extension.cache and self.cache is None:
             raise bad_request("no answers are kept here; remove cache", f"{EXTENSION}.cache")
@@ -169,7 +172,7 @@ class Asker:
                 message = f"{EXTENSION}.cache needs temperature 0 or a seed: otherwise each answer is another"
                 raise bad_request(message, f"{EXTENSION}.cache")
             return None
-        return cache_key(request, self._settings.default_max_tokens)
+        return cache_key(request, self._settings.default_max_tokens, policies)
 
     def find(self, asked: Asked) -> dict[str, Any] | None:
         """The answer that the same request had, if it is to be had; may wait for a server."""
@@ -177,10 +180,11 @@ class Asker:
             return None
         return self.cache.find(asked.request.tenant, asked.cache_key)
 
-    def keep(self, asked: Asked, response: Mapping[str, Any]) -> None:
-        """The answer, for the same request's next time; may wait for a server."""
-        if self.cache is not None and asked.cache_key is not None:
-            self.cache.keep(asked.request.tenant, asked.cache_key, response)
+    def keep(self, asked: Asked, event: EndEvent) -> None:
+        """The answer, for the same request's next time; may wait for a server. Not where a worker answered whose
+        policies are other ones than the catalog says: those that come next might refuse it."""
+        if self.cache is not None and asked.cache_key is not None and event.policies == asked.policies:
+            self.cache.keep(asked.request.tenant, asked.cache_key, event.response)
 
     def ended(self, asked: Asked, used: int | None) -> None:
         """The request is over, after so many tokens (None: nobody knows); may wait for a server."""
@@ -221,8 +225,8 @@ class Asker:
             of = "this API key" if min(caps) == caller.max_tokens else f"the {tier} tier"
             raise bad_request(f"{name} is {limit}, but {of} allows at most {min(caps)}; lower it", name)
 
-    def _lane_name(self, name: str) -> str:
-        """The lane's name for the model; raises `ApiError`."""
+    def _entry(self, name: str) -> CatalogEntry:
+        """The model as the catalog has it; raises `ApiError`."""
         now = self._world.clock.monotonic()
         known = self._models.get(name)
         if known is not None and now < known[0]:
@@ -237,8 +241,8 @@ class Asker:
         with self._lock:
             if len(self._models) >= _MOST_NAMES:
                 self._models.clear()
-            self._models[name] = now + _BELIEVED, entry.pin.key
-        return entry.pin.key
+            self._models[name] = now + _BELIEVED, entry
+        return entry
 
 
 def _streaming(plain: dict[str, Any]) -> tuple[bool, bool]:

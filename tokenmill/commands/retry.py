@@ -15,6 +15,7 @@ from tokenmill import options
 from tokenmill.errors import InputError, ModelError, UserError
 from tokenmill.options import (
     ChatTemplate,
+    ContentPolicies,
     Deadline,
     Debug,
     DeviceOption,
@@ -55,7 +56,8 @@ class Ended(StrEnum):
 
 ONLY_HERE: Final = {
     "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
-    "kv_dtype": "--kv-dtype", "speculate": "--speculate", "device": "--device", "threads": "--threads",
+    "kv_dtype": "--kv-dtype", "speculate": "--speculate", "content_policy": "--content-policy", "device": "--device",
+    "threads": "--threads",
     "fresh": "--fresh",
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
@@ -92,6 +94,7 @@ def retry(
     quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in JOB.")] = None,
     kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in JOB.")] = None,
     speculate: SpeculateOption = None,
+    content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
@@ -161,6 +164,7 @@ def retry(
     plan = _plan(
         first, new, wishes, engine, input_, model, chat_template,
         fresh=fresh, price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+        content_policy=content_policy,
     )  # fmt: skip
     tell_rows(first)
     execute(plan, as_json=as_json)
@@ -177,6 +181,7 @@ def _plan(
     *,
     fresh: bool,
     price_per_hour: float | None,
+    content_policy: list[str] | None,
 ) -> RunPlan:
     """Everything that can be found out, and refused, before a retry is run here."""
     from pipeline.retry import retried_settings
@@ -188,17 +193,21 @@ def _plan(
     tier = wishes.tier or job.tier
     if wishes.max_output_tokens is not None:
         job_options.check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
+    policies = job_options.content_policies(content_policy, settings)
+    wanted = retried_settings(first, wishes.max_output_tokens)
     return RunPlan(
         inputs=_same_input(job, input_),
         model=_model(job, model, settings.model_cache),
         output=new.expanduser(),
         tier=tier,
-        settings=retried_settings(first, wishes.max_output_tokens),
+        settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
         engine=engine,
         chat_template=job_options.read_template(chat_template),
         fresh=fresh,
         price_per_hour=price_per_hour,
-        worker=WorkerSettings(request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds),
+        worker=WorkerSettings(
+            request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
+        ),
         deadline=wishes.deadline,
         retry_of=job.id,
         digest=job.models[0].digest if model is None and chat_template is None else None,

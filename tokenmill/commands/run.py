@@ -9,6 +9,7 @@ import typer
 
 from tokenmill.options import (
     ChatTemplate,
+    ContentPolicies,
     Deadline,
     Debug,
     DeviceOption,
@@ -49,6 +50,7 @@ def run(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     max_output_tokens: MaxOutputTokens = None,
@@ -83,6 +85,7 @@ def run(
         input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
         price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour, deadline=deadline,
+        content_policy=content_policy,
     )  # fmt: skip
     execute(plan, as_json=as_json)
 
@@ -102,6 +105,7 @@ def _plan(
     max_output_tokens: int | None,
     price_per_hour: float | None,
     deadline: timedelta | None,
+    content_policy: list[str] | None,
 ) -> RunPlan:
     """Everything that can be found out, and refused, before a job is made. Cheap checks come first."""
     from schemas.job import Tier as JobTier
@@ -113,6 +117,7 @@ def _plan(
     wanted = job_options.job_settings(
         settings, tier=tier, seed=seed, on_invalid=on_invalid, limit=limit, max_output_tokens=max_output_tokens
     )
+    policies = job_options.content_policies(content_policy, settings)
     template = job_options.read_template(chat_template)
     inputs = job_options.read_input(input_, None if fresh else out.expanduser())
     return RunPlan(
@@ -120,11 +125,13 @@ def _plan(
         model=job_options.choose_model(model, settings.model_cache),
         output=out.expanduser(),
         tier=JobTier(tier),
-        settings=wanted,
+        settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
         engine=engine,
         chat_template=template,
         fresh=fresh,
         price_per_hour=price_per_hour,
-        worker=WorkerSettings(request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds),
+        worker=WorkerSettings(
+            request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
+        ),
         deadline=deadline,
     )

@@ -14,6 +14,7 @@ import typer
 
 from tokenmill.options import (
     ChatTemplate,
+    ContentPolicies,
     Debug,
     DeviceOption,
     DTypeOption,
@@ -62,6 +63,7 @@ def serve(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
@@ -86,6 +88,7 @@ def serve(
     from tokenmill.engine_options import engine_options
     from tokenmill.gateway import Gateway
     from tokenmill.hints import hints_in_process
+    from tokenmill.job_options import content_policies
     from tokenmill.logs import log_to_stderr
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
@@ -93,6 +96,7 @@ def serve(
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
+    policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         speculate,
@@ -101,7 +105,8 @@ def serve(
         hints = hints_in_process(root)
         gateway = Gateway(root, settings, hints, host, port)
         folders = service.folder_part(root, settings, settle)
-        work = Worker(root, hints, _loads(model, settings, options, chat_template), settings, switch_after)
+        loads = _loads(model, settings, options, chat_template)
+        work = Worker(root, hints, loads, settings, switch_after, policies)
         place = data.expanduser() / "incoming"
         say(f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order")
         dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
@@ -117,6 +122,7 @@ def worker(
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
     speculate: SpeculateOption = None,
+    content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
     chat_template: ChatTemplate = None,
@@ -131,14 +137,16 @@ def worker(
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
     """
     from tokenmill.engine_options import engine_options
+    from tokenmill.job_options import content_policies
     from tokenmill.working import run_worker
 
     settings = read_settings()
+    policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         speculate,
     )  # fmt: skip
-    run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after)
+    run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after, policies)
 
 
 def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _debug: Debug = False) -> None:
