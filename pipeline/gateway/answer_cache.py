@@ -1,5 +1,5 @@
 """Answers that are given again, to whoever asks exactly the same: of one tenant, to a request whose answer is always
-the same (greedy, or with a seed), from the very same weights, judged by the very same content policies, and for a while.
+the same (greedy, or with a seed), from the very same weights, judged by the very same content policies, for a while.
 
 It saves work and nothing else: what can't be read is computed, and what can't be written is left out.
 """

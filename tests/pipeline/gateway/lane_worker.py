@@ -32,6 +32,7 @@ class LaneWorker:
         pause: seconds between two tokens of a request.
         asked: all requests that came, by id.  unwanted: when which was dropped, because nobody wants it.
         hold: take nothing while it is set.
+        policies: the fingerprint of the content policies that it says it asked.
     """
 
     lane: OpenLane
@@ -40,6 +41,7 @@ class LaneWorker:
     asked: dict[str, LaneRequest] = field(default_factory=dict)
     unwanted: dict[str, float] = field(default_factory=dict)
     hold: threading.Event = field(default_factory=threading.Event)
+    policies: str | None = None
 
     def run(self, stop: threading.Event) -> None:
         side = self.lane.worker("w")
@@ -86,7 +88,7 @@ class LaneWorker:
             one.said += 1
         if one.said == most:
             response = self._response(body, chat, most, choices)
-            events.append(EndEvent(request.id, request.attempt, self._next(one), response))
+            events.append(EndEvent(request.id, request.attempt, self._next(one), response, self.policies))
         return events
 
     def _next(self, one: _Running) -> int:

@@ -16,13 +16,16 @@ from structlog.testing import capture_logs
 from pipeline.adapters.redis_answers import RedisAnswers
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings
 from pipeline.adapters.system import SystemClock
+from pipeline.catalog import Catalog
 from pipeline.gateway.answer_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers, cache_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.rate_limits import RateSettings
+from schemas.job import CatalogEntry
 from schemas.lane import LaneRequest
 from schemas.limits import RateLimits
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
+from tests.pipeline.made_jobs import PIN
 from tests.servers.redis import RedisServer
 
 HELLO: Any = {
@@ -136,6 +139,40 @@ def test_what_has_many_answers_and_what_went_wrong_is_not_kept(house: HttpHouse)
     assert cache.find("a", "x")
 
 
+def test_an_answer_is_given_again_under_the_policies_only_that_judged_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.gateway.asking._BELIEVED", 0.0)
+    with http_house(tmp_path) as house:
+        catalog = Catalog(house.world.store)
+
+        def judged_by(worker: str | None, told: str | None) -> None:
+            house.worker.policies = worker
+            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=told))
+
+        kept(house)
+        # Given another policy, when the same is asked, then it is computed anew, and kept under that one.
+        judged_by("new", "new")
+        asked = len(house.worker.asked)
+        house.client().chat.completions.create(**HELLO, **CACHED)
+        assert len(house.worker.asked) == asked + 1
+        kept(house)
+        # An older worker that still answers has not asked the policy that the catalog names.
+        judged_by("new", "newer")
+        asked = len(house.worker.asked)
+        for _ in range(3):
+            house.client().chat.completions.create(**HELLO, **CACHED)
+            time.sleep(0.1)
+        assert len(house.worker.asked) == asked + 3, "kept under a name that didn't judge it"
+        judged_by("newer", "newer")
+        kept(house)
+        # And what the first worker said without any policy is found where there is none.
+        judged_by(None, None)
+        asked = len(house.worker.asked)
+        kept(house)
+        assert len(house.worker.asked) == asked
+
+
 def test_it_can_be_for_all_that_dont_say_no(tmp_path: Path) -> None:
     with http_house(tmp_path, cache=CacheSettings(always=True)) as house:
         kept(house)
@@ -192,8 +229,9 @@ def test_other_weights_are_another_answer() -> None:
         cache_key(replace(asked, model="fedcba9876543210"), 10),
         cache_key(replace(asked, url="/v1/completions"), 10),
         cache_key(asked, 11),
+        cache_key(asked, 10, "policies"),
     }
-    assert len(keys) == 4
+    assert len(keys) == 5
     assert cache_key(replace(asked, id="y", body={**body, "model": "another name", "user": "a"}), 10) in keys
 
 
