@@ -50,6 +50,8 @@ the native kernels compute with less than the processor has.
 
 `--quantize` and `--kv-dtype` change answers, so they belong to the order like `--dtype`: the same command with another
 value is refused, and `jobs retry` keeps them. `--kv-dtype int8` needs the native kernels; `--quantize` does not.
+`--content-policy` belongs to the order, too; `jobs retry` judges by what it is given itself
+([content-policy.md](content-policy.md)).
 
 This page is what `--help` says; docs/make_cli.py writes it.
 """

@@ -219,9 +219,11 @@ class GrowingAnswer:
 
     def push(self, text: str) -> None:
         """More of it. Raises `RowError` when a policy fails."""
+        if not text or self.refused:
+            return
         window = self._guard.window
         self._text += text
-        self.refused = self.refused or self._guard.refuses_growing(self._text, self._start)
+        self.refused = self._guard.refuses_growing(self._text, self._start)
         if self.refused:
             return
         end = max(self._start, len(self._text) - window)

@@ -349,3 +349,21 @@ def test_a_regex_at_the_limit_takes_time_in_proportion_to_the_text(rules: Callab
         seconds.append(time.monotonic() - began)
     print(f"{1e6 * seconds[1] / 60_000:.2f} µs a character")
     assert seconds[1] < 10 * seconds[0] + 0.5
+
+
+def test_what_the_page_shows_works(rules: Callable[[str], Rules]) -> None:
+    page = (Path(__file__).parents[2] / "docs/content-policy.md").read_text(encoding="utf-8")
+    example = page.split("```toml\n")[1].split("```")[0]
+    judge = guard(rules(example))
+    assert judge.window == 40
+    assert judge.refuses("number 4111 1111 1111 1111.")
+    assert not judge.refuses("falconry, 4111")
+    made: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], made)  # noqa: S102 - our own page
+    quiet = guard(made["Quiet"](None))
+    growing = GrowingAnswer(quiet)
+    growing.push("well, well")
+    assert (growing.cleared, growing.refused) == (9, False)
+    growing.push("!")
+    assert growing.refused
+    assert not quiet.refuses("well, well")

@@ -1,4 +1,4 @@
-"""Content policies in a worker: in rows of shards and on the lane, with a model whose answers are forced to be a text."""
+"""Content policies in a worker, in rows of shards and on the lane; answers are forced to be a text."""
 
 from __future__ import annotations
 
