@@ -28,13 +28,14 @@ class Catalog:
 
     def publish(self, entry: CatalogEntry) -> None:
         """The model is served as described from now on; jobs that were accepted before keep their pin. An entry that
-        can't be read is written anew: of what isn't synced a power cut may leave anything."""
+        says the same stays, with its moment. One that can't be read is written anew: of what isn't synced a power cut
+        may leave anything."""
         try:
             standing = self._find(entry.pin.name)
         except LedgerError as error:
             logger.warning("a catalog entry can't be read, and is written anew", reason=str(error))
             standing = None
-        if standing != entry:
+        if standing is None or not standing.same(entry) or (standing.published_at is None and entry.published_at):
             self._store.replace(_key(entry.pin.name), entry.to_json())
 
     def find(self, name: str) -> CatalogEntry | None:

@@ -17,7 +17,7 @@ from pipeline.active import mark, tidy, unmark
 from pipeline.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
 from pipeline.ports import PipelineError, Randomness, World
 from pipeline.records import RunRecord
-from pipeline.tenants import list_batch
+from pipeline.tenants import batches_of
 from schemas.job import InputRef, Job, JobSettings, JobStatus, ModelPin, Tier
 
 _NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
@@ -93,7 +93,7 @@ def submit(
         )  # fmt: skip
         mark(ledger)
         if ledger.in_root:
-            list_batch(ledger.store, order.tenant, ledger.name)
+            batches_of(order.tenant).add(ledger.store, ledger.name)
         if ledger.create_job(job):
             mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)

@@ -6,12 +6,23 @@ honoured are refused one floor up, in `schemas.requests`, with a message of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from schemas.fields import (
+    CONTENT,
+    INPUTS,
+    LOGIT_BIAS,
+    PROMPT,
+    RESPONSE_FORMAT,
+    STOP,
+    STRUCTURED_OUTPUTS,
+    TOOL_CHOICE,
+    defaulting,
+    only,
+)
 from schemas.structured import (
     NamedTool,
     ResponseFormat,
@@ -33,20 +44,6 @@ UNSUPPORTED = "unsupported_parameter"
 
 def unsupported(message: str) -> PydanticCustomError:
     return PydanticCustomError(UNSUPPORTED, "{text}", {"text": message, "param": None})
-
-
-def only(check: Callable[[Any], Any]) -> WrapValidator:
-    """Lets `check` alone judge a field. (pydantic's PlainValidator would lose the type when writing it.)"""
-    return WrapValidator(lambda value, _handler: check(value))
-
-
-def _none_as_default(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def defaulting(default: Any) -> BeforeValidator:
-    """JSON null means the default, as with OpenAI."""
-    return BeforeValidator(lambda value: _none_as_default(value, default))
 
 
 class TextPart(BaseModel):
@@ -84,7 +81,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | tuple[TextPart, ...] | None, only(_check_content)] = None
+    content: Annotated[str | tuple[TextPart, ...] | None, only(_check_content, CONTENT)] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), defaulting(())] = ()
@@ -201,16 +198,16 @@ class GenerationBody(BaseModel):
     min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
     n: Annotated[int, Field(ge=1), defaulting(1)] = 1
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Annotated[tuple[str, ...], only(_check_stop)] = ()
+    stop: Annotated[tuple[str, ...], only(_check_stop, STOP)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Strict(False), defaulting(())] = ()
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
-    logit_bias: Annotated[dict[str, float], only(_check_logit_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
     ignore_eos: Annotated[bool, defaulting(False)] = False
-    response_format: Annotated[ResponseFormat | None, only(check_response_format)] = None
-    structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs)] = None
+    response_format: Annotated[ResponseFormat | None, only(check_response_format, RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs, STRUCTURED_OUTPUTS)] = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -275,7 +272,7 @@ class ChatBody(GenerationBody):
     logprobs: Annotated[bool, defaulting(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), defaulting(0)] = 0
     tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
-    tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice)] = None
+    tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice, TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool, defaulting(True)] = True
 
     @property
@@ -307,7 +304,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of /v1/completions. `max_tokens` 0 scores the prompt only; `echo` puts the prompt before the answer."""
 
-    prompt: Annotated[str | tuple[int, ...], only(_check_prompt)]
+    prompt: Annotated[str | tuple[int, ...], only(_check_prompt, PROMPT)]
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Annotated[bool, defaulting(False)] = False
@@ -329,7 +326,7 @@ class EmbeddingBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_inputs)]
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_inputs, INPUTS)]
     encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None

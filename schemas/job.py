@@ -125,12 +125,18 @@ class CatalogEntry(Paper):
         max_model_len: tokens of prompt and answer together.
         policies: the fingerprint of the content policies that judge its prompts and answers; None: there are none. No
             part of the pin: another policy doesn't strand the jobs that are open.
+        published_at: since when it is served like this; None: it was written down before this was.
     """
 
     version: Literal[1] = 1
     pin: ModelPin
     max_model_len: Annotated[int, Field(ge=1)]
     policies: Annotated[str, Field(max_length=64)] | None = None
+    published_at: AwareDatetime | None = None
+
+    def same(self, other: CatalogEntry) -> bool:
+        """Whether both describe the same, whenever they were published."""
+        return self == other.model_copy(update={"published_at": self.published_at})
 
 
 class JobSettings(Paper):

@@ -7,11 +7,22 @@ import re
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Final
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from schemas.job import MetadataKey, MetadataValue, OnInvalid, Tier
 
 _AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
+"""An amount of time, in JSON schemas."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 MOST_DAYS: Final = 3_650
 
@@ -35,7 +46,7 @@ def _amount(given: Any) -> Any:
     return given
 
 
-Amount = Annotated[timedelta, BeforeValidator(_amount)]
+Amount = Annotated[timedelta, BeforeValidator(_amount), WithJsonSchema({"type": "string", "pattern": AMOUNT_PATTERN})]
 """An amount of time, written as `parse_amount` reads it."""
 
 
@@ -61,7 +72,18 @@ class SomeOptions(BaseModel):
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tier: Tier | None = None
-    deadline: timedelta | AwareDatetime | None = None
+    deadline: Annotated[
+        timedelta | AwareDatetime | None,
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "pattern": AMOUNT_PATTERN},
+                    {"type": "string", "format": "date-time"},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
     refuse_late: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     on_invalid: OnInvalid | None = None

@@ -137,7 +137,10 @@ class Worker:
 def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
     """Let jobs be submitted for the model; its pin."""
     pin, longest = model.pin(), model.limits.max_model_len
-    Catalog(root.world.store).publish(CatalogEntry(pin=pin, max_model_len=longest, policies=policies.fingerprint))
+    entry = CatalogEntry(
+        pin=pin, max_model_len=longest, policies=policies.fingerprint, published_at=root.world.clock.now()
+    )
+    Catalog(root.world.store).publish(entry)
     return pin
 
 

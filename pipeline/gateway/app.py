@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,17 +13,25 @@ from starlette.exceptions import HTTPException
 
 from pipeline.gateway.answers import Answers
 from pipeline.gateway.app_errors import answer_to, api_error
+from pipeline.gateway.asked_shapes import shapes
 from pipeline.gateway.edge import Edge
-from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.inference_routes import inference_router
+from pipeline.gateway.openapi import Described
+from pipeline.gateway.openapi import answers as documented
 from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.parts import GatewayParts
 from pipeline.gateway.routes import batches_router, files_router, models_router
+from pipeline.gateway.shapes import Health, OpenApi
 from pipeline.gateway.status_routes import status_router
 from pipeline.gateway.websocket import websocket_router
 from pipeline.ports import PipelineError
 
-_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
+_DESCRIPTION: Final = """Files, batches, and requests whose callers wait, as OpenAI's API has them.
+
+A path that is not here is answered with 404, a method that a path does not know with 405 (`components/responses`).
+OpenAPI has no word for WebSockets: `/v1/stream` takes them, with the events that a stream has; what can't be done is
+refused as it is for any route, before the connection is made."""
 
 
 def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers | None = None) -> Edge:
@@ -32,7 +41,16 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         draining: whether requests are to be sent elsewhere.
         answers: to requests whose callers wait; None: only batches are served.
     """
-    app = FastAPI(title="tokenmill", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = Described(
+        shapes(None if answers is None else answers.asker.default_model),
+        title="tokenmill",
+        description=_DESCRIPTION,
+        version=version("tokenmill"),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.state.parts = parts
     routers = [
         files_router(parts.settings.uploads_at_once),
@@ -41,6 +59,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         status_router(answers),
         page_router(read_files()),
         _health_router(draining),
+        _document_router(app),
     ]
     if answers is not None:
         routers += [inference_router(answers), websocket_router(answers)]
@@ -56,12 +75,12 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
 def _health_router(draining: Callable[[], bool]) -> APIRouter:
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz")
+    @router.get("/healthz", responses=documented(Health, keyed=None))
     async def alive() -> dict[str, str]:
         """The process works."""
         return {"status": "ok"}
 
-    @router.get("/readyz")
+    @router.get("/readyz", responses=documented(Health, 503, keyed=None))
     async def is_ready() -> dict[str, str]:
         """Requests may be sent here."""
         if draining():
@@ -71,12 +90,23 @@ def _health_router(draining: Callable[[], bool]) -> APIRouter:
     return router
 
 
+def _document_router(app: FastAPI) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/openapi.json", responses=documented(OpenApi, keyed=False))
+    def document() -> dict[str, Any]:
+        """This document."""
+        return app.openapi()
+
+    return router
+
+
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     return answer_to(api_error(error))
 
 
 async def _on_anything(_request: Request, _error: Exception) -> JSONResponse:
-    return answer_to(ApiError(500, "internal_error", "something broke here; tell the operator, with x-request-id"))
+    return answer_to(internal_error())
 
 
 async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
@@ -88,8 +118,9 @@ async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} is not possible here" if error.status_code == 405 else str(error.detail)
     if error.status_code == 404:
-        message = "there is nothing here; docs/http.md lists what there is"
-    code = _CODES.get(error.status_code, "invalid_request")
-    return answer_to(ApiError(error.status_code, code, message, headers=error.headers))
+        return answer_to(nothing_here())
+    if error.status_code == 405:
+        message = f"{request.method} is not possible here"
+        return answer_to(ApiError(405, "method_not_allowed", message, headers=error.headers))
+    return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))

@@ -122,6 +122,11 @@ class Asker:
         self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> until when it is believed
         self._lock = threading.Lock()
 
+    @property
+    def default_model(self) -> str | None:
+        """Of bodies that name none."""
+        return self._settings.default_model
+
     def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
         """What the body asks for; raises `ApiError`. Where there are limits it counts from now on, until `ended`."""
         plain = dict(body)
@@ -201,7 +206,7 @@ class Asker:
 
     def _extension(self, given: Any) -> Extension:
         try:
-            found = Extension.model_validate({} if given is None else given)
+            found = Extension() if given is None else Extension.model_validate_json(orjson.dumps(given), strict=True)
         except ValidationError as error:
             raise bad_request(f"{EXTENSION}.{first_mistake(error)}", EXTENSION) from None
         if found.timeout is not None and found.timeout > self._settings.longest:

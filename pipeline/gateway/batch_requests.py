@@ -4,34 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.doors.unfit import first_mistake
 from pipeline.gateway.errors import ApiError, bad_request
-from pipeline.gateway.uploads import checked_life
-from schemas.job import OnInvalid
-from schemas.options import JobOptions, parse_amount
+from pipeline.gateway.uploads import LEAST_LIFE, MOST_LIFE
+from schemas.job import MetadataKey, MetadataValue, OnInvalid
+from schemas.options import AMOUNT_PATTERN, JobOptions, parse_amount
 from schemas.requests import BODIES
 
 EXTENSION: Final = "tokenmill"
 """The field for what OpenAI has no name for."""
 
-_OWN: Final = ("metadata", "output_expires_after")
+OWN: Final = ("metadata", "output_expires_after")
 """Options of a job that OpenAI has a field for."""
 
 
+class ExpiresAfter(BaseModel):
+    """How long the files of results are kept, in seconds from when they are written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=int(LEAST_LIFE.total_seconds()), le=int(MOST_LIFE.total_seconds()))]
+
+
 class BatchBody(BaseModel):
-    """The body, as it comes."""
+    """The body, as it comes. `tokenmill` holds options of a job, but for those that have a field here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
-    output_expires_after: dict[str, Any] | None = None
+    endpoint: Annotated[str, Field(json_schema_extra={"enum": list(BODIES)})]
+    completion_window: Annotated[str, Field(json_schema_extra={"pattern": AMOUNT_PATTERN})]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
     tokenmill: dict[str, Any] | None = None
 
 
@@ -55,39 +65,31 @@ def read_batch(body: dict[str, Any]) -> BatchRequest:
         known = ", ".join(BODIES)
         raise bad_request(f"endpoint is {given.endpoint[:80]!r}, but must be one of {known}", param="endpoint")
     try:
-        window = parse_amount(given.completion_window)
+        parse_amount(given.completion_window)
     except ValueError as error:
         raise bad_request(f"completion_window: {error}", param="completion_window") from None
-    return BatchRequest(given.input_file_id, given.endpoint, given.completion_window, _options(given, window))
+    return BatchRequest(given.input_file_id, given.endpoint, given.completion_window, _options(given))
 
 
-def _options(given: BatchBody, window: timedelta) -> JobOptions:
+def _options(given: BatchBody) -> JobOptions:
     asked = dict(given.tokenmill or {})
-    for name in _OWN:
+    for name in OWN:
         if name in asked:
             raise bad_request(f"{EXTENSION}.{name}: has a field of its own beside {EXTENSION}", f"{EXTENSION}.{name}")
-    asked = {"deadline": window, "on_invalid": OnInvalid.JOB} | asked
+    for name, default in (("deadline", given.completion_window), ("on_invalid", OnInvalid.JOB.value)):
+        if asked.get(name) is None:
+            asked[name] = default
     try:
-        options = JobOptions.model_validate(asked)
+        options = JobOptions.model_validate_json(orjson.dumps(asked), strict=True)
     except ValidationError as error:
         raise _mistake(error, f"{EXTENSION}.") from None
-    except ValueError as error:
-        raise bad_request(f"{EXTENSION}: {error}", param=EXTENSION) from None
     life = given.output_expires_after
-    if life is not None and life.keys() != {"anchor", "seconds"}:
-        raise bad_request("output_expires_after takes anchor and seconds", param="output_expires_after")
-    try:
-        return JobOptions.model_validate(
-            options.model_dump(exclude_unset=True)
-            | {"metadata": given.metadata or {}}
-            | ({} if life is None else {"output_expires_after": _life(life)})
-        )
-    except ValidationError as error:
-        raise _mistake(error) from None
-
-
-def _life(given: dict[str, Any]) -> timedelta:
-    return checked_life(given["anchor"], given["seconds"], "output_expires_after")
+    return options.model_copy(
+        update={
+            "metadata": given.metadata or {},
+            "output_expires_after": None if life is None else timedelta(seconds=life.seconds),
+        }
+    )
 
 
 def _mistake(error: ValidationError, beginning: str = "") -> ApiError:

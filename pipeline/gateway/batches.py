@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pipeline.doors.unfit import first_mistake
 from pipeline.export import part_lines
@@ -29,13 +29,14 @@ from pipeline.retry import NothingToRetry, Wishes, choose_rows, submit_retry
 from pipeline.submit import derived_job_id, new_job_id
 from pipeline.tenants import batches_of
 from schemas.job import Closing, Job, Tier
-from schemas.options import parse_amount
+from schemas.options import AMOUNT_PATTERN, parse_amount
 from schemas.results import RowStatus
 
 _AT_ONCE: Final = 8
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_MOST_RANGES: Final = 10_000
+_MOST_PARTS: Final = 1_000_000
+_WITHOUT_SUCCEEDED: Final = {"items": {"enum": ["failed", "expired", "cancelled"]}}
 
 
 class RetryBody(BaseModel):
@@ -43,16 +44,20 @@ class RetryBody(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    only: tuple[RowStatus, ...] = (RowStatus.FAILED, RowStatus.EXPIRED, RowStatus.CANCELLED)
+    only: Annotated[tuple[RowStatus, ...], Field(min_length=1, json_schema_extra=_WITHOUT_SUCCEEDED)] = (
+        RowStatus.FAILED,
+        RowStatus.EXPIRED,
+        RowStatus.CANCELLED,
+    )
     include_invalid: bool = False
     tier: Tier | None = None
-    completion_window: str | None = None
-    max_output_tokens: int | None = None
+    completion_window: Annotated[str, Field(json_schema_extra={"pattern": AMOUNT_PATTERN})] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @field_validator("only")
     @classmethod
     def _not_succeeded(cls, only: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
-        if not only or RowStatus.SUCCEEDED in only:
+        if RowStatus.SUCCEEDED in only:
             raise ValueError("name failed, expired or cancelled")
         return only
 
@@ -132,8 +137,8 @@ class Batches:
             ledger = self._ledger(name)
             return None if ledger.find_job() is None else batch_document(ledger)
 
-        folder = batches_of(tenant)
-        looked = map_ahead(look, ids_behind(self._store, folder, page), self._together.map, _AT_ONCE)
+        names = ids_behind(self._store, batches_of(tenant), page)
+        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
         return Found(*fill(looked, page.limit))
 
     def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
@@ -168,23 +173,23 @@ class Batches:
         """
         ledger, job = self._find(tenant, batch_id)
         try:
-            asked = RetryBody.model_validate(body)
+            asked = RetryBody.model_validate_json(orjson.dumps(body), strict=True)
             window = None if asked.completion_window is None else parse_amount(asked.completion_window)
         except ValidationError as error:
             raise bad_request(first_mistake(error)) from None
         except ValueError as error:
             raise bad_request(f"completion_window: {error}", "completion_window") from None
         most = asked.max_output_tokens
-        if most is not None and not 1 <= most <= job.settings.max_output_tokens:
+        if most is not None and most > job.settings.max_output_tokens:
             raise bad_request(
                 f"max_output_tokens is {most}, but must be from 1 to {job.settings.max_output_tokens}",
                 "max_output_tokens",
             )
-        manifest = ledger.manifest()
         try:
             chosen = choose_rows(ledger, asked.only, include_invalid=asked.include_invalid)
         except NothingToRetry as error:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
+        manifest = ledger.manifest()
         assert manifest is not None, "a job that has not ended has nothing to try again"
         check()
         first = find_order(self._store, job.id)
@@ -267,13 +272,16 @@ def _refusal(refused: IntakeRefused) -> ApiError:
 def _numbers(given: str | None) -> set[int]:
     """Of `0-3,7`; raises `ApiError`."""
     found: set[int] = set()
-    for one in (given or "").split(",") if given else []:
+    last = -1
+    for one in given.split(",") if given else []:
         match = _RANGE.fullmatch(one)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MOST_RANGES * 100):
+        first = last if match is None else int(match[1])
+        if match is None or first <= last or int(match[2] or first) < first:
             raise bad_request("without must be what X-Parts said, such as 0-3,7", "without")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-        if len(found) > _MOST_RANGES * 100:
+        last = int(match[2] or first)
+        if len(found) + last - first >= _MOST_PARTS:
             raise bad_request("without names too many parts", "without")
+        found.update(range(first, last + 1))
     return found
 
 

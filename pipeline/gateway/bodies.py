@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.gateway.errors import ApiError, bad_request
+from pipeline.gateway.errors import ApiError, bad_request, disconnected
 from pipeline.planner.reader import nested_deeper
 
 IDLE_SECONDS: Final = 30.0
@@ -32,7 +32,7 @@ async def pieces(request: Request, idle_seconds: float = IDLE_SECONDS) -> AsyncI
         except TimeoutError:
             raise _too_slow(f"nothing of the request came for {idle_seconds:g} seconds; send it again") from None
         except ClientDisconnect:
-            raise bad_request("the sender went away in the middle of the request", code="disconnected") from None
+            raise disconnected() from None
         if piece is _END:
             return
         assert isinstance(piece, bytes)

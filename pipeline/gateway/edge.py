@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.origins import check_origin
 
 REQUEST_ID: Final = "x-request-id"
@@ -28,11 +28,8 @@ _SAFE: Final = {
 
 _FRAMES: Final = 8
 _HEALTH: Final = ("/healthz", "/readyz")
-_RESTART: Final = 1012
-"""WebSocket's code for a server that is being started anew."""
-
-_LATER: Final = 1013
-"""WebSocket's code for a server that has too much to do."""
+_BEGINS: Final = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+_BODIES: Final = ("http.response.body", "websocket.http.response.body")
 
 logger = structlog.get_logger(__name__)
 
@@ -48,6 +45,7 @@ class Edge:
     Attributes:
         app: what this is around.
         active: requests that are under way, WebSockets among them.
+        new_id: makes a request's id.
     """
 
     def __init__(
@@ -55,49 +53,47 @@ class Edge:
     ) -> None:
         self.active = 0
         self.app = app
-        self._new_id = new_id
+        self.new_id = new_id
         self._draining = draining
         self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket" and self._draining():
-            await send({"type": "websocket.close", "code": _RESTART})
-            return
-        if scope["type"] == "websocket" and self.active >= self._most:
-            await send({"type": "websocket.close", "code": _LATER})
-            return
         self.active += 1
         try:
-            if scope["type"] == "http":
-                await self._http(scope, receive, send)
-            else:
-                await self.app(scope, receive, send)
+            await self._serve(scope, receive, send)
         finally:
             self.active -= 1
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _GIVEN.fullmatch(given) else self._new_id()
+        request_id = given if _GIVEN.fullmatch(given) else self.new_id()
         began, status, ended = time.monotonic(), 0, False
 
         async def send_on(message: Message) -> None:
             nonlocal status, ended
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in _BEGINS:
+                status = message.get("status", 101)
+                message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
                 headers.update(scope.get("tokenmill.headers", {}))
                 for name, value in _SAFE.items():
                     headers.setdefault(name, value)
-            elif message["type"] == "http.response.body":
+            elif message["type"] in _BODIES:
                 ended = not message.get("more_body", False)
+            elif message["type"] == "websocket.close" and not status:  # no route takes it
+                await answer(nothing_here())
+                return
             await send(message)
+
+        async def answer(error: ApiError) -> None:
+            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
 
         try:
             self._check(scope)
             await self.app(scope, receive, send_on)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
+            await answer(error)
         except Exception as error:  # noqa: BLE001 - whatever it is: the caller was answered, and the log gets no prompt
             logger.error(
                 "request_failed",
@@ -106,14 +102,16 @@ class Edge:
                 error=type(error).__name__,
                 at=_where(error),
             )
-            if not ended:  # cut it off, so that nobody takes it for whole
+            if not status:
+                await answer(internal_error())
+            elif not ended:  # cut it off, so that nobody takes it for whole
                 raise _CutOff from None
         finally:
             caller = scope.get("tokenmill.caller")
             logger.info(
                 "request",
                 request=request_id,
-                method=scope["method"],
+                method=scope.get("method", "WEBSOCKET"),
                 path=_path(scope),
                 status=status,
                 tenant=None if caller is None else caller.tenant,

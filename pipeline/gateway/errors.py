@@ -56,6 +56,21 @@ def not_found(what: str, name: str, param: str = "id") -> ApiError:
     return ApiError(404, f"{what}_not_found", f"no {what} {name[:80]!r} is here; list yours with GET", param=param)
 
 
+def disconnected() -> ApiError:
+    """Who asked has gone: for the log alone, since nobody hears it. (nginx's status for that.)"""
+    return ApiError(499, "disconnected", "the client went away")
+
+
+def nothing_here() -> ApiError:
+    """No route has this path."""
+    return ApiError(404, "not_found", "there is nothing here; docs/http.md lists what there is")
+
+
+def internal_error() -> ApiError:
+    """Something is broken that the caller can do nothing about."""
+    return ApiError(500, "internal_error", "something broke here; tell the operator, with x-request-id")
+
+
 def unavailable(message: str, code: str = "unavailable", seconds: int = RETRY_SECONDS) -> ApiError:
     """It can't be done now."""
     return ApiError(503, code, message, headers={"Retry-After": str(seconds)})

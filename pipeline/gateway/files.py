@@ -44,7 +44,7 @@ class Files:
     def add(self, file: StoredFile, content: Path) -> StoredFile:
         """Store a file whose bytes are at `content`, which is given away. One of this id that stands is kept."""
         self._store.create(_content(file.id), content)
-        self._store.create(files_of(file.tenant) + file.id, b"")
+        files_of(file.tenant).add(self._store, file.id)
         created = self._store.create(_paper(file.id), file.to_json())
         standing = self._read(file.id)
         if standing is None:  # what was left over of it is just being removed
@@ -74,8 +74,8 @@ class Files:
                 return None
             return found
 
-        folder = files_of(tenant)
-        looked = map_ahead(look, ids_behind(self._store, folder, page), self._together.map, _AT_ONCE)
+        names = ids_behind(self._store, files_of(tenant), page)
+        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
         data, more = fill(looked, page.limit)
         return Found([file.document() for file in data], more)
 
@@ -176,7 +176,7 @@ def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
     """Keys of all that the file is, in the order in which they are to be removed; the mark goes after them."""
     yield _content(file.id)
     yield from [info.key for info in store.list(f"{FILES}{file.id}/readers/")]
-    yield files_of(file.tenant) + file.id
+    yield from files_of(file.tenant).keys(file.id)
     yield _paper(file.id)
 
 

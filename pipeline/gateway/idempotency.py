@@ -5,22 +5,12 @@ from __future__ import annotations
 
 import hashlib
 from datetime import datetime
-from typing import Final
 
-from pipeline.gateway.errors import ApiError, bad_request
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.papers import Heard
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, World
 from pipeline.tenants import idempotency_of
-
-LONGEST_KEY: Final = 255
-
-
-def check_key(key: str | None) -> str | None:
-    """The header's value, if it was sent; raises `ApiError`."""
-    if key is not None and not 1 <= len(key) <= LONGEST_KEY:
-        raise bad_request(f"Idempotency-Key has {len(key)} characters, but 1 to {LONGEST_KEY} are allowed")
-    return key
 
 
 def first_heard(world: World, tenant: str, kind: str, key: str, digest: str) -> datetime:

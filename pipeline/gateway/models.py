@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.catalog import Catalog
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.papers import seconds
 from pipeline.ports import ObjectStore
 from schemas.job import CatalogEntry
 
@@ -35,7 +36,7 @@ def _document(entry: CatalogEntry) -> dict[str, Any]:
     return {
         "id": pin.name,
         "object": "model",
-        "created": 0,  # nobody writes down since when a model is served
+        "created": seconds(entry.published_at) or 0,
         "owned_by": "tokenmill",
         "max_model_len": entry.max_model_len,
         "tokenmill": {

@@ -8,14 +8,17 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Header, Response
 
 from pipeline.gateway.errors import ApiError
+from pipeline.gateway.openapi import answers, other
 
 FOLDER: Final = Path(__file__).parent / "static"
 INDEX: Final = "index.html"
+
+Tag = Annotated[str | None, Header(description="An ETag that the caller has the bytes of.")]
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -55,20 +58,28 @@ def read_files(folder: Path = FOLDER) -> Mapping[str, StaticFile]:
 
 def page_router(files: Mapping[str, StaticFile]) -> APIRouter:
     """`/` and `/static/NAME`. Nobody needs a key for them: there is nothing in them that isn't in the package."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(tags=["page"], default_response_class=Response)
 
-    @router.get("/")
-    def index(request: Request) -> Response:
-        return _answer(files[INDEX], request)
+    @router.get("/", responses=_documented(".html"))
+    def index(if_none_match: Tag = None) -> Response:
+        """The page."""
+        return _answer(files[INDEX], if_none_match)
 
-    @router.get("/static/{name}")
-    def static(name: str, request: Request) -> Response:
+    @router.get("/static/{name}", responses=_documented(*_TYPES, refusals=(404,)))
+    def static(name: str, if_none_match: Tag = None) -> Response:
+        """What it is made of."""
         file = files.get(name)
         if file is None:
             raise ApiError(404, "not_found", "the page has no such file")
-        return _answer(file, request)
+        return _answer(file, if_none_match)
 
     return router
+
+
+def _documented(*suffixes: str, refusals: tuple[int, ...] = ()) -> dict[int | str, dict[str, Any]]:
+    content: dict[str, Any] = {_TYPES[suffix].partition(";")[0]: {} for suffix in suffixes}
+    same = other("The caller has it.", headers=("ETag",))
+    return answers(content, *refusals, keyed=False, headers=("ETag",), others={304: same})
 
 
 def _read(path: Path) -> StaticFile:
@@ -76,7 +87,7 @@ def _read(path: Path) -> StaticFile:
     return StaticFile(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
 
-def _answer(file: StaticFile, request: Request) -> Response:
+def _answer(file: StaticFile, if_none_match: str | None) -> Response:
     headers = {
         "ETag": file.tag,
         "Cache-Control": "no-cache",  # kept, and asked for again each time: a new version shows at once
@@ -85,6 +96,6 @@ def _answer(file: StaticFile, request: Request) -> Response:
         "Cross-Origin-Resource-Policy": "same-origin",
         "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     }
-    if request.headers.get("if-none-match") in (file.tag, "*"):
+    if if_none_match in (file.tag, "*"):
         return Response(status_code=304, headers=headers)
     return Response(file.data, media_type=file.media_type, headers=headers)

@@ -1,7 +1,5 @@
-"""Pages of what a tenant has: ids sort the newest first, so a page is a listing that goes on behind the last one's id.
-
-The other order reads all of the tenant's ids (not what they stand for) for each page.
-"""
+"""Pages of what a tenant has: a page is a listing that goes on behind the last one's id, in either order, and reads no
+further than it is long."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from itertools import islice
 from typing import Any, Final, Literal, TypeVar
 
 from pipeline.ports import ObjectStore
+from pipeline.tenants import Shelf
 
 DEFAULT_LIMIT: Final = 20
 MOST_BATCHES: Final = 100
@@ -45,13 +44,10 @@ class Found:
         }
 
 
-def ids_behind(store: ObjectStore, folder: str, page: Page) -> Iterator[str]:
-    """Names of the markers in `folder` in the page's order, behind its `after`."""
-    if page.order == "desc":
-        after = "" if page.after is None else folder + page.after
-        return (info.key.removeprefix(folder) for info in store.list(folder, after))
-    names = [info.key.removeprefix(folder) for info in store.list(folder)]
-    return (name for name in reversed(names) if page.after is None or name < page.after)
+def ids_behind(store: ObjectStore, shelf: Shelf, page: Page) -> Iterator[str]:
+    """Ids in the page's order, behind its `after`."""
+    names = shelf.newest if page.order == "desc" else shelf.oldest
+    return names(store, page.after)
 
 
 def fill(found: Iterable[T | None], limit: int) -> tuple[list[T], bool]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header, Request, Security
+from fastapi.security import HTTPBearer
 
 from pipeline.gateway.auth import Authority, Caller, need
 from pipeline.gateway.batches import Batches
 from pipeline.gateway.bodies import read_object
 from pipeline.gateway.files import Files
-from pipeline.gateway.idempotency import check_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.models import Models
 from pipeline.gateway.rate_limits import RateLimiter
@@ -61,13 +61,22 @@ def parts_of(request: Request) -> GatewayParts:
 
 
 Parts = Annotated[GatewayParts, Depends(parts_of)]
-IdempotencyKey = Annotated[str | None, Header(description="The same key and body again is the same object.")]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(min_length=1, max_length=255, description="With the same key, the same request again makes nothing new."),
+]
+_BEARER: Final = HTTPBearer(
+    scheme_name="key",
+    description="A key of this installation. One without any key needs none, and serves its own machine only.",
+    auto_error=False,
+)
 
 
 def calling(scope: Scope | None) -> Any:
     """A parameter of a route: who calls, which must have this scope. Asked before anything of a body is read."""
+    shown = Security(_BEARER, scopes=[] if scope is None else [scope.value])
 
-    def caller(request: Request, parts: Parts) -> Caller:
+    def caller(request: Request, parts: Parts, _shown: Any = shown) -> Caller:
         found = parts.authority.caller(request.headers.get("authorization"))
         if scope is not None:
             need(found, scope)
@@ -81,11 +90,6 @@ def calling(scope: Scope | None) -> Any:
 def add_headers(request: Request, headers: Mapping[str, str]) -> None:
     """Headers that the answer is to have, whatever it is."""
     request.scope.setdefault("tokenmill.headers", {}).update(headers)
-
-
-def key_of(request: Request) -> str | None:
-    """The request's `Idempotency-Key`, if it has one; raises `ApiError`."""
-    return check_key(request.headers.get("idempotency-key"))
 
 
 def json_body(*, empty: bool = False) -> Any:
@@ -102,9 +106,3 @@ def json_body(*, empty: bool = False) -> Any:
 
     made: Callable[..., Awaitable[dict[str, Any]]] = read
     return Depends(made)
-
-
-def documented(example: dict[str, Any]) -> dict[str, Any]:
-    """What the OpenAPI document says of a JSON body."""
-    content = {"application/json": {"schema": {"type": "object"}, "example": example}}
-    return {"requestBody": {"required": True, "content": content}}

@@ -1,16 +1,19 @@
-"""HTTP's bytes, read by uvicorn, with what it leaves open: who is slow to say what it wants is not waited for, and what
-is no HTTP is refused in the shape of all other errors."""
+"""HTTP's bytes, read by uvicorn, with what it leaves open: who is slow to say what it wants is not waited for; what is
+no HTTP, and connections beyond a bound, are refused in the shape of all other errors."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
 import orjson
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeline.gateway.errors import bad_request
+from pipeline.gateway.edge import REQUEST_ID
+from pipeline.gateway.errors import bad_request, unavailable
 
 
 class HttpProtocol(H11Protocol):
@@ -18,16 +21,24 @@ class HttpProtocol(H11Protocol):
 
     Args:
         header_seconds: from its beginning, or a request's, until the request's headers must be there.
+        most: connections at once; further ones are told so, and closed.
+        new_id: makes a request's id.
     """
 
-    def __init__(self, *args: Any, header_seconds: float, **more: Any) -> None:
+    def __init__(self, *args: Any, header_seconds: float, most: int, new_id: Callable[[], str], **more: Any) -> None:
         super().__init__(*args, **more)
         self._header_seconds = header_seconds
+        self._most = most
+        self._new_id = new_id
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request is waited for."""
         super().connection_made(transport)
+        if len(self.connections) > self._most:
+            full = unavailable(f"{self._most} connections are open here; ask again later", "too_many_connections")
+            headers = {**full.headers, "Connection": "close", REQUEST_ID: self._new_id()}
+            self.app = JSONResponse(full.body(), full.status, headers)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -47,7 +58,12 @@ class HttpProtocol(H11Protocol):
         """Refuse what is no HTTP, or has too many headers."""
         error = bad_request(msg)
         body = orjson.dumps(error.body())
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+            (REQUEST_ID, self._new_id()),
+        ]
         parts = (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()

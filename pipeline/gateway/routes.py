@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import quote
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.auth import Caller
-from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.errors import ApiError, unavailable
 from pipeline.gateway.files import Files
 from pipeline.gateway.idempotency import first_heard
 from pipeline.gateway.keys import Scope
-from pipeline.gateway.paging import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES, Page
+from pipeline.gateway.openapi import BODY, answers, other, takes
+from pipeline.gateway.paging import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES
+from pipeline.gateway.paging import Page as WantedPage
 from pipeline.gateway.papers import StoredFile, derived_file_id, new_file_id
-from pipeline.gateway.parts import GatewayParts, Parts, calling, documented, json_body, key_of
+from pipeline.gateway.parts import GatewayParts, IdempotencyKey, Parts, calling, json_body
 from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
+from pipeline.gateway.shapes import Batch, DeletedFile, File, Model, Models, Page
 from pipeline.gateway.uploads import Upload, receive
 from pipeline.ports import World
 
@@ -31,6 +35,14 @@ BatchesCaller = Annotated[Caller, calling(Scope.BATCHES)]
 AnyCaller = Annotated[Caller, calling(None)]
 Body = Annotated[dict[str, Any], json_body()]
 BodyOrNone = Annotated[dict[str, Any], json_body(empty=True)]
+Without = Annotated[
+    str | None,
+    Query(
+        max_length=100_000,
+        pattern="^([0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*)?$",
+        description="Parts that the caller has, as `X-Parts` said.",
+    ),
+]
 
 NDJSON: Final = "application/x-ndjson"
 
@@ -40,21 +52,22 @@ def files_router(uploads_at_once: int) -> APIRouter:
     router = APIRouter(prefix="/v1/files", tags=["files"])
     places = threading.BoundedSemaphore(uploads_at_once)
 
-    @router.post("", openapi_extra=_UPLOAD)
-    async def upload(request: Request, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
+    @router.post("", openapi_extra=_UPLOAD, responses=answers(File, *BODY, 409, 507))
+    async def upload(
+        request: Request, caller: FilesCaller, parts: Parts, idempotency_key: IdempotencyKey = None
+    ) -> dict[str, Any]:
         """Upload a file of requests: JSONL or Parquet."""
-        key = key_of(request)
         if not places.acquire(blocking=False):
             raise unavailable(f"{uploads_at_once} uploads are under way; send this one later", "too_many_uploads")
         try:
             settings = parts.settings
             async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
-                file = await run_in_threadpool(_add, parts.world, parts.files, caller.tenant, received, key)
+                file = await run_in_threadpool(_add, parts.world, parts.files, caller.tenant, received, idempotency_key)
         finally:
             places.release()
         return file.document()
 
-    @router.get("")
+    @router.get("", responses=answers(Page[File]))
     def page(
         caller: FilesCaller,
         parts: Parts,
@@ -64,23 +77,31 @@ def files_router(uploads_at_once: int) -> APIRouter:
         purpose: str | None = None,
     ) -> dict[str, Any]:
         """The caller's files."""
-        return parts.files.page(caller.tenant, Page(limit, after, order), purpose).document()
+        return parts.files.page(caller.tenant, WantedPage(limit, after, order), purpose).document()
 
-    @router.get("/{file_id}")
+    @router.get("/{file_id}", responses=answers(File, 404))
     def get(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
         """What is known of a file."""
         return parts.files.get(caller.tenant, file_id).document()
 
-    @router.delete("/{file_id}")
+    @router.delete("/{file_id}", responses=answers(DeletedFile, 404, 409))
     def delete(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
         """Remove a file that no open batch reads."""
         file = parts.files.delete(caller.tenant, file_id)
         return {"id": file.id, "object": "file", "deleted": True}
 
-    @router.get("/{file_id}/content", response_class=Response)
-    def content(file_id: str, request: Request, caller: FilesCaller, parts: Parts) -> Response:
+    @router.get("/{file_id}/content", response_class=Response, responses=_CONTENT)
+    def content(
+        file_id: str,
+        caller: FilesCaller,
+        parts: Parts,
+        range_: Annotated[str | None, Header(alias="Range", description="Of bytes, one.")] = None,
+        if_range: Annotated[str | None, Header(description="An ETag; with another one all is sent.")] = None,
+        if_none_match: Annotated[str | None, Header(description="An ETag that the caller has the bytes of.")] = None,
+    ) -> Response:
         """The bytes of a file, or a range of them."""
-        return _content(parts.files, parts.files.get(caller.tenant, file_id), request)
+        wanted = _Wanted(range_, if_range, if_none_match)
+        return _content(parts.files, parts.files.get(caller.tenant, file_id), wanted)
 
     return router
 
@@ -89,12 +110,14 @@ def batches_router() -> APIRouter:
     """`/v1/batches`."""
     router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
-    @router.post("", openapi_extra=documented(_BATCH))
-    def create(request: Request, caller: BatchesCaller, body: Body, parts: Parts) -> dict[str, Any]:
+    @router.post("", openapi_extra=takes("BatchBody", _BATCH), responses=answers(Batch, *BODY, 404, 409))
+    def create(
+        caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None
+    ) -> dict[str, Any]:
         """Answer all requests of a file."""
-        return parts.batches.create(caller.tenant, body, key_of(request), _room(caller, parts))
+        return parts.batches.create(caller.tenant, body, idempotency_key, _room(caller, parts))
 
-    @router.get("")
+    @router.get("", responses=answers(Page[Batch]))
     def page(
         caller: BatchesCaller,
         parts: Parts,
@@ -103,28 +126,26 @@ def batches_router() -> APIRouter:
         order: Order = "desc",
     ) -> dict[str, Any]:
         """The caller's batches, by whatever door they came."""
-        return parts.batches.page(caller.tenant, Page(limit, after, order)).document()
+        return parts.batches.page(caller.tenant, WantedPage(limit, after, order)).document()
 
-    @router.get("/{batch_id}")
+    @router.get("/{batch_id}", responses=answers(Batch, 404))
     def get(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
         """How a batch stands."""
         return parts.batches.get(caller.tenant, batch_id)
 
-    @router.post("/{batch_id}/cancel")
+    @router.post("/{batch_id}/cancel", responses=answers(Batch, 404, 409))
     def cancel(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
         """End a batch before its time; what is finished is kept."""
         return parts.batches.cancel(caller.tenant, batch_id)
 
-    @router.post("/{batch_id}/retry")
+    @router.post("/{batch_id}/retry", openapi_extra=_RETRY, responses=answers(Batch, *BODY, 404, 409, 410))
     def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> dict[str, Any]:
         """A batch of the rows that got no answer."""
         return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
 
-    @router.get("/{batch_id}/results", response_class=Response)
-    def results(batch_id: str, caller: BatchesCaller, parts: Parts, without: str | None = None) -> Response:
+    @router.get("/{batch_id}/results", response_class=Response, responses=_RESULTS)
+    def results(batch_id: str, caller: BatchesCaller, parts: Parts, without: Without = None) -> Response:
         """What is committed so far, as lines of OpenAI's output file."""
-        if without is not None and len(without) > 100_000:
-            raise bad_request("without is too long", "without")
         found = parts.batches.results(caller.tenant, batch_id, without)
         headers = {"X-Incomplete": "true" if found.incomplete else "false", "X-Parts": found.parts}
         return StreamingResponse(found.lines, media_type=NDJSON, headers=headers)
@@ -136,12 +157,12 @@ def models_router() -> APIRouter:
     """`/v1/models`."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
-    @router.get("")
+    @router.get("", responses=answers(Models))
     def page(caller: AnyCaller, parts: Parts) -> dict[str, Any]:
         """The models that requests can name."""
         return parts.models.page()
 
-    @router.get("/{model:path}")
+    @router.get("/{model:path}", responses=answers(Model, 404))
     def get(model: str, caller: AnyCaller, parts: Parts) -> dict[str, Any]:
         """One of them."""
         return parts.models.get(model)
@@ -183,7 +204,16 @@ def _add(world: World, files: Files, tenant: str, received: Upload, key: str | N
     return files.add(made, received.path)
 
 
-def _content(files: Files, file: StoredFile, request: Request) -> Response:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is asked for of a file's bytes, by headers."""
+
+    range: str | None
+    if_range: str | None
+    if_none_match: str | None
+
+
+def _content(files: Files, file: StoredFile, asked: _Wanted) -> Response:
     tag = f'"{file.sha256}"'
     headers = {
         "ETag": tag,
@@ -191,13 +221,10 @@ def _content(files: Files, file: StoredFile, request: Request) -> Response:
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
         "Content-Type": "application/octet-stream",
     }
-    if request.headers.get("if-none-match") in (tag, "*"):
+    if asked.if_none_match in (tag, "*"):
         return Response(status_code=304, headers=headers)
-    header = request.headers.get("range")
-    if request.headers.get("if-range", tag) != tag:
-        header = None
     try:
-        wanted = wanted_bytes(header, file.size)
+        wanted = wanted_bytes(asked.range if asked.if_range in (None, tag) else None, file.size)
     except Unsatisfiable:
         raise ApiError(
             416,
@@ -214,6 +241,25 @@ def _content(files: Files, file: StoredFile, request: Request) -> Response:
     return StreamingResponse(read_range(files.open(file), wanted), status_code=status, headers=headers)
 
 
+_OCTETS: Final[dict[str, Any]] = {"application/octet-stream": {}}
+_OF_CONTENT: Final = ("ETag", "Accept-Ranges", "Content-Disposition")
+_CONTENT: Final = answers(
+    _OCTETS,
+    404,
+    416,
+    headers=_OF_CONTENT,
+    others={
+        206: other("A range of the bytes.", _OCTETS, (*_OF_CONTENT, "Content-Range")),
+        304: other("The caller has them.", headers=_OF_CONTENT),
+    },
+)
+_RESULTS: Final = answers(
+    {NDJSON: {"schema": {"type": "string", "description": "A line for each row, as in OpenAI's output file."}}},
+    404,
+    410,
+    headers=("X-Incomplete", "X-Parts"),
+)
+_RETRY: Final = takes("RetryBody", {"only": ["expired"], "tier": "bulk", "completion_window": "2h"}, required=False)
 _BATCH: Final = {
     "input_file_id": "file-…",
     "endpoint": "/v1/chat/completions",
@@ -227,12 +273,13 @@ _UPLOAD: Final = {
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
+                    "additionalProperties": False,
                     "required": ["file", "purpose"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary"},
+                        "file": {"type": "string", "format": "binary", "minLength": 1},
                         "purpose": {"type": "string", "enum": ["batch"]},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer"},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3_600, "maximum": 2_592_000},
                     },
                 }
             }

@@ -40,8 +40,8 @@ class ServerSettings:
         drain_seconds: that requests have to come to their end after the word to stop.
         keep_alive_seconds: for which a connection may idle between two requests.
         header_seconds: for which the headers of a request are waited for.
-        most_connections: at once; further ones get a bare 503. Larger than the application's own bound, which answers
-            in its shape.
+        most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
+            are idle.
     """
 
     host: str = "127.0.0.1"
@@ -135,11 +135,18 @@ class GatewayServer:
             h11_max_incomplete_event_size=32 * 1024,
             timeout_keep_alive=self._settings.keep_alive_seconds,
             timeout_graceful_shutdown=_LAST_SECONDS,
-            limit_concurrency=self._settings.most_connections,
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
             ws="auto",
             ws_max_size=16 << 20,
             loop="asyncio",
-            http=cast(Any, partial(HttpProtocol, header_seconds=self._settings.header_seconds)),
+            http=cast(
+                Any,
+                partial(
+                    HttpProtocol,
+                    header_seconds=self._settings.header_seconds,
+                    most=self._settings.most_connections,
+                    new_id=app.new_id,
+                ),
+            ),
         )

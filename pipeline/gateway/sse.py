@@ -45,7 +45,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            gone = asyncio.create_task(disconnected(receive))
+            gone = asyncio.create_task(until_gone(receive))
             sending = asyncio.create_task(self._send(send))
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             for task in (gone, sending):
@@ -86,7 +86,7 @@ async def pieces(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
             after = items[-1].number
 
 
-async def disconnected(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     """Until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

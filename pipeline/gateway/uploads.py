@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from schemas.job import InputFormat
 
 LEAST_LIFE: Final = timedelta(hours=1)
 MOST_LIFE: Final = timedelta(days=30)
+_WHOLE: Final = re.compile("[0-9]{1,9}")
 _FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _MOST_PARTS: Final = 16
 _MOST_FIELD_BYTES: Final = 1_024
@@ -175,7 +177,13 @@ class FormReader:
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
         if anchor is None and seconds is None:
             return None
-        return checked_life(anchor, int(seconds) if seconds is not None and seconds.isdecimal() else None)
+        if anchor != "created_at":
+            raise bad_request("expires_after.anchor must be 'created_at'", param="expires_after.anchor")
+        least, most = int(LEAST_LIFE.total_seconds()), int(MOST_LIFE.total_seconds())
+        if seconds is None or _WHOLE.fullmatch(seconds) is None or not least <= int(seconds) <= most:
+            message = f"expires_after.seconds must be an integer from {least} to {most}"
+            raise bad_request(message, param="expires_after.seconds")
+        return timedelta(seconds=int(seconds))
 
     def too_large(self) -> ApiError:
         """It is beyond the limit."""
@@ -236,16 +244,6 @@ class FormReader:
 
     def _end(self) -> None:
         self._whole = True
-
-
-def checked_life(anchor: object, seconds: object, param: str = "expires_after") -> timedelta:
-    """OpenAI's `{anchor, seconds}` as an amount of time; raises `ApiError`."""
-    if anchor != "created_at":
-        raise bad_request(f"{param}.anchor must be 'created_at'", param=f"{param}.anchor")
-    least, most = int(LEAST_LIFE.total_seconds()), int(MOST_LIFE.total_seconds())
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or not least <= seconds <= most:
-        raise bad_request(f"{param}.seconds must be an integer from {least} to {most}", param=f"{param}.seconds")
-    return timedelta(seconds=seconds)
 
 
 def _boundary(request: Request) -> bytes:

@@ -23,7 +23,6 @@ from pipeline.gateway.bodies import parse_object
 from pipeline.gateway.chunks import DONE
 from pipeline.gateway.errors import ApiError, bad_request
 from pipeline.gateway.keys import Scope
-from pipeline.gateway.origins import check_origin
 from pipeline.gateway.parts import GatewayParts
 from pipeline.gateway.sse import pieces
 from pipeline.ports import PipelineError
@@ -42,9 +41,9 @@ def websocket_router(answers: Answers) -> APIRouter:
     async def stream(socket: WebSocket) -> None:
         parts: GatewayParts = socket.app.state.parts
         try:
-            check_origin(socket.headers)
             caller = await run_in_threadpool(parts.authority.caller, socket.headers.get("authorization"))
             need(caller, Scope.INFERENCE)
+            socket.scope["tokenmill.caller"] = caller
         except PipelineError as error:
             refused: JSONResponse = answer_to(api_error(error))
             await socket.send_denial_response(refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from pipeline.catalog import CATALOG, Catalog
@@ -10,7 +12,7 @@ from schemas.job import CatalogEntry
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
 
-ENTRY = CatalogEntry(pin=PIN, max_model_len=512)
+ENTRY = CatalogEntry(pin=PIN, max_model_len=512, published_at=datetime(2026, 1, 31, tzinfo=UTC))
 
 
 @pytest.mark.parametrize("left", [b"", b"\0" * 40, ENTRY.to_json()[:30]], ids=["nothing", "zeros", "a beginning"])
@@ -33,7 +35,14 @@ def test_given_an_entry_as_it_is_when_it_is_published_again_then_nothing_is_writ
     store = MemoryStore()
     Catalog(store).publish(ENTRY)
     before = dict(store.objects)
-    Catalog(store).publish(ENTRY)
-    assert store.objects == before
+    Catalog(store).publish(ENTRY.model_copy(update={"published_at": ENTRY.published_at + timedelta(days=1)}))
+    assert store.objects == before, "it keeps the moment when it was published first"
     Catalog(store).publish(ENTRY.model_copy(update={"max_model_len": 64}))
     assert Catalog(store).entries() == [ENTRY.model_copy(update={"max_model_len": 64})]
+
+
+def test_given_an_entry_without_its_moment_when_its_worker_comes_back_then_it_has_one() -> None:
+    store = MemoryStore()
+    Catalog(store).publish(ENTRY.model_copy(update={"published_at": None}))
+    Catalog(store).publish(ENTRY)
+    assert Catalog(store).find(PIN.name) == ENTRY

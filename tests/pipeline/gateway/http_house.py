@@ -1,5 +1,5 @@
 """A gateway over a root in a folder, served for real, with a foreman and a worker that answers at once: all but a
-model."""
+model. All that it answers is held against its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import CatalogEntry
 from tests.pipeline.gateway.lane_worker import LaneWorker
+from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 
 
@@ -83,6 +84,7 @@ class HttpHouse:
     beats: MemoryHeartbeats
     stop: threading.Event
     app: Edge
+    witness: Witness
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
@@ -108,6 +110,7 @@ def http_house(
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
     header_seconds: float = 20.0,
+    most_connections: int = 4_000,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
     limiter: RateLimiter | None = None,
@@ -130,7 +133,7 @@ def http_house(
         reading = None if s3 is None else s3[1]
         clock = ShiftedClock()
         world = World(store, clock, SystemRandomness(), store.scratch)
-        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048, published_at=clock.now()))
         together = stack.enter_context(ThreadPoolExecutor(4))
         files, keys = Files(world, together), ApiKeys(world, believed=0.0)
         finalizer = Finalizer(world, files, every=0.05)
@@ -150,12 +153,17 @@ def http_house(
         answers = Answers(
             Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
         )
-        chosen = ServerSettings(port=0, drain_seconds=drain_seconds, header_seconds=header_seconds)
+        chosen = ServerSettings(
+            port=0, drain_seconds=drain_seconds, header_seconds=header_seconds, most_connections=most_connections
+        )
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)
+        inside: Any = app.app
+        witness = Witness(inside.openapi())
+        watched: Any = Watched(app, witness)
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
-            lambda: server.run(app, stop, lambda: answers.end_all(draining())),
+            lambda: server.run(watched, stop, lambda: answers.end_all(draining())),
             lambda: _work(world, beats, stop, permitted, reading, grace),
             lambda: bridge.run(late),
             lambda: worker.run(late),
@@ -167,8 +175,9 @@ def http_house(
             thread.start()
         try:
             yield HttpHouse(
-                world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app
-            )
+                world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app,
+                witness,
+            )  # fmt: skip
         finally:
             stop.set()
             permitted.release(1_000)
@@ -176,6 +185,7 @@ def http_house(
             late.set()
             for thread in started:
                 thread.join()
+        assert not witness.untrue, "\n".join(witness.untrue[:20])
 
 
 def _work(

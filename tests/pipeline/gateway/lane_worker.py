@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.lane import OpenLane
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from schemas.requests import EMBEDDINGS_URL
 from tests.pipeline.made_jobs import PIN
 
 
@@ -67,6 +68,8 @@ class LaneWorker:
     def _step(self, one: _Running) -> list[LaneEvent]:
         """The next token of each choice, and the end behind the last."""
         request, body = one.request, one.request.body
+        if request.url == EMBEDDINGS_URL:
+            return [EndEvent(request.id, request.attempt, self._next(one), _vectors(body))]
         chat = "messages" in body
         asked = body["messages"][-1]["content"] if chat else body.get("prompt", "")
         if asked == "refuse" or (asked == "break" and one.said == 2):
@@ -78,7 +81,8 @@ class LaneWorker:
         if one.said < most:
             for choice in range(choices):
                 text = self.text or f"{choice}.{one.said} "
-                logprobs = {"content": [{"token": text, "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+                token = {"token": text, "logprob": -0.5, "bytes": list(text.encode()), "top_logprobs": []}
+                logprobs = {"content": [token], "refusal": None}
                 events.append(
                     TokensEvent(
                         request.id, request.attempt, self._next(one), choice, (one.said,), text,
@@ -99,9 +103,15 @@ class LaneWorker:
         shown = []
         for index in range(choices):
             text = words(most, index)
-            what: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            what: dict[str, Any] = {"message": message} if chat else {"text": text}
             shown.append({"index": index, "finish_reason": "length", "logprobs": None, **what})
-        usage = {"prompt_tokens": 3, "completion_tokens": most * choices, "total_tokens": 3 + most * choices}
+        usage = {
+            "prompt_tokens": 3,
+            "completion_tokens": most * choices,
+            "total_tokens": 3 + most * choices,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         return {
             "id": "from-the-worker",
             "object": "chat.completion" if chat else "text_completion",
@@ -110,3 +120,10 @@ class LaneWorker:
             "choices": shown,
             "usage": usage,
         }
+
+
+def _vectors(body: dict[str, Any]) -> dict[str, Any]:
+    count = len(body["input"]) if isinstance(body["input"], list) else 1
+    data = [{"object": "embedding", "index": index, "embedding": [0.5, -0.5]} for index in range(count)]
+    usage = {"prompt_tokens": 3 * count, "total_tokens": 3 * count}
+    return {"object": "list", "data": data, "model": body["model"], "usage": usage}

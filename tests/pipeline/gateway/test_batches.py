@@ -259,6 +259,7 @@ def test_what_makes_no_sense_is_a_bad_request(tmp_path: Path, body: dict[str, An
 
 
 def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
+    began = int(time.time())
     with http_house(tmp_path) as house:
         client = house.client()
         for name in ("file-" + "a" * 25, "../../etc/passwd", "file-%2e%2e"):
@@ -268,7 +269,9 @@ def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
             begin(client, lines(1), extra_body={"tokenmill": {"model": "gpt-9"}})
         assert not list(house.world.store.list("finalizing/"))
         assert [model.id for model in client.models.list()] == ["tiny"]
-        assert client.models.retrieve("tiny").owned_by == "tokenmill"
+        model = client.models.retrieve("tiny")
+        assert (model.owned_by, client.models.list().data[0]) == ("tokenmill", model)
+        assert began <= model.created <= time.time(), "since when it is served"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/none")
 

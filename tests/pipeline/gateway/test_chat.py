@@ -279,6 +279,11 @@ def test_the_same_events_over_a_websocket(house: HttpHouse) -> None:
     with pytest.raises(InvalidStatus) as refused, connect(url):
         pass
     assert refused.value.response.status_code == 401
+    assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
+    with pytest.raises(InvalidStatus) as refused, connect(url + "s"):
+        pass
+    assert refused.value.response.status_code == 404
+    assert json.loads(refused.value.response.body)["error"]["code"] == "not_found"
 
 
 def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere(tmp_path: Path) -> None:
@@ -307,6 +312,12 @@ def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["connection"] == "close"
+        with pytest.raises(InvalidStatus) as socket_refused, connect(house.url.replace("http", "ws") + "/v1/stream"):
+            pass
+        answer = socket_refused.value.response
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert json.loads(answer.body)["error"]["code"] == "draining"
+        assert answer.headers["x-request-id"].startswith("req-")
         for thread in threads:
             thread.join(10)
         assert said == {25: words(25), 4_000: "draining"}

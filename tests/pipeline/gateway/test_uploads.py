@@ -225,7 +225,7 @@ def test_files_go_when_their_time_is_over_unless_an_open_batch_reads_them(tmp_pa
         counted = Collector(house.world, dry_run=True).run()
         found = Collector(house.world).run()
         assert found.objects == counted.objects
-        assert found.objects[Kind.FILE] == 3, "content, marker, paper"
+        assert found.objects[Kind.FILE] == 4, "content, two markers, paper"
         assert not list(store.list(f"files/{free.id}/"))
         assert list(store.list(f"files/{read.id}/content"))
         assert list(store.list(f"files/{kept.id}/content"))

@@ -1,0 +1,63 @@
+"""What bodies may say, as the OpenAPI document describes it: what the bodies are read by, and what only HTTP takes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pipeline.gateway.asking import Extension, StreamOptions
+from pipeline.gateway.batch_requests import EXTENSION, OWN, BatchBody
+from pipeline.gateway.batches import RetryBody
+from pipeline.gateway.completion_shapes import ChatCompletion, ChatCompletionChunk, Completion, Embeddings
+from pipeline.gateway.shapes import Error
+from schemas.options import JobOptions
+from schemas.requests import BODIES, EMBEDDINGS_URL, NO_CHANGE
+
+Json = dict[str, Any]
+
+_NULL: Final[Json] = {"type": "null"}
+_OLDER_NAMES: Final[Json] = {
+    # vLLM's, for `structured_outputs`.
+    "guided_json": {"type": ["object", "string", "null"]},
+    "guided_regex": {"type": ["string", "null"]},
+    "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
+    "guided_grammar": {"type": ["string", "null"]},
+}
+_STREAMED: Final[Json] = {
+    "stream": {"type": ["boolean", "null"], "description": "As server-sent events."},
+    "stream_options": {"anyOf": [{"$ref": "#/components/schemas/StreamOptions"}, _NULL]},
+}
+_WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": _NULL}
+
+
+def shapes(default_model: str | None) -> dict[str, Json]:
+    """JSON schemas by name, of what routes refer to: bodies, errors, and what models answer.
+
+    Args:
+        default_model: of bodies that name none; None: they must.
+    """
+    models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
+    answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, Completion, Embeddings]
+    _, made = models_json_schema(
+        [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
+    )
+    found: dict[str, Json] = made["$defs"]
+    for url, body in BODIES.items():
+        schema = found[body.__name__]
+        unchanging = {name: {"enum": [None, *values]} for name, values in NO_CHANGE.items()}
+        generates = url != EMBEDDINGS_URL
+        schema["properties"] |= unchanging | (_STREAMED | _OLDER_NAMES if generates else _WHOLE)
+        schema["properties"][EXTENSION] = {"anyOf": [{"$ref": "#/components/schemas/Extension"}, _NULL]}
+        if default_model is not None:
+            schema["required"].remove("model")
+            schema["properties"]["model"] = {
+                "anyOf": [schema["properties"]["model"], _NULL], "default": default_model,
+            }  # fmt: skip
+    found["BatchBody"]["properties"][EXTENSION] = {"anyOf": [{"$ref": "#/components/schemas/JobOptions"}, _NULL]}
+    for name in OWN:
+        del found["JobOptions"]["properties"][name]
+    message = found["ChatMessage"]["properties"]
+    message |= {name: {"enum": [None, *NO_CHANGE[name]]} for name in ("refusal", "audio", "function_call")}
+    return found
