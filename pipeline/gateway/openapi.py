@@ -127,7 +127,7 @@ def answers(
     elif shape is not None:
         good["model"] = shape
     found: dict[int | str, Json] = {200: good}
-    found.update(others or {})
+    found |= {status: one for status, one in (others or {}).items()}
     common = KEYED if keyed else () if keyed is None else OPEN
     for status in sorted({*refusals, *common}):
         found[status] = {

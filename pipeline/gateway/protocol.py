@@ -4,6 +4,7 @@ no HTTP, and connections beyond a bound, are refused in the shape of all other e
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,9 @@ class HttpProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request is waited for."""
         super().connection_made(transport)
+        # asyncio does so only for sockets that were made with their protocol's number, which bound ones are not. Else the
+        # kernel keeps an answer's body until its headers are acknowledged, which takes clients 40 ms.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self._most:
             full = unavailable(f"{self._most} connections are open here; ask again later", "too_many_connections")
             headers = {**full.headers, "Connection": "close", REQUEST_ID: self._new_id()}

@@ -280,10 +280,6 @@ def test_the_same_events_over_a_websocket(house: HttpHouse) -> None:
         pass
     assert refused.value.response.status_code == 401
     assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
-    with pytest.raises(InvalidStatus) as refused, connect(url + "s"):
-        pass
-    assert refused.value.response.status_code == 404
-    assert json.loads(refused.value.response.body)["error"]["code"] == "not_found"
 
 
 def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere(tmp_path: Path) -> None:

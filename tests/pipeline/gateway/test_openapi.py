@@ -1,0 +1,214 @@
+"""The OpenAPI document tells the truth, the whole of it: what a gateway answers is documented (`http_house` holds every
+answer of every test against it), and what is documented is answered."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+
+from pipeline.gateway.auth import Authority
+from pipeline.gateway.keys import Scope
+from pipeline.gateway.openapi import REFUSALS
+from pipeline.gateway.parts import GatewaySettings
+from pipeline.records import Tombstone
+from schemas.limits import RateLimits
+from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+
+CHAT = "/v1/chat/completions"
+HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+DOCS = Path(__file__).parents[3] / "docs/http.md"
+ALL = tuple(Scope)
+OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
+UNKNOWN = {"file_id": "file-" + "0" * 25, "batch_id": "job-x", "stream_id": "http-x", "model": "none", "name": "none"}
+
+
+def until(what: Callable[[], Any], why: str) -> Any:
+    limit = time.monotonic() + 20
+    while not (value := what()):
+        assert time.monotonic() < limit, why
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    settings = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=100_000, idle_seconds=0.2)
+    with http_house(tmp_path_factory.mktemp("house"), settings=settings) as house:
+        yield house
+
+
+class Asker:
+    """Asks every operation of the document in its turn, with a good key."""
+
+    def __init__(self, house: HttpHouse) -> None:
+        self.house = house
+        self.document = house.witness.document
+        _, self.key = house.keys.create("acme", ALL)
+        self.client = house.client(self.key)
+
+    def operations(self, status: int) -> list[tuple[str, str]]:
+        """Those that may answer this."""
+        return [(method, path) for method, path, one in sorted(self.house.witness.documented()) if one == status]
+
+    def ask_all(self, status: int, key: str | None = None, content: bytes | None = None, **headers: str) -> None:
+        with self.house.http(self.key if key is None else key) as http:
+            for method, path in self.operations(status):
+                http.request(method, path.format(**UNKNOWN), headers=headers, content=content)
+
+    def say(self, method: str, path: str, head: str, body: bytes = b"") -> None:
+        """Bytes that no client would send."""
+        host, port = self.house.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 10) as connection:
+            path = path.format(**UNKNOWN)
+            wanted = f"{method.upper()} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.key}\r\n{head}\r\n"
+            connection.sendall(wanted.encode() + body)
+            assert connection.recv(65_536)
+
+
+def test_it_is_an_openapi_document(house: HttpHouse) -> None:
+    with house.http() as http:
+        document = http.get("/openapi.json").json()
+    assert document == house.witness.document
+    assert document["openapi"].startswith("3.1")
+    schemathesis.openapi.from_dict(document).validate()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) is (path not in OPEN), path
+            assert operation["responses"].keys() & {"422", "default"} == set()
+
+
+def test_each_refusal_is_in_the_documentation_with_its_codes() -> None:
+    text = DOCS.read_text(encoding="utf-8").split("## Errors")[1]
+    rows = re.findall(r"^\| ([0-9, ]+) \| ([a-z_`, ]+) \|", text, re.MULTILINE)
+    told = {status: codes for statuses, codes in rows for status in statuses.split(", ")}
+    assert sorted(told) == sorted(map(str, REFUSALS))
+    for status, refusal in REFUSALS.items():
+        assert set(refusal.codes) <= set(re.findall(r"`(\w+)`", told[str(status)])), status
+
+
+def test_all_that_is_documented_is_answered(house: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asker = Asker(house)
+    _good(asker)
+    _refused_by_every_route(asker, monkeypatch)
+    _conflicts(asker, monkeypatch)
+    with http_house(tmp_path, permits=0) as stopping:
+        _while_it_stops(Asker(stopping))
+    missing = house.witness.documented() - house.witness.seen - stopping.witness.seen
+    assert not missing, sorted(missing)
+
+
+def _good(asker: Asker) -> None:
+    """What is asked for in order."""
+    client = asker.client
+    file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
+    client.files.list()
+    client.files.retrieve(file.id)
+    with asker.house.http(asker.key) as http:
+        content = f"/v1/files/{file.id}/content"
+        tag = http.get(content).headers["etag"]
+        for headers, status in (
+            ({"Range": "bytes=0-3"}, 206), ({"Range": "bytes=999999-"}, 416), ({"If-None-Match": tag}, 304),
+        ):  # fmt: skip
+            assert http.get(content, headers=headers).status_code == status
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        client.batches.list()
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+        assert http.get(f"/v1/batches/{batch.id}/results").text
+        failed = client.files.create(file=("b.jsonl", lines(5)), purpose="batch")
+        again = client.batches.create(input_file_id=failed.id, endpoint=CHAT, completion_window="24h")
+        until(lambda: client.batches.retrieve(again.id).status == "completed", "it did not end")
+        assert http.post(f"/v1/batches/{again.id}/retry", json={"include_invalid": True}).status_code == 200
+        assert client.files.delete(file.id).deleted
+        client.models.list()
+        client.models.retrieve("tiny")
+        stream = http.post(CHAT, json={**HELLO, "stream": True, "tokenmill": {"resume": 30}}).headers["x-stream-id"]
+        client.chat.completions.create(**HELLO)
+        client.completions.create(model="tiny", prompt="a")
+        client.embeddings.create(model="tiny", input="a")
+        for path in ("/v1/status", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
+            assert http.get(path).status_code == 200, path
+        assert http.get(f"/v1/streams/{stream}").status_code == 200
+        for path in ("/", "/static/style.css"):
+            assert http.get(path, headers={"If-None-Match": "*"}).status_code == 304
+
+
+def _refused_by_every_route(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    asker.ask_all(401, "wrong")
+    asker.ask_all(403, Origin="http://evil.example")
+    _, narrow = asker.house.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1))
+    asker.ask_all(429, narrow)
+    asker.ask_all(429, narrow)
+    asker.ask_all(415, content=b"x", **{"Content-Type": "text/plain"})
+    for method, path in asker.operations(400):
+        asker.say(method, path, "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n")
+    for method, path in asker.operations(413):
+        kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
+        asker.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 1000000\r\n")
+        asker.say(method, path, f"Content-Type: {kind}\r\nContent-Length: 50\r\n", b"--")
+    with asker.house.http(asker.key) as http:
+        for method, path in asker.operations(404):
+            body = {**HELLO, "model": "none"} if path == CHAT else {"model": "none", "prompt": "a"}
+            if path == "/v1/embeddings":
+                body = {"model": "none", "input": "a"}
+            if path == "/v1/batches":
+                body = {"input_file_id": UNKNOWN["file_id"], "endpoint": CHAT, "completion_window": "24h"}
+            if path.endswith("/retry"):
+                body = {}
+            more = {"json": body} if method == "post" else {}
+            assert http.request(method, path.format(**UNKNOWN), **more).status_code == 404, path
+    with monkeypatch.context() as broken:
+        broken.setattr(Authority, "caller", lambda *_: 1 / 0)
+        asker.ask_all(500)
+
+
+def _conflicts(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, house = asker.client, asker.house
+    once = {"Idempotency-Key": "once"}
+    file = client.files.create(file=("a.jsonl", lines(1)), purpose="batch", extra_headers=once)
+    wanted: Any = {"input_file_id": file.id, "endpoint": CHAT}
+    batch = client.batches.create(**wanted, completion_window="24h", extra_headers=once)
+    until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+    with house.http(asker.key) as http:
+        form: Any = {"files": {"file": ("a.jsonl", lines(2))}, "data": {"purpose": "batch"}}
+        assert http.post("/v1/files", headers=once, **form).status_code == 409
+        asked = {**wanted, "completion_window": "1h"}
+        assert http.post("/v1/batches", headers=once, json=asked).status_code == 409
+        assert http.post(f"/v1/batches/{batch.id}/cancel").status_code == 409
+        assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 409
+        house.ledger(batch.id).create_tombstone(Tombstone(job=batch.id, at=house.clock.now()))
+        assert http.get(f"/v1/batches/{batch.id}/results").status_code == 410
+        assert http.post(f"/v1/batches/{batch.id}/retry").status_code == 410
+        house.world.store.create(f"files/{file.id}/readers/job-new.json", b'{"version":1,"at":"2099-01-01T00:00:00Z"}')
+        assert http.delete(f"/v1/files/{file.id}").status_code == 409
+        with monkeypatch.context() as full:
+            usage = namedtuple("usage", "total used free")
+            full.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 0))
+            assert http.post("/v1/files", **form).status_code == 507
+
+
+def _while_it_stops(asker: Asker) -> None:
+    house = asker.house
+    file = asker.client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
+    batch = asker.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert asker.client.batches.cancel(batch.id).cancelling_at
+    house.worker.pause = 0.05
+    reading = threading.Thread(target=lambda: list(asker.client.chat.completions.create(
+        **HELLO, max_tokens=60, stream=True)))  # fmt: skip
+    reading.start()
+    until(lambda: house.worker.asked, "it did not begin")
+    house.stop.set()
+    with house.http() as http:
+        until(lambda: http.get("/readyz").status_code == 503, "it goes on")
+    asker.ask_all(503)
+    house.worker.pause = 0.0
+    reading.join()
