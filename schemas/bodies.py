@@ -15,6 +15,7 @@ from schemas.fields import (
     CONTENT,
     INPUTS,
     LOGIT_BIAS,
+    MESSAGE,
     PROMPT,
     RESPONSE_FORMAT,
     STOP,
@@ -78,7 +79,7 @@ def _check_content(value: Any) -> Any:
 class ChatMessage(BaseModel):
     """One message of a conversation. Only an assistant that calls tools may leave out the content."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, json_schema_extra=MESSAGE)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | tuple[TextPart, ...] | None, only(_check_content, CONTENT)] = None

@@ -88,6 +88,25 @@ TEXT_PARTS: Final[JsonSchemaValue] = {
     "minItems": 1,
 }
 CONTENT: Final = one_of({"type": "string"}, TEXT_PARTS, NULL)
+_SAID: Final = {"content": one_of({"type": "string"}, TEXT_PARTS)}
+_NO_CALLS: Final = {"tool_calls": {"enum": [None, []]}}
+MESSAGE: Final = one_of(
+    {
+        "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SAID, **_NO_CALLS},
+        "required": ["role", "content"],
+    },
+    {
+        "properties": {"role": {"const": "tool"}, **_SAID, **_NO_CALLS, "tool_call_id": {"type": "string"}},
+        "required": ["role", "content", "tool_call_id"],
+    },
+    {"properties": {"role": {"const": "assistant"}, **_SAID}, "required": ["role", "content"]},
+    {
+        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+        "required": ["role", "tool_calls"],
+    },
+)
+"""What a message needs, by who says it."""
+
 RESPONSE_FORMAT: Final = one_of(
     record(("type",), type={"enum": ["text", "json_object"]}, json_schema=NULL),
     record(

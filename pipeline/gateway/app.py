@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 
 from pipeline.gateway.answers import Answers
 from pipeline.gateway.app_errors import answer_to, api_error
@@ -67,7 +70,8 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         app.include_router(router)
     app.add_exception_handler(PipelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
+    routes = [route for router in routers for route in router.routes]
+    app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(Exception, _on_anything)
     return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.settings.requests_at_once)
 
@@ -116,11 +120,13 @@ async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
     return answer_to(bad_request(f"{name}: {first['msg']}", name or None))
 
 
-async def _on_http(request: Request, error: Exception) -> JSONResponse:
+async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return answer_to(nothing_here())
     if error.status_code == 405:
-        message = f"{request.method} is not possible here"
-        return answer_to(ApiError(405, "method_not_allowed", message, headers=error.headers))
+        here = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for route in here for method in route.methods}))
+        message = f"{request.method} is not possible here, but {allowed}"
+        return answer_to(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
     return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))

@@ -12,24 +12,28 @@ from pipeline.gateway.batch_requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches import RetryBody
 from pipeline.gateway.completion_shapes import ChatCompletion, ChatCompletionChunk, Completion, Embeddings
 from pipeline.gateway.shapes import Error
+from schemas.fields import NULL, TEXT, TEXTS, one_of
+from schemas.job import Tier
 from schemas.options import JobOptions
 from schemas.requests import BODIES, EMBEDDINGS_URL, NO_CHANGE
 
 Json = dict[str, Any]
 
-_NULL: Final[Json] = {"type": "null"}
+TIERS: Final = [tier.value for tier in Tier if tier is not Tier.INTERACTIVE]
+"""Of jobs."""
+
 _OLDER_NAMES: Final[Json] = {
     # vLLM's, for `structured_outputs`.
     "guided_json": {"type": ["object", "string", "null"]},
-    "guided_regex": {"type": ["string", "null"]},
-    "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
-    "guided_grammar": {"type": ["string", "null"]},
+    "guided_regex": one_of(TEXT, NULL),
+    "guided_choice": one_of(TEXTS, NULL),
+    "guided_grammar": one_of(TEXT, NULL),
 }
 _STREAMED: Final[Json] = {
     "stream": {"type": ["boolean", "null"], "description": "As server-sent events."},
-    "stream_options": {"anyOf": [{"$ref": "#/components/schemas/StreamOptions"}, _NULL]},
+    "stream_options": one_of({"$ref": "#/components/schemas/StreamOptions"}, NULL),
 }
-_WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": _NULL}
+_WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": NULL}
 
 
 def shapes(default_model: str | None) -> dict[str, Json]:
@@ -49,15 +53,17 @@ def shapes(default_model: str | None) -> dict[str, Json]:
         unchanging = {name: {"enum": [None, *values]} for name, values in NO_CHANGE.items()}
         generates = url != EMBEDDINGS_URL
         schema["properties"] |= unchanging | (_STREAMED | _OLDER_NAMES if generates else _WHOLE)
-        schema["properties"][EXTENSION] = {"anyOf": [{"$ref": "#/components/schemas/Extension"}, _NULL]}
+        schema["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/Extension"}, NULL)
         if default_model is not None:
             schema["required"].remove("model")
             schema["properties"]["model"] = {
-                "anyOf": [schema["properties"]["model"], _NULL], "default": default_model,
+                "anyOf": [schema["properties"]["model"], NULL], "default": default_model,
             }  # fmt: skip
-    found["BatchBody"]["properties"][EXTENSION] = {"anyOf": [{"$ref": "#/components/schemas/JobOptions"}, _NULL]}
+    found["BatchBody"]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
     for name in OWN:
         del found["JobOptions"]["properties"][name]
+    for name in ("JobOptions", "RetryBody"):
+        found[name]["properties"]["tier"] = {"enum": [*TIERS, None]}
     message = found["ChatMessage"]["properties"]
     message |= {name: {"enum": [None, *NO_CHANGE[name]]} for name in ("refusal", "audio", "function_call")}
     return found

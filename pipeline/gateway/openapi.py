@@ -110,7 +110,7 @@ def answers(
     *refusals: int,
     keyed: bool | None = True,
     headers: tuple[str, ...] = (),
-    others: Mapping[int, Json] | None = None,
+    others: Mapping[int | str, Json] | None = None,
 ) -> dict[int | str, Json]:
     """A route's `responses`.
 
@@ -126,8 +126,7 @@ def answers(
         good["content"] = shape
     elif shape is not None:
         good["model"] = shape
-    found: dict[int | str, Json] = {200: good}
-    found |= {status: one for status, one in (others or {}).items()}
+    found: dict[int | str, Json] = {200: good, **(others or {})}
     common = KEYED if keyed else () if keyed is None else OPEN
     for status in sorted({*refusals, *common}):
         found[status] = {

@@ -36,7 +36,7 @@ class HttpProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first request is waited for."""
         super().connection_made(transport)
-        # asyncio does so only for sockets that were made with their protocol's number, which bound ones are not. Else the
+        # asyncio does so only for sockets that were made with their protocol's number, as ours is not. Without it the
         # kernel keeps an answer's body until its headers are acknowledged, which takes clients 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self._most:

@@ -266,6 +266,8 @@ _BATCH: Final = {
     "completion_window": "24h",
     "metadata": {"project": "example"},
 }
+_ANCHOR: Final = "expires_after[anchor]"
+_SECONDS: Final = "expires_after[seconds]"
 _UPLOAD: Final = {
     "requestBody": {
         "required": True,
@@ -275,11 +277,12 @@ _UPLOAD: Final = {
                     "type": "object",
                     "additionalProperties": False,
                     "required": ["file", "purpose"],
+                    "dependentRequired": {_ANCHOR: [_SECONDS], _SECONDS: [_ANCHOR]},
                     "properties": {
                         "file": {"type": "string", "format": "binary", "minLength": 1},
                         "purpose": {"type": "string", "enum": ["batch"]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer", "minimum": 3_600, "maximum": 2_592_000},
+                        _ANCHOR: {"type": "string", "enum": ["created_at"]},
+                        _SECONDS: {"type": "integer", "minimum": 3_600, "maximum": 2_592_000},
                     },
                 }
             }

@@ -71,12 +71,12 @@ class LaneWorker:
         if request.url == EMBEDDINGS_URL:
             return [EndEvent(request.id, request.attempt, self._next(one), _vectors(body))]
         chat = "messages" in body
-        asked = body["messages"][-1]["content"] if chat else body.get("prompt", "")
+        asked = body["messages"][-1].get("content") if chat else body.get("prompt", "")
         if asked == "refuse" or (asked == "break" and one.said == 2):
             refused = asked == "refuse"
             code, status = ("context_length_exceeded", 400) if refused else ("engine_error", 500)
             return [ErrorEvent(request.id, request.attempt, self._next(one), code, "it broke", status)]
-        most, choices = body.get("max_tokens") or 5, body.get("n", 1)
+        most, choices = body.get("max_tokens") or body.get("max_completion_tokens") or 5, body.get("n", 1)
         events: list[LaneEvent] = []
         if one.said < most:
             for choice in range(choices):
