@@ -126,7 +126,7 @@ async def _on_http(routes: Sequence[BaseRoute], request: Request, error: Excepti
         return answer_to(nothing_here())
     if error.status_code == 405:
         here = [route for route in routes if isinstance(route, APIRoute) and route.path_regex.match(request.url.path)]
-        allowed = ", ".join(sorted({method for route in here for method in route.methods}))
+        allowed = ", ".join(sorted({method for route in here for method in route.methods or ()}))
         message = f"{request.method} is not possible here, but {allowed}"
         return answer_to(ApiError(405, "method_not_allowed", message, headers={"Allow": allowed}))
     return answer_to(ApiError(error.status_code, "invalid_request", str(error.detail), headers=error.headers))
