@@ -36,7 +36,7 @@ from tests.cluster.null_worker import Answers
 from tests.servers.redis import RedisServer
 
 SECONDS = 60
-WAIT = 30.0
+WAIT = 120
 ROOT = Path(__file__).parents[2]
 QUEUE = "tokenmill"
 
