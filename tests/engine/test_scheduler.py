@@ -516,6 +516,23 @@ class TestEndings:
         h.check_empty()
         assert not h.scheduler.cancel("a")
 
+    def test_one_choice_can_be_cancelled_and_its_siblings_go_on(self) -> None:
+        h = harness(rows=2)
+        h.scheduler.add(ask("a", 8, 6, n=3), 0.0)
+        h.step()
+        # One that runs and one that waits,
+        assert h.scheduler.cancel("a", 0)
+        assert h.scheduler.cancel("a", 2)
+        assert not h.scheduler.cancel("a", 0)
+        assert not h.scheduler.cancel("a", 7)
+        h._note(h.scheduler.take_finished())
+        assert h.scheduler.num_running == 1
+        while h.scheduler.has_work:
+            h.step()
+        reasons = [h.finished["a", choice].finish_reason for choice in range(3)]
+        assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
+        h.check_empty()
+
     def test_a_deadline_ends_running_and_waiting_requests(self) -> None:
         h = harness(rows=1)
         h.scheduler.add(ask("runs", 8, 50, deadline=3.0), 0.0)
