@@ -11,6 +11,7 @@ SEEDS ?= 2000
 ROWS ?= 1000000
 SEED ?=
 FAULTS ?= 40
+EXAMPLES ?= 200
 WORKER ?= null
 
 VENV := .venv
@@ -19,7 +20,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-servers chaos cluster cluster-faults simulate lint format bench fleet clean
+.PHONY: help install run test test-models test-all test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +72,9 @@ format: $(VENV)/.dev.stamp  ## let ruff fix and format what it can
 
 bench: $(VENV)/.run.stamp  ## measure this machine: scheduler and pipeline alone, then the engine
 	@$(PY) -m tokenmill bench --model demo
+
+fuzz-http: $(VENV)/.dev.stamp  ## let schemathesis ask a gateway all that its OpenAPI document allows, and what it doesn't (EXAMPLES=n a route, SEED=n)
+	OMP_NUM_THREADS=1 $(PY) -m tests.pipeline.gateway.fuzzing --examples $(EXAMPLES) $(if $(SEED),--seed $(SEED))
 
 fleet: $(VENV)/.dev.stamp  ## real servers and processes, no model: a million requests over Kafka, then in a bucket (ROWS=n)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet kafka --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
