@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.cache.prefix import HashChain, PrefixNode
 from engine.cache.tables import CacheTables
 from engine.plan import RowState
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import CLASSES, Sequence, SequenceState, class_of
 from engine.stopping import StopTable
 
 
@@ -28,6 +28,9 @@ class RunningBatch:
         confirmed: int32 [R], positions before this one led to finite outputs.
         scores_prompt: bool [R], logits of all prompt positions are wanted.
         watched: bool [R], the owner has a `TokenWatcher`.
+        last_token_at: float64 [R], when the owner's latest token was sampled (seconds); NaN: none was here.
+        latency_class: int64 [R], what the owner is counted to (`class_of`).
+        by_class: rows that are taken, by that class.
     """
 
     def __init__(self, rows: RowState, cache: CacheTables, stops: StopTable) -> None:
@@ -43,12 +46,21 @@ class RunningBatch:
         self.confirmed = np.zeros(num_rows, dtype=np.int32)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
+        self.last_token_at = np.full(num_rows, np.nan)
+        self.latency_class = np.zeros(num_rows, dtype=np.int64)
+        self.by_class = [0] * CLASSES
         self._occupied = np.zeros(num_rows, dtype=np.bool_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.owners) - len(self._free)
+
+    @property
+    def only_class(self) -> int | None:
+        """The class of all rows that are taken; None: they are of several, or there are none."""
+        taken = [number for number, rows in enumerate(self.by_class) if rows]
+        return taken[0] if len(taken) == 1 else None
 
     @property
     def has_free_row(self) -> bool:
@@ -86,6 +98,9 @@ class RunningBatch:
         self.confirmed[row] = rows.num_computed[row]
         self.scores_prompt[row] = params.prompt_logprobs is not None
         self.watched[row] = sequence.request.watcher is not None
+        self.last_token_at[row] = sequence.last_token_at
+        self.latency_class[row] = number = class_of(sequence.request.priority)
+        self.by_class[number] += 1
         self._occupied[row] = True
         self._order = None
         sequence.row = row
@@ -103,6 +118,8 @@ class RunningBatch:
         sequence.high_water = max(sequence.high_water, int(min(rows.num_computed[row], rows.num_known[row])))
         sequence.prompt_computed |= bool(self.confirmed[row] >= sequence.prompt_len)
         sequence.row, sequence.state = -1, state
+        sequence.last_token_at = float(self.last_token_at[row])
+        self.by_class[self.latency_class[row]] -= 1
         if poisoned:
             self.cache.withdraw(row)
         self.cache.release(row, 0 if poisoned else int(self.confirmed[row]))
@@ -127,6 +144,11 @@ class RunningBatch:
         seated = [row for row, owner in enumerate(self.owners) if owner is not None]
         if sorted(seated + self._free) != list(range(len(self.owners))):
             raise AssertionError(f"rows: {len(seated)} seated + {len(self._free)} free != {len(self.owners)}")
+        taken = [
+            sum(class_of(self.owner(row).request.priority) == number for row in seated) for number in range(CLASSES)
+        ]
+        if taken != self.by_class:
+            raise AssertionError(f"classes: {taken} rows are taken, but {self.by_class} are counted")
         rows = self.rows
         for row in seated:
             owner = self.owner(row)

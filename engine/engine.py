@@ -15,6 +15,7 @@ from engine.attention import AttentionBackend, KVLayout, make_backend
 from engine.collect import Collector
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
+from engine.latency import ClassStats, Histogram, LatencyCounts
 from engine.memory import plan_cache
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
 from engine.models.load import is_encoder, load_model, wanted_cache
@@ -49,10 +50,11 @@ class EngineStats:
     """Counters since the engine was made. Tokens unless said otherwise.
 
     Attributes:
-        computed: positions computed.  recomputed: of them, those computed before, ahead of a preemption.
-        cached: known positions taken from the prefix cache instead.
+        computed: positions computed.  prompt: of them, those of prompts.  recomputed: of them, those computed before,
+            ahead of a preemption.
+        cached: known positions taken from the prefix cache instead.  queried: of those that were looked up there, all.
         generated: sampled tokens, end tokens included.
-        steps: steps run.  step_seconds: time inside them.
+        steps: steps run.  step_rows: rows in them, together.  step_times: time inside each of them.
         preemptions: sequences put back.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
         speculation: drafts and what became of them.
@@ -64,14 +66,22 @@ class EngineStats:
     cached: int
     generated: int
     steps: int
-    step_seconds: float
+    step_times: LatencyCounts
     preemptions: int
     running: int
     waiting: int
     free_blocks: int
     total_blocks: int
+    queried: int = 0
+    prompt: int = 0
+    step_rows: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     pace: PaceStats | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Time inside steps."""
+        return self.step_times.seconds
 
 
 def resolve_device(name: str) -> torch.device:
@@ -170,7 +180,7 @@ class Engine:
                 self._runner.show(proposer)
         self._collector = Collector()
         self._ready: list[Completion] = []
-        self._step_seconds = 0.0
+        self._step_times = Histogram()
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -341,8 +351,8 @@ class Engine:
             plan, output.token_ids, output.failed, self.clock(), output.reasons, output.accepted, output.tainted
         )
         seconds = time.perf_counter() - begun
-        self._step_seconds += seconds
-        self.scheduler.timed(plan, seconds)
+        self._step_times.add(seconds)
+        self.scheduler.timed(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
         return self._end(finished)
 
     def take_ended(self) -> list[Completion]:
@@ -369,11 +379,14 @@ class Engine:
         stats = self.scheduler.stats
         return EngineStats(
             computed=stats.computed_tokens,
+            prompt=stats.prompt_tokens,
             recomputed=stats.recomputed_tokens,
             cached=stats.prefix_hit_tokens,
+            queried=stats.prefix_queried_tokens,
             generated=stats.generated_tokens,
             steps=stats.steps,
-            step_seconds=self._step_seconds,
+            step_rows=stats.step_rows,
+            step_times=self._step_times.counts,
             preemptions=stats.preemptions,
             running=stats.running,
             waiting=stats.waiting,
@@ -382,3 +395,7 @@ class Engine:
             speculation=stats.speculation,
             pace=stats.pace,
         )
+
+    def classes(self) -> tuple[ClassStats, ...]:
+        """How each class of requests fares, the most urgent first."""
+        return self.scheduler.classes

@@ -18,7 +18,7 @@ along the subgradient of the objective in `PaceStats.objective`, on a logarithmi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf, nan
 
 import numpy as np
@@ -59,6 +59,26 @@ class Paced:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceTerms:
+    """One number for each term of the objective, w1 to w4 or what they weigh.
+
+    Attributes:
+        ttft, itl: what is followed of each, as a multiple of its promise.
+        utilisation: share of the latest paced steps from which something was held back.
+        drops: requests of class 0 that ran into their deadline, as a share of all.
+    """
+
+    ttft: float = 0.0
+    itl: float = 0.0
+    utilisation: float = 0.0
+    drops: float = 0.0
+
+    def weighed(self, by: PaceTerms) -> float:
+        """The sum of all terms, each times its weight."""
+        return by.ttft * self.ttft + by.itl * self.itl + by.utilisation * self.utilisation + by.drops * self.drops
+
+
+@dataclass(frozen=True, slots=True)
 class PaceStats:
     """How class 0 fares. Counts since the start; seconds.
 
@@ -69,8 +89,8 @@ class PaceStats:
         ttft, itl: the objectives' quantile of late samples, followed (nan: no sample yet).
         beside_streams, beside_prompts: the limits, in tokens of a step.
         utilisation: of latest paced steps, those from which nothing was held back.
-        objective: weight_ttft * ttft / its objective + weight_itl * itl / its objective + weight_utilisation * (1 -
-            utilisation) + weight_drops * drops per request: what pacing lowers.
+        others: of the tokens in latest paced steps, those of other classes.
+        weights, terms: of the objective, and what they weigh now.
     """
 
     first_tokens: int = 0
@@ -83,7 +103,15 @@ class PaceStats:
     beside_streams: int = 0
     beside_prompts: int = 0
     utilisation: float = 1.0
-    objective: float = 0.0
+    others: float = 0.0
+    weights: PaceTerms = field(default_factory=PaceTerms)
+    terms: PaceTerms = field(default_factory=PaceTerms)
+
+    @property
+    def objective(self) -> float:
+        """weight_ttft * ttft / its promise + weight_itl * itl / its promise + weight_utilisation * (1 - utilisation) +
+        weight_drops * drops per request: what pacing lowers."""
+        return self.terms.weighed(self.weights)
 
 
 class Limit:
@@ -147,23 +175,24 @@ class Pace:
         self._epoch = np.full(len(batch.owners), -1, dtype=np.int64)
         self._first_tokens = self._late_first = self._later = self._late = self._drops = 0
         self._steps = self._utilisation = 1.0
+        self._tokens = self._others = 0.0  # of latest steps
 
     @property
     def stats(self) -> PaceStats:
         config = self._config
-        lateness = 0.0
-        for weight, followed, objective in (
-            (config.weight_ttft, self._ttft, config.ttft),
-            (config.weight_itl, self._itl, config.itl),
-        ):
-            if followed.value > 0:
-                lateness += weight * followed.value / objective
         utilisation = self._utilisation / self._steps
-        drops = config.weight_drops * self._drops / max(1, self._drops + self._first_tokens)
+        terms = PaceTerms(
+            ttft=self._ttft.value / config.ttft if self._ttft.value > 0 else 0.0,
+            itl=self._itl.value / config.itl if self._itl.value > 0 else 0.0,
+            utilisation=1 - utilisation,
+            drops=self._drops / max(1, self._drops + self._first_tokens),
+        )
         return PaceStats(
             self._first_tokens, self._late_first, self._later, self._late, self._drops, self._ttft.value,
             self._itl.value, self._streams.tokens, self._prompts.tokens, utilisation,
-            lateness + config.weight_utilisation * (1 - utilisation) + drops,
+            others=self._others / self._tokens if self._tokens else 0.0,
+            weights=PaceTerms(config.weight_ttft, config.weight_itl, config.weight_utilisation, config.weight_drops),
+            terms=terms,
         )  # fmt: skip
 
     def chunk(self) -> int:
@@ -194,6 +223,8 @@ class Pace:
         held = 0.0 if paced.held else 1.0
         self._steps = RECENT * self._steps + 1
         self._utilisation = RECENT * self._utilisation + held
+        self._tokens = RECENT * self._tokens + paced.streams + paced.beside
+        self._others = RECENT * self._others + paced.others
         rows = plan.rows[sampled & (self._batch.priority[plan.rows] == URGENT)]
         begun = self._epoch[rows] == self._batch.epoch[rows]
         for row in rows[~begun].tolist():

@@ -44,6 +44,7 @@ from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.latency import ClassStats, Latencies
 from engine.pacing import URGENT, Pace, Paced
 from engine.plan import CacheGroup, RowState, StepPlan
 from engine.request import FinishReason, Request, check_request
@@ -105,6 +106,7 @@ class Scheduler:
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
+        self._latencies = Latencies(self._batch)
         self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
         self._planner = StepPlanner(
             self._batch, self._waiting, self._lengths, self._demand, budget=budget, pace=self._pace
@@ -138,7 +140,9 @@ class Scheduler:
             running=len(self._batch),
             waiting=len(self._waiting),
             steps=counters.steps,
+            step_rows=counters.step_rows,
             computed_tokens=counters.computed_tokens,
+            prompt_tokens=counters.prompt_tokens,
             recomputed_tokens=counters.recomputed_tokens,
             prefix_queried_tokens=counters.prefix_queried_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
@@ -149,9 +153,14 @@ class Scheduler:
             total_blocks=tuple(pool.num_blocks - 1 for pool in pools),
             oldest_waiting=None if head is None else head.arrived_at,
             generated_tokens=counters.generated_tokens,
-            speculation=SpeculationStats() if self._drafting is None else self._drafting.tally.stats,
+            speculation=SpeculationStats() if self._drafting is None else self._drafting.stats,
             pace=None if self._pace is None else self._pace.stats,
         )
+
+    @property
+    def classes(self) -> tuple[ClassStats, ...]:
+        """How each class fares, the most urgent first."""
+        return self._latencies.stats(self._waiting.by_class)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request: one sequence per choice. `now` in seconds.
@@ -259,8 +268,10 @@ class Scheduler:
         expected_plan, epochs, paced = self._in_flight.popleft()
         assert expected_plan is plan, "plans come back in the order they were made"
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
+        sampled = good & plan.samples & ~failed
+        self._latencies.sampled(plan.rows[sampled], now)
         if self._pace is not None and paced is not None:
-            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
+            self._pace.note(plan, sampled, paced, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:
@@ -301,11 +312,12 @@ class Scheduler:
         self._in_flight.clear()
         self._cache.forget()
 
-    def timed(self, plan: StepPlan, seconds: float) -> None:
-        """Say how long a step took, from before it was planned until after its update."""
+    def timed(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
+        """Say how long a step took, from before it was planned until after its update, and how many of its drafts
+        stayed."""
         if self._drafting is not None:
             drafted = 0 if plan.drafts is None else int(plan.drafts.sum())
-            self._drafting.lengths.timed(len(plan.rows), plan.num_tokens, drafted, seconds)
+            self._drafting.timed(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
 
     def _accept(self, plan: StepPlan, accepted: Ints, good: Flags, ended: Ended) -> None:
         """Make accepted drafts known, one after the other: each may end its row, as any token may."""
@@ -388,6 +400,8 @@ class Scheduler:
                 self._deadlines.discard()
             if not self._requests:
                 self._waiting.forget_groups()
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._latencies.answered(sequence, self._now)
         return FinishedSequence(
             request=request,
             choice=sequence.choice,
@@ -409,10 +423,10 @@ class Scheduler:
         self._batch.check_integrity()
         states = [sequence.state for siblings in self._requests.values() for sequence in siblings]
         running, waiting = states.count(SequenceState.RUNNING), states.count(SequenceState.WAITING)
-        if (running, waiting) != (len(self._batch), len(self._waiting)):
+        if (running, waiting, waiting) != (len(self._batch), len(self._waiting), sum(self._waiting.by_class)):
             raise AssertionError(
-                f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken "
-                f"and {len(self._waiting)} are queued"
+                f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken and "
+                f"{len(self._waiting)} are queued, {self._waiting.by_class} by class"
             )
 
 

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from math import nan
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.cache.prefix import HashChain
 from engine.request import FinishReason, Request, TokenWatcher
+
+CLASSES: Final = 3
+"""Classes that are told apart in what is counted."""
+
+
+def class_of(priority: int) -> int:
+    """The class that requests of this priority are counted to."""
+    return min(max(priority, 0), CLASSES - 1)
 
 
 class SequenceState(Enum):
@@ -49,6 +58,7 @@ class Sequence:
         may_draft: guesses are welcome; not after one left non-finite values in its cache.
         prompt_computed: its whole prompt went through a finished step.
         arrived_at, started_at: `add` and first admission, in seconds.
+        last_token_at: when its latest token was sampled, while it has no row; NaN: none was here.
     """
 
     __slots__ = (
@@ -60,6 +70,7 @@ class Sequence:
         "choice",
         "drafted_tokens",
         "high_water",
+        "last_token_at",
         "may_draft",
         "preemptions",
         "prompt_computed",
@@ -95,6 +106,7 @@ class Sequence:
         self.prompt_computed = False
         self.arrived_at = now
         self.started_at: float | None = None
+        self.last_token_at = nan
         for partial in request.partial:
             if partial.index == choice:
                 self.token_ids = np.concatenate([request.prompt_token_ids, partial.token_ids])

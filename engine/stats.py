@@ -13,7 +13,8 @@ class SchedulerStats:
     """Counts since the start, and the state now.
 
     Attributes:
-        steps, computed_tokens: planned steps and their tokens.
+        steps, step_rows, computed_tokens: planned steps, their rows and their tokens.
+        prompt_tokens: of them, positions of prompts.
         recomputed_tokens: of them, positions that had been computed before a preemption.
         prefix_queried_tokens, prefix_hit_tokens: known tokens of admitted sequences that may read the prefix cache,
             and those not computed because they were found there.
@@ -27,7 +28,9 @@ class SchedulerStats:
     running: int
     waiting: int
     steps: int
+    step_rows: int
     computed_tokens: int
+    prompt_tokens: int
     recomputed_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -52,13 +55,17 @@ class Counters:
         "preemptions",
         "prefix_hit_tokens",
         "prefix_queried_tokens",
+        "prompt_tokens",
         "recomputed_tokens",
+        "step_rows",
         "steps",
     )
 
     def __init__(self) -> None:
         self.steps = 0
+        self.step_rows = 0
         self.computed_tokens = 0
+        self.prompt_tokens = 0
         self.generated_tokens = 0
         self.recomputed_tokens = 0
         self.prefix_queried_tokens = 0

@@ -382,11 +382,14 @@ class StepPlanner:
         known = self._rows.num_known[rows]
         samples = (ends >= known) & (self._batch.stops.max_known[rows] > known)
         num_logits = samples.astype(np.int32) if drafts is None else samples + drafts
-        scored = self._batch.scores_prompt[rows] & (starts < self._rows.prompt_len[rows])
-        if scored.any():
+        of_prompt = self._rows.prompt_len[rows] - starts
+        if of_prompt.max() > 0:
+            self.counters.prompt_tokens += int(np.clip(of_prompt, 0, counts).sum())
+            scored = self._batch.scores_prompt[rows] & (of_prompt > 0)
             num_logits[scored] = counts[scored]
         num_tokens = self._budget - self._held - self._left
         self.counters.steps += 1
+        self.counters.step_rows += len(rows)
         self.counters.computed_tokens += num_tokens
         return StepPlan(
             rows=rows,

@@ -20,7 +20,7 @@ from itertools import groupby, takewhile
 from engine.admission import LazyHeap, LengthEstimator
 from engine.cache.prefix import HashChain
 from engine.cache.tables import CacheTables
-from engine.sequence import Sequence, SequenceState
+from engine.sequence import CLASSES, Sequence, SequenceState, class_of
 
 PUT_BACK, ORDERED, ARRIVED = range(3)
 
@@ -40,10 +40,12 @@ class WaitingQueue:
 
     Attributes:
         settled: nothing but what is here will be added.
+        by_class: sequences that wait, by `class_of`.
     """
 
     def __init__(self, cache: CacheTables, lengths: LengthEstimator, rope_original_max: int | None) -> None:
         self.settled = False
+        self.by_class = [0] * CLASSES
         self._cache = cache
         self._lengths = lengths
         self._rope_original_max = rope_original_max
@@ -73,12 +75,14 @@ class WaitingQueue:
     def pop(self) -> Sequence:
         """Take the first one, which has got a row; what it will read counts as read."""
         sequence = self._heap.pop()
+        self.by_class[class_of(sequence.request.priority)] -= 1
         self._read(sequence)
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence has ended while it waited."""
         self._heap.discard()
+        self.by_class[class_of(sequence.request.priority)] -= 1
         self._read(sequence)
 
     def forget_groups(self) -> None:
@@ -134,6 +138,7 @@ class WaitingQueue:
 
     def _push(self, sequence: Sequence, stage: int) -> None:
         self._heap.push((sequence.request.priority, stage, 0), sequence.serial, sequence)
+        self.by_class[class_of(sequence.request.priority)] += 1
         if self._cache.prefix_caching and sequence.reads_prefix_cache:
             size, tokens = self._cache.block_size, sequence.token_ids
             chain = self.chain(sequence)

@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from schemas.figures import WorkerFigures
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -120,6 +122,15 @@ class Heartbeats(Protocol):
 
     def leave(self, worker: str) -> None:
         """The worker ends in order: it holds nothing any more."""
+        ...
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        """What the worker has to tell whoever watches. Kept apart from its state, which many read many times a second;
+        forgotten when the worker is silent for as long."""
+        ...
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        """What workers that live have told last, by name."""
         ...
 
     def workers(self) -> list[WorkerState]:

@@ -24,6 +24,7 @@ from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, Wo
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord
 from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
+from schemas.figures import WorkerFigures
 from schemas.job import Job, ShardRef, Tier
 
 logger = structlog.get_logger(__name__)
@@ -199,6 +200,8 @@ class ShardClient:
             held = self._held | {(work.job.id, work.shard) for work in shards}
             self._beat(held)
             ledgers = {job: self._jobs[job].ledger for job, _ in held}
+        if load is not None and load.figures is not None:
+            self._tell(load.figures)
         return frozenset(job for job, ledger in ledgers.items() if ledger.closing() is not None)
 
     # -- inside
@@ -268,6 +271,11 @@ class ShardClient:
             self._held.discard((job, shard))
             self._beat(self._held)
 
+    @property
+    def figures(self) -> WorkerFigures | None:
+        """What the worker told last."""
+        return self._load.figures
+
     def close(self) -> None:
         """Say that this worker ends, and holds nothing any more."""
         try:
@@ -281,6 +289,12 @@ class ShardClient:
             self._heartbeats.beat(self._state(held))
         except ServiceUnavailable as error:
             logger.warning("the heartbeat can't be told", reason=str(error))
+
+    def _tell(self, figures: WorkerFigures) -> None:
+        try:
+            self._heartbeats.tell(self.worker, figures)
+        except ServiceUnavailable as error:
+            logger.warning("figures can't be told", reason=str(error))
 
     def _state(self, held: set[tuple[str, int]]) -> WorkerState:
         waiting = 0.0

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from pipeline.checkpoints import ShardHistory
 from schemas.checkpoints import FinishedRows, LoggedChoice
+from schemas.figures import WorkerFigures
 from schemas.job import Job, Tier
 
 EngineFact = str | int | float | bool | None
@@ -112,15 +113,17 @@ class CheckpointWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How fast a worker is, and how far: what forecasts are made of.
+    """How fast a worker is, and how far: what forecasts are made of; and its figures.
 
     Attributes:
         tokens_per_second: prompts (cached ones too) and answers, while it had work; None: not measured yet.
         unfinished: of the shards that it works on, (job id, number) -> the share of rows without an outcome.
+        figures: what it has to tell whoever watches; None: nothing.
     """
 
     tokens_per_second: float | None = None
     unfinished: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    figures: WorkerFigures | None = None
 
 
 class ShardSink(Protocol):

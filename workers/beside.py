@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from engine.embedding.embedder import StepEngine
 from engine.request import Completion
 from pipeline.ports import Clock
+from workers.figures import BesideFigures
 
 _REST_SECONDS: Final = 0.02
 
@@ -27,6 +28,10 @@ class Beside(Protocol):
     @property
     def grace(self) -> float:
         """Seconds that requests have to come to their end when the worker is told to stop."""
+        ...
+
+    def figures(self) -> BesideFigures:
+        """How it stands, and what it has counted."""
         ...
 
     def turn(self, *, admit: bool) -> None:
@@ -59,6 +64,10 @@ class Nothing:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+
+    def figures(self) -> BesideFigures:
+        """All is zero."""
+        return BesideFigures()
 
     def turn(self, *, admit: bool) -> None:
         """Nothing comes."""

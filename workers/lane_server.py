@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +29,7 @@ from pipeline.lane import LaneSettings, LaneWorker
 from pipeline.ports import Clock
 from schemas.errors import RowError, RowErrorCode
 from schemas.lane import LaneEvent, LaneRequest, closes_attempt
+from workers.figures import BesideFigures, Ended
 from workers.lane_answers import LaneAnswer, refusal
 from workers.lane_requests import PREFIX, LaneReader, LaneRules
 from workers.model_host import LoadedModel
@@ -127,6 +128,7 @@ class LaneServer:
         self._next_tell = 0.0
         self._next_report = 0.0
         self._reported = 0
+        self._ended_here = Ended()
 
     @contextmanager
     def running(self, stop: threading.Event) -> Iterator[LaneServer]:
@@ -187,8 +189,15 @@ class LaneServer:
             opened.row = resume_failed(opened.row, completion)
             self._arrived.append(opened)
         else:
+            self._ended_here.note(opened.request.tier, completion)
             self._news.put(partial(self._ended, opened, completion))
         return True
+
+    def figures(self) -> BesideFigures:
+        """See `Beside.figures`."""
+        with self._changed:
+            waiting = Counter(opened.request.tier for opened in self._arrived)
+        return BesideFigures(len(self._open), waiting, self._ended_here)
 
     def rest(self, seconds: float) -> None:
         """Wait until something comes, or so long."""
@@ -258,9 +267,8 @@ class LaneServer:
         pace = self._engine.stats().pace
         if pace is not None and pace.first_tokens > self._reported:
             self._reported = pace.first_tokens
-            logger.info(
-                "requests whose callers wait", **{name: _rounded(value) for name, value in asdict(pace).items()}
-            )
+            said = {name: _rounded(value) for name, value in asdict(pace).items()}
+            logger.info("requests whose callers wait", objective=_rounded(pace.objective), **said)
 
     def _drop_unwanted(self) -> None:
         with self._changed:
@@ -312,7 +320,8 @@ class LaneServer:
             self._news.put(partial(refusal, request, _unforeseen(error)))
             return
         given = {choice.index: len(choice.token_ids) for choice in row.request.partial}
-        self._arrived.append(_Open(answer, row, given))
+        with self._changed:
+            self._arrived.append(_Open(answer, row, given))
         self._wake.set()
 
     # -- on the teller's thread
@@ -418,5 +427,7 @@ def _unforeseen(error: Exception) -> RowError:
     return RowError(RowErrorCode.ENGINE_ERROR, f"the worker failed with it: {type(error).__name__}: {error}"[:1000])
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float | dict[str, float]) -> float | dict[str, float]:
+    if isinstance(value, dict):
+        return {name: round(number, 4) for name, number in value.items()}
     return value if isinstance(value, int) else round(value, 4)

@@ -279,12 +279,16 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
 
 def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
     """What became of guessed tokens since the engine was made, as a manifest shows it: by who guessed them, and which
-    share of those at each place was right."""
+    share of those at each place was right; and what they gained (`engine.speculative.gain`), in all and for each second
+    of the steps that had some."""
     facts: dict[str, Fact] = {}
     for source, counts in stats.sources.items():
         facts[f"drafted_{source}"], facts[f"accepted_{source}"] = counts.num_drafted, counts.num_accepted
         shares = (accepted / drafted for drafted, accepted in zip(counts.drafted, counts.accepted, strict=True))
         facts[f"accepted_by_place_{source}"] = " ".join(f"{share:.2f}" for share in shares)
+    if stats.gained_per_second is not None:
+        facts["gained_tokens"] = round(stats.gained)
+        facts["gained_tokens_per_second"] = round(stats.gained_per_second, 2)
     return facts
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -35,9 +36,11 @@ from pipeline.worker_api import (
 )
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
+from schemas.job import Tier
 from workers.beside import Beside, Nothing, run_out
 from workers.checkpointing import Checkpointer
 from workers.fetching import ShardFetcher
+from workers.figures import FiguresReader
 from workers.lookahead import Lookahead, engine_has_all
 from workers.model_host import LoadedModel, library_versions, speculation_facts
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
@@ -91,6 +94,7 @@ class ShardWorker:
         self._logging: Future[None] | None = None
         self._counts = WorkerCounts()
         self._rate = RateMeter()
+        self._figures = FiguresReader(model.name, model.engine, clock.monotonic())
         self._next_beat = self._next_report = 0.0
         self._next_log: float | None = None  # None: nothing is being computed
 
@@ -166,6 +170,7 @@ class ShardWorker:
         shard = self._fetcher.collect()
         if shard is not None:
             self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
+            self._figures.ended.note_refused(shard.work.tier, len(shard.refused))
             logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
             if shard is not self._fetcher.prepared:
                 self._open(shard)
@@ -256,6 +261,7 @@ class ShardWorker:
             refused = RefusedRow(row.names, row.body.model, RowError(code, str(error)), now, now)
             self._checkpointer.finish(shard, refused)
             self._counts = self._counts.with_refused(len(row.names))
+            self._figures.ended.note_refused(shard.work.tier, 1)
         else:
             self._running[request.request_id] = (shard, row)
             if self._next_log is None:
@@ -294,6 +300,7 @@ class ShardWorker:
             self._checkpointer.finish(shard, row)
             failed = failure_of(row.completion) is not None
             self._counts = self._counts.with_computed(len(row.prepared.names), row.completion, failed)
+            self._figures.ended.note(shard.work.tier, row.completion)
 
     def _commit_done(self, helper: Executor) -> None:
         for shard in [shard for shard in self._shards if shard.done]:
@@ -379,7 +386,11 @@ class ShardWorker:
             held = [shard.work for shard in shards]
             held += [] if self._fetcher.prepared is None else [self._fetcher.prepared.work]
             unfinished = {(shard.work.job.id, shard.work.shard): shard.unfinished for shard in shards}
-            load = WorkerLoad(self._rate.look(now, self._engine.stats()), unfinished)
+            queued: Counter[Tier] = Counter()
+            for shard in self._shards:
+                queued[shard.work.tier] += len(shard.waiting)
+            figures = self._figures.read(now, queued, self._beside.figures())
+            load = WorkerLoad(self._rate.look(now, self._engine.stats()), unfinished, figures)
             self._beating = helper.submit(self._sink.holding, held, load)
         if self._observer is not None and now >= self._next_report:
             self._next_report = now + self._settings.report_seconds

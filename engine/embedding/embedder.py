@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.embedding.head import EmbeddingHead
 from engine.engine import EngineStats
 from engine.errors import RequestRefused
+from engine.latency import ClassStats
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request, as_token_ids
 from engine.resumption import ANSWERED
 
@@ -51,6 +52,8 @@ class StepEngine(Protocol):
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]: ...
 
     def stats(self) -> EngineStats: ...
+
+    def classes(self) -> tuple[ClassStats, ...]: ...
 
 
 @dataclass(slots=True)
@@ -143,6 +146,10 @@ class Embedder:
     def stats(self) -> EngineStats:
         """The engine's."""
         return self.engine.stats()
+
+    def classes(self) -> tuple[ClassStats, ...]:
+        """The engine's: each text counts as a request."""
+        return self.engine.classes()
 
     def _gather(self, completions: list[Completion]) -> list[Completion]:
         """Requests whose last text is among these."""

@@ -21,6 +21,7 @@ from engine.embedding.settings import required_settings
 from engine.embedding.waiting import WaitingPrompts
 from engine.engine import EngineStats, resolve_device, resolve_model_dtype
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused, UnsupportedModel
+from engine.latency import ClassStats, Histogram
 from engine.models.base import ModelSpec
 from engine.models.config import folder_config
 from engine.request import (
@@ -33,6 +34,7 @@ from engine.request import (
     as_token_ids,
     check_request,
 )
+from engine.sequence import CLASSES, class_of
 
 WAITING_PROMPTS: Final = 1024
 """That whoever feeds the engine should keep waiting: of so many, those of one length fill a batch."""
@@ -73,8 +75,10 @@ class EncoderEngine:
         self._pooling = pooling
         self._waiting = WaitingPrompts()
         self._ended: list[Completion] = []
-        self._steps = self._computed = 0
-        self._step_seconds = 0.0
+        self._steps = self._step_rows = self._computed = 0
+        self._step_times = Histogram()
+        self._arrived: dict[str, float] = {}
+        self._whole = [Histogram() for _ in range(CLASSES)]
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> EncoderEngine:
@@ -111,6 +115,7 @@ class EncoderEngine:
         if request.request_id in self._waiting:
             raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
         self._waiting.add(request)
+        self._arrived[request.request_id] = self.clock()
 
     def settle(self, *, more_to_come: bool) -> None:
         """The order of batches is the same either way."""
@@ -171,7 +176,8 @@ class EncoderEngine:
                 self._ended.append(self._end(request, FinishReason.ERROR, started, error=why))
         self._steps += 1
         self._computed += sum(len(request.prompt_token_ids) for request in batch)
-        self._step_seconds += time.perf_counter() - begun
+        self._step_rows += len(batch)
+        self._step_times.add(time.perf_counter() - begun)
         return self.take_ended()
 
     def take_ended(self) -> list[Completion]:
@@ -189,6 +195,9 @@ class EncoderEngine:
         error: str | None = None,
     ) -> Completion:
         now = self.clock()
+        arrived = self._arrived.pop(request.request_id)
+        if reason is FinishReason.LENGTH:
+            self._whole[class_of(request.priority)].add(now - arrived)
         return Completion(
             request_id=request.request_id,
             choices=(Choice(0, _NO_TOKENS, reason),),
@@ -205,17 +214,25 @@ class EncoderEngine:
         """Counters since the engine was made; an encoder has no blocks, and generates nothing."""
         return EngineStats(
             computed=self._computed,
+            prompt=self._computed,
             recomputed=0,
             cached=0,
             generated=0,
             steps=self._steps,
-            step_seconds=self._step_seconds,
+            step_rows=self._step_rows,
+            step_times=self._step_times.counts,
             preemptions=0,
             running=0,
             waiting=len(self._waiting),
             free_blocks=0,
             total_blocks=0,
         )
+
+    def classes(self) -> tuple[ClassStats, ...]:
+        """How each class of requests fares, the most urgent first. An encoder has no tokens to wait for, and nothing
+        that runs between two steps."""
+        waiting = self._waiting.by_class()
+        return tuple(ClassStats(0, n, whole=whole.counts) for n, whole in zip(waiting, self._whole, strict=True))
 
 
 def check_encoder_config(config: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from engine.sequence import CLASSES, class_of
 
 
 @dataclass(slots=True)
@@ -36,6 +37,13 @@ class WaitingPrompts:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._serials
+
+    def by_class(self) -> list[int]:
+        """How many there are of each class (`engine.sequence.class_of`)."""
+        counts = [0] * CLASSES
+        for priority, waiting in self._classes.items():
+            counts[class_of(priority)] += len(waiting.arrived)
+        return counts
 
     def add(self, request: Request) -> None:
         """One more, the youngest."""

@@ -20,8 +20,9 @@ from engine.batch import RunningBatch
 from engine.plan import StepPlan
 from engine.request import Request
 from engine.speculative.base import Ask, Draft, Proposer
+from engine.speculative.gain import Gain
 from engine.speculative.lengths import DraftLengths
-from engine.speculative.tally import Tally
+from engine.speculative.tally import SpeculationStats, Tally
 
 Ints = NDArray[np.int32]
 
@@ -38,7 +39,8 @@ class Drafting:
 
     def __init__(self, batch: RunningBatch, proposer: Proposer, lengths: DraftLengths, max_chunk: int) -> None:
         self.lengths = lengths
-        self.tally = Tally()
+        self._tally = Tally()
+        self._gain = Gain()
         self._batch = batch
         self._proposer = proposer
         self._max_chunk = max_chunk
@@ -124,8 +126,19 @@ class Drafting:
             owner.drafted_tokens += drafted
             owner.accepted_tokens += stays
             source, trust = self._made[row]
-            self.tally.note(source, drafted, stays)
+            self._tally.note(source, drafted, stays)
             self.lengths.note(row, int(batch.epoch[row]), trust, drafted, stays)
+
+    def timed(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
+        """A step is done: its rows, the positions it computed, the drafts among them, those that stayed, its time."""
+        self.lengths.timed(rows, positions, drafted, seconds)
+        if rows and positions - drafted == rows:  # nobody computed a prompt in it
+            self._gain.note(rows, drafted, accepted, seconds)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Drafts since the start, and what they brought."""
+        return SpeculationStats(self._tally.sources, self._gain.tokens, self._gain.seconds)
 
     def learn(self, request: Request, token_ids: Ints) -> None:
         """See `Proposer.learn`."""

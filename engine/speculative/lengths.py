@@ -123,6 +123,11 @@ class StepCosts:
             extra = min(max(0.0, seconds - known[1]) / drafted, known[1] / known[0])
             self._extra[key] = self._mean(self._extra.get(key, extra), extra)
 
+    def plain(self, rows: int) -> float | None:
+        """Seconds of a step of so many rows without drafts; None: not known."""
+        known = self._plain.get(self._class_of(rows))
+        return None if known is None else known[1]
+
     def price(self, rows: int) -> float | None:
         """What a draft costs beside so many rows, as a share of what a row's own token costs: 1 when drafts could as
         well be rows of their own. None: not known.

@@ -29,9 +29,18 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts since the start, by source ("ngram", "siblings", "draft", "eagle3")."""
+    """Counts since the start.
+
+    Attributes:
+        sources: by who made the drafts ("ngram", "siblings", "draft", "eagle3").
+        gained: tokens that drafts brought beyond what the same time would have brought without them, as
+            `engine.speculative.gain` estimates it; below 0 where they cost more than they brought.
+        compared_seconds: time of the steps with drafts for which that could be estimated.
+    """
 
     sources: Mapping[str, SourceCounts] = field(default_factory=lambda: MappingProxyType({}))
+    gained: float = 0.0
+    compared_seconds: float = 0.0
 
     @property
     def drafted(self) -> int:
@@ -40,6 +49,11 @@ class SpeculationStats:
     @property
     def accepted(self) -> int:
         return sum(counts.num_accepted for counts in self.sources.values())
+
+    @property
+    def gained_per_second(self) -> float | None:
+        """Tokens per second that drafting gains while it drafts; None: there was nothing to compare with."""
+        return self.gained / self.compared_seconds if self.compared_seconds else None
 
 
 class Tally:
@@ -55,12 +69,13 @@ class Tally:
             lengths[length] += 1
 
     @property
-    def stats(self) -> SpeculationStats:
+    def sources(self) -> Mapping[str, SourceCounts]:
+        """What was counted, by who made the drafts."""
         sources = {}
         for source, (drafted, accepted) in self._lengths.items():
             width = len(drafted) - 1
             sources[source] = SourceCounts(_reaching(drafted, width), _reaching(accepted, width))
-        return SpeculationStats(MappingProxyType(sources))
+        return MappingProxyType(sources)
 
 
 def _reaching(lengths: list[int], width: int) -> tuple[int, ...]:

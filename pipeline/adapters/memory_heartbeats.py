@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from pipeline.ports import Clock, WorkerState
+from schemas.figures import WorkerFigures
 
 
 class MemoryHeartbeats:
@@ -16,6 +17,7 @@ class MemoryHeartbeats:
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._beats: dict[str, tuple[float, WorkerState]] = {}
+        self._figures: dict[str, tuple[float, WorkerFigures]] = {}
 
     def beat(self, state: WorkerState) -> None:
         """The worker lives, and this is how it stands."""
@@ -26,6 +28,20 @@ class MemoryHeartbeats:
         """The worker ends in order."""
         with self._lock:
             self._beats.pop(worker, None)
+            self._figures.pop(worker, None)
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        """What the worker has to tell."""
+        with self._lock:
+            self._figures[worker] = (self._clock.monotonic(), figures)
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        """What workers that live have told, by name."""
+        living = {state.name for state in self.workers()}
+        now = self._clock.monotonic()
+        with self._lock:
+            self._figures = {name: told for name, told in self._figures.items() if now - told[0] <= self._lifetime}
+            return {name: self._figures[name][1] for name in sorted(living & self._figures.keys())}
 
     def workers(self) -> list[WorkerState]:
         """Workers that live, by name; the dead are forgotten."""

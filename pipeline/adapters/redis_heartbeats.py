@@ -1,4 +1,5 @@
-"""Heartbeats on Redis: a key for each worker that vanishes when the worker is silent, and an index of their names.
+"""Heartbeats on Redis: a key for each worker that vanishes when the worker is silent, another with its figures, and an
+index of their names.
 
 Silence means something only if beats were kept meanwhile, and Redis may have been emptied, restarted, or stopped while
 keys ran out. So each call also leaves a mark, by the server's clock: where the marks have a gap (or there is none, as
@@ -7,14 +8,19 @@ on a fresh server), what was kept begins anew at that moment. `since` counts fro
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milliseconds
 from pipeline.ports import WorkerState
+from schemas.figures import WorkerFigures
 from schemas.heartbeat import HeartbeatPaper
+from schemas.job import Paper
+
+_P = TypeVar("_P", bound=Paper)
 
 logger = structlog.get_logger(__name__)
 
@@ -92,18 +98,33 @@ class RedisHeartbeats:
     def leave(self, worker: str) -> None:
         """The worker ends in order: it holds nothing any more."""
         with self._client.told("take leave"), self._client.raw.pipeline(transaction=True) as pipe:
-            pipe.delete(self._key(worker))
+            pipe.delete(self._key(worker), self._figures_key(worker))
             pipe.zrem(self._index, worker)
             pipe.execute()
 
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        """What the worker has to tell."""
+        data = figures.model_dump_json(exclude_defaults=True)
+        with self._client.told("tell figures"):
+            self._client.raw.set(self._figures_key(worker), data, px=milliseconds(self._lifetime))
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        """What workers that live have told, by name."""
+        found = ((name, self._parsed(name, told, WorkerFigures)) for name, told in self._of_each(self._figures_key))
+        return {name: figures for name, figures in found if figures is not None}
+
     def workers(self) -> list[WorkerState]:
         """Workers that live, by name."""
+        states = [self._read(name, beat) for name, beat in self._of_each(self._key)]
+        return [state for state in states if state is not None]
+
+    def _of_each(self, key: Callable[[str], str]) -> list[tuple[str, bytes]]:
+        """What stands under this key of each worker that lives, by name."""
         with self._client.told("read the heartbeats"):
             found: list[bytes] = self._look(keys=[*self._marks, self._index], args=self._times())
             names = sorted(name.decode(errors="replace") for name in found)
-            beats = self._client.raw.mget([self._key(name) for name in names]) if names else []
-        states = [self._read(name, beat) for name, beat in zip(names, beats, strict=True) if beat is not None]
-        return [state for state in states if state is not None]
+            kept = self._client.raw.mget([key(name) for name in names]) if names else []
+        return [(name, data) for name, data in zip(names, kept, strict=True) if data is not None]
 
     def since(self) -> float:
         """For how many seconds the server has kept beats without a break."""
@@ -122,12 +143,21 @@ class RedisHeartbeats:
     def _key(self, worker: str) -> str:
         return self._client.key("beats", "worker", worker)
 
-    def _read(self, name: str, beat: bytes) -> WorkerState | None:
+    def _figures_key(self, worker: str) -> str:
+        return self._client.key("beats", "figures", worker)
+
+    def _parsed(self, name: str, data: bytes, paper: type[_P]) -> _P | None:
+        """What is kept of a worker; None, and a word in the log, where it is something else."""
         try:
-            paper = HeartbeatPaper.model_validate_json(beat)
+            return paper.model_validate_json(data)
         except ValidationError as error:
             self.unreadable += 1
             logger.warning("not a heartbeat", worker=name, reason=error.errors(include_url=False)[0]["msg"])
+            return None
+
+    def _read(self, name: str, beat: bytes) -> WorkerState | None:
+        paper = self._parsed(name, beat, HeartbeatPaper)
+        if paper is None:
             return None
         return WorkerState(
             name=name,

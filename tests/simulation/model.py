@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine, EngineStats
+from engine.latency import ClassStats
 from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
@@ -165,6 +166,9 @@ class SteppedEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def classes(self) -> tuple[ClassStats, ...]:
+        return self._engine.classes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import BinaryIO
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, ObjectInfo, ShardTask, WorkerState
+from schemas.figures import WorkerFigures
 from tests.simulation.machine import Machine, Process
 from tests.simulation.watch import Watch
 
@@ -150,6 +151,14 @@ class ProcessHeartbeats:
     def leave(self, worker: str) -> None:
         self._process.point("heartbeats.leave", worker)
         self._broker.beats.leave(worker)
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        self._process.point("heartbeats.tell", worker)
+        self._broker.beats.tell(worker, figures)
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        self._process.point("heartbeats.figures")
+        return self._broker.beats.figures()
 
     def workers(self) -> list[WorkerState]:
         self._process.point("heartbeats.workers")

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from engine.engine import EngineStats
+from engine.latency import LatencyCounts
 from workers.progress import RateMeter
 
 IDLE = EngineStats(
-    computed=0, recomputed=0, cached=0, generated=0, steps=0, step_seconds=0.0, preemptions=0, running=0, waiting=0,
-    free_blocks=0, total_blocks=0,
+    computed=0, recomputed=0, cached=0, generated=0, steps=0, step_times=LatencyCounts(), preemptions=0,
+    running=0, waiting=0, free_blocks=0, total_blocks=0,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.availability import ServiceUnavailable
 from pipeline.messages import Message, NotConfirmed
 from pipeline.ports import Clock, ObjectInfo, ShardTask, StoreError, WorkerState
+from schemas.figures import WorkerFigures
 from tests.simulation.machine import Machine, Process
 from tests.simulation.root.watch import RootWatch
 
@@ -197,6 +198,15 @@ class RootHeartbeats:
         self._process.point("heartbeats.leave", worker)
         self._broker.check("take leave")
         self._broker.beats.leave(worker)
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        self._process.point("heartbeats.tell", worker)
+        self._broker.check("tell figures")
+        self._broker.beats.tell(worker, figures)
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        self._process.point("heartbeats.figures")
+        return self._broker.beats.figures()
 
     def workers(self) -> list[WorkerState]:
         self._process.point("heartbeats.workers")
