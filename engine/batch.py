@@ -31,6 +31,7 @@ class RunningBatch:
         last_token_at: float64 [R], when the owner's latest token was sampled (seconds); NaN: none was here.
         latency_class: int64 [R], what the owner is counted to (`class_of`).
         by_class: rows that are taken, by that class.
+        only_class: of all of them; None: they are of several, or there are none.
     """
 
     def __init__(self, rows: RowState, cache: CacheTables, stops: StopTable) -> None:
@@ -49,18 +50,13 @@ class RunningBatch:
         self.last_token_at = np.full(num_rows, np.nan)
         self.latency_class = np.zeros(num_rows, dtype=np.int64)
         self.by_class = [0] * CLASSES
+        self.only_class: int | None = None
         self._occupied = np.zeros(num_rows, dtype=np.bool_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._order: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.owners) - len(self._free)
-
-    @property
-    def only_class(self) -> int | None:
-        """The class of all rows that are taken; None: they are of several, or there are none."""
-        taken = [number for number, rows in enumerate(self.by_class) if rows]
-        return taken[0] if len(taken) == 1 else None
 
     @property
     def has_free_row(self) -> bool:
@@ -100,7 +96,7 @@ class RunningBatch:
         self.watched[row] = sequence.request.watcher is not None
         self.last_token_at[row] = sequence.last_token_at
         self.latency_class[row] = number = class_of(sequence.request.priority)
-        self.by_class[number] += 1
+        self._count(number, 1)
         self._occupied[row] = True
         self._order = None
         sequence.row = row
@@ -119,7 +115,7 @@ class RunningBatch:
         sequence.prompt_computed |= bool(self.confirmed[row] >= sequence.prompt_len)
         sequence.row, sequence.state = -1, state
         sequence.last_token_at = float(self.last_token_at[row])
-        self.by_class[self.latency_class[row]] -= 1
+        self._count(int(self.latency_class[row]), -1)
         if poisoned:
             self.cache.withdraw(row)
         self.cache.release(row, 0 if poisoned else int(self.confirmed[row]))
@@ -129,6 +125,11 @@ class RunningBatch:
         self._occupied[row] = False
         self._order = None
         self._free.append(row)
+
+    def _count(self, number: int, change: int) -> None:
+        self.by_class[number] += change
+        taken = [one for one, rows in enumerate(self.by_class) if rows]
+        self.only_class = taken[0] if len(taken) == 1 else None
 
     def expected_positions(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [len(rows)], positions each row is expected to be computed to. A row that has outlived its guess is

@@ -268,15 +268,14 @@ class Scheduler:
         expected_plan, epochs, paced = self._in_flight.popleft()
         assert expected_plan is plan, "plans come back in the order they were made"
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
-        sampled = good & plan.samples & ~failed
-        self._latencies.sampled(plan.rows[sampled], now)
         if self._pace is not None and paced is not None:
-            self._pace.note(plan, sampled, paced, now)
+            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:
             assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
             ends = ends - plan.drafts + accepted
+            self._latencies.sampled(plan.rows[good & plan.samples & ~failed], now)
             self._drafting.settle(plan, accepted, good, tainted)
             self._accept(plan, accepted, good, ended)
             good = self._batch.epoch[plan.rows] == epochs
@@ -290,7 +289,10 @@ class Scheduler:
         self._end_scored(plan, ends, good, ended)
         chosen = np.flatnonzero(good & plan.samples)
         if chosen.size:
-            self._append(plan.rows[chosen], token_ids[chosen], chosen, ended)
+            rows = plan.rows[chosen]
+            if plan.drafts is None:  # else some may have ended by now, and all are counted
+                self._latencies.sampled(rows, now)
+            self._append(rows, token_ids[chosen], chosen, ended)
         for i in np.flatnonzero(self._batch.epoch[plan.rows] == epochs).tolist() if tainted else ():
             if (row := int(plan.rows[i])) in tainted:
                 self._batch.owner(row).may_draft = False
@@ -332,9 +334,10 @@ class Scheduler:
         """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
         seen = good & (plan.num_logits > 0)
         self._batch.confirmed[plan.rows[seen]] = ends[seen]
-        done = good & ~plan.samples & (ends == self._stops.max_known[plan.rows])
-        for i in np.flatnonzero(done).tolist():
+        for i in np.flatnonzero(good & ~plan.samples).tolist():
             row = int(plan.rows[i])
+            if ends[i] != self._stops.max_known[row]:
+                continue
             sequence = self._batch.owner(row)
             if sequence.request.pooling is not None:
                 self._batch.confirmed[row] = ends[i]

@@ -6,6 +6,8 @@ the job that it has made, whatever has changed since in settings or catalog.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -87,10 +89,35 @@ class Accepts(Protocol):
     def expect(self, tenant: str, job: str) -> None: ...
 
 
-class Intake:
-    """Makes jobs in the root that `world.store` is. Threads may share one."""
+class IntakeFigures:
+    """What became of what came in. Threads may share one."""
 
-    def __init__(self, world: World, settings: IntakeSettings | None = None) -> None:
+    def __init__(self) -> None:
+        self._results: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def note(self, result: str) -> None:
+        """One more: "created", "repeated" or "refused"."""
+        with self._lock:
+            self._results[result] += 1
+
+    def read(self) -> dict[str, int]:
+        """How many there were of each."""
+        with self._lock:
+            return dict(self._results)
+
+
+class Intake:
+    """Makes jobs in the root that `world.store` is. Threads may share one.
+
+    Args:
+        figures: count what comes in.
+    """
+
+    def __init__(
+        self, world: World, settings: IntakeSettings | None = None, figures: IntakeFigures | None = None
+    ) -> None:
+        self._figures = figures or IntakeFigures()
         self._world = world
         self._settings = settings or IntakeSettings()
         self._catalog = Catalog(world.store)
@@ -108,11 +135,18 @@ class Intake:
         if standing is not None:
             if ledger.manifest() is None:
                 mark(ledger)  # whoever made it may have been interrupted
+            self._figures.note("repeated")
             return Submitted(standing, created=False)
-        order = self._order(draft)
+        try:
+            order = self._order(draft)
+        except IntakeRefused as error:
+            if error.code != NO_MODEL:  # else the door asks again
+                self._figures.note("refused")
+            raise
         self.expect(draft.tenant, draft.job_id)
         submitted = submit(order, ledger, self._world, job_id=draft.job_id)
         self._backlog.added(submitted.job)
+        self._figures.note("created" if submitted.created else "repeated")
         return submitted
 
     def expect(self, tenant: str, job: str) -> None:

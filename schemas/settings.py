@@ -107,6 +107,23 @@ class LaneOptions(BaseModel):
     pace: PaceOptions = PaceOptions()
 
 
+class MetricsOptions(BaseModel):
+    """Figures for programs that watch.
+
+    Attributes:
+        port: on which each process tells its own, without a key; 0: any that is free; None: none. A gateway tells them
+            among its routes, too.
+        host: the address for that.
+        workers: a gateway tells the figures of each worker that lives, too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    workers: bool = True
+
+
 class RetentionOptions(BaseModel):
     """How long things are kept: amounts of time, such as "30d".
 
@@ -142,7 +159,7 @@ class Settings(BaseSettings):
         tenant_tokens: a tenant with so many tokens in open jobs is taken no more from; None: no limit.
         tenant_weights: in the sharing of what is computed; others have 1.
         planners: jobs planned at once by one dispatcher.
-        retention: how long things are kept.
+        retention: how long things are kept.  metrics: figures for programs that watch.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
@@ -184,6 +201,7 @@ class Settings(BaseSettings):
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     planners: Positive = 2
     retention: RetentionOptions = RetentionOptions()
+    metrics: MetricsOptions = MetricsOptions()
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
-from pipeline.intake import Intake
 from tokenmill.errors import UserError
 from tokenmill.hints import announcers_lease
-from tokenmill.root import S3, Root, intake_settings
+from tokenmill.root import S3, Root, open_intake
 
 if TYPE_CHECKING:
     import threading
@@ -50,7 +49,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
     bucket, prefix = split_url(root.url)
     above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
     assert root.s3 is not None  # an s3:// root has one
-    intake, connection = Intake(root.world, intake_settings(settings)), root.s3
+    intake, connection = open_intake(root, settings), root.s3
     inboxes = [
         BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
     ]
@@ -93,7 +92,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         session_timeout=options.session_timeout,
     )
     sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
-    intake = Intake(root.world, intake_settings(settings))
+    intake = open_intake(root, settings)
     door = kafka_door(reading, root.world, intake, sender, root.pin, settings.limits)
     announcing = AnnouncerSettings(
         f"{prefix}.results",
@@ -143,7 +142,7 @@ def _celery(root: Root, settings: Settings) -> Part:
     options = settings.celery
     tasks = CeleryTasks(
         root.world,
-        Intake(root.world, intake_settings(settings)),
+        open_intake(root, settings),
         root.pin,
         TaskSettings(uri_prefixes=options.uri_prefixes),
     )

@@ -9,10 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.intake import Intake
 from schemas.job import Tier
 from tokenmill.errors import UserError
-from tokenmill.root import Root, intake_settings
+from tokenmill.root import Root, open_intake
 
 if TYPE_CHECKING:
     from limits.storage import RedisStorage
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.gateway.running import Running
     from pipeline.gateway.server import ServerSettings
     from pipeline.gateway.webhooks import Notifier
+    from pipeline.metrics.told import Source
     from pipeline.ports import Lease
     from schemas.settings import Settings
     from tokenmill.hints import Hints
@@ -52,10 +52,11 @@ class Shared:
 
 
 class Gateway:
-    """The parts of HTTP, listening already: `url` says where.
+    """The parts of HTTP, listening already: `url` says where, and `sources` tell what is told at `/metrics`.
 
     Args:
         shared: with other gateways; None: there are none.
+        dispatching: tells how jobs stand, where this process dispatches them.
 
     Raises:
         UserError: what it needs is not installed, or anybody on the network could use it without a key.
@@ -63,11 +64,19 @@ class Gateway:
     """
 
     def __init__(
-        self, root: Root, settings: Settings, hints: Hints, host: str, port: int, shared: Shared | None = None
+        self,
+        root: Root,
+        settings: Settings,
+        hints: Hints,
+        host: str,
+        port: int,
+        shared: Shared | None = None,
+        dispatching: Source | None = None,
     ) -> None:
         shared = shared or Shared()
         try:
             from pipeline.gateway.server import GatewayServer, listen
+            from pipeline.metrics.exposition import Metrics
         except ModuleNotFoundError as error:
             raise UserError(
                 f"{error.name} is not installed, and HTTP needs it; run: pip install 'tokenmill[gateway]'"
@@ -75,6 +84,7 @@ class Gateway:
         from pipeline.gateway.asking import Asker
         from pipeline.gateway.auth import Authority
         from pipeline.gateway.batches import Batches
+        from pipeline.gateway.figures import HttpFigures
         from pipeline.gateway.files import Files
         from pipeline.gateway.finalizing import Finalizer
         from pipeline.gateway.keys import ApiKeys
@@ -83,6 +93,7 @@ class Gateway:
         from pipeline.gateway.rate_limits import RateLimiter
         from pipeline.gateway.status import Status
         from pipeline.lane_caller import CallSettings
+        from pipeline.metrics import sources
 
         keys = ApiKeys(root.world)
         _check_open(settings, host, keys.exist())
@@ -91,16 +102,26 @@ class Gateway:
         every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
         self._finalizer = Finalizer(root.world, files, every, shared.lease)
         self._notifier = _notifier(root, settings, every, shared.telling)
-        intake = Intake(root.world, intake_settings(settings))
+        intake = open_intake(root, settings)
+        status = Status(root.world, hints.heartbeats, 1.0 if root.folder else _REMOTE_LOOK_SECONDS)
+        figures = HttpFigures(root.world.clock)
+        self.sources: list[Source] = [
+            sources.workers(hints.heartbeats, each=settings.metrics.workers),
+            dispatching or sources.installation(status),
+            sources.http(figures),
+            sources.intake(root.came_in),
+        ]
         self._parts = GatewayParts(
             world=root.world,
             authority=Authority(keys, settings.gateway.auth),
             files=files,
             batches=Batches(root.world, intake, files, self._finalizer, self._together),
             models=Models(root.world.store),
-            status=Status(root.world, hints.heartbeats, 1.0 if root.folder else _REMOTE_LOOK_SECONDS),
+            status=status,
             settings=_bounds(settings),
             rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
+            figures=figures,
+            metrics=Metrics([sources.build, *self.sources]),
         )
         cache = _cache(root, settings, shared.answers)
         self._asker = Asker(root.world, _asking(settings), self._parts.rates, cache)
@@ -123,7 +144,7 @@ class Gateway:
         from pipeline.gateway.bridge import LaneBridge, draining
 
         clock = self._parts.world.clock
-        bridge, ended = LaneBridge(self._lane, clock, self._call), threading.Event()
+        bridge, ended = LaneBridge(self._lane, clock, self._call, self._parts.figures), threading.Event()
         answers = Answers(self._asker, bridge, clock)
         calls = threading.Thread(target=bridge.run, args=(ended,), name="lane calls", daemon=True)
         calls.start()

@@ -190,6 +190,16 @@ PricePerHour = Annotated[
     float | None, typer.Option(parser=price, metavar="PRICE", help="Of this machine, for the cost in the summary.")
 ]
 
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        min=0,
+        max=65_535,
+        help="Tell this process's figures to Prometheus there, without a key; 0: any port that is free. "
+        "Default: TOKENMILL_METRICS__PORT, else none.",
+    ),
+]
 GatewayUrl = Annotated[
     str | None,
     typer.Option(

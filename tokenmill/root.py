@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.inputs import PinnedInput, open_pinned, pin_uri
-from pipeline.intake import IntakeSettings
+from pipeline.intake import Intake, IntakeFigures, IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retention import RetentionSettings
@@ -35,11 +35,13 @@ class Root:
         url: as it was given.  world: its store, and this machine's time and randomness.
         s3: a client for S3, where the root or settings say how it is reached; else inputs there are reached as AWS's
             tools do.
+        came_in: counts what comes in at the doors of this process.
     """
 
     url: str
     world: World
     s3: S3Connection | None
+    came_in: IntakeFigures = field(default_factory=IntakeFigures)
 
     @property
     def folder(self) -> Path | None:
@@ -96,6 +98,11 @@ def s3_connection(settings: Settings) -> S3Connection:
     from pipeline.adapters.s3_settings import S3Settings
 
     return S3Connection(S3Settings(**settings.s3.model_dump()))
+
+
+def open_intake(root: Root, settings: Settings) -> Intake:
+    """What makes jobs of what comes in at a door."""
+    return Intake(root.world, intake_settings(settings), root.came_in)
 
 
 def intake_settings(settings: Settings) -> IntakeSettings:

@@ -12,25 +12,27 @@ from typing import Final
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import INCOMING, FolderInbox
 from pipeline.housekeeping import Housekeeper, HousekeepingSettings
-from pipeline.intake import Intake
 from pipeline.together import AT_ONCE, BESIDE, InTurn
 from schemas.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.hints import Hints
 from tokenmill.processes import Part
-from tokenmill.root import Root, intake_settings, retention_settings
+from tokenmill.root import Root, open_intake, retention_settings
 
 FOLDER_SWEEP_SECONDS: Final = 1.0
 """A folder tells of nothing: it is listed often."""
 
 
-def dispatcher_part(root: Root, hints: Hints, settings: Settings, price_per_hour: float | None = None) -> Part:
-    """Finds open jobs, plans them, hands out their shards, and ends them."""
+def dispatcher_part(
+    root: Root, hints: Hints, settings: Settings, figures: DispatchFigures, price_per_hour: float | None = None
+) -> Part:
+    """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand."""
     dispatching = DispatchSettings(
         settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour
     )
@@ -42,8 +44,9 @@ def dispatcher_part(root: Root, hints: Hints, settings: Settings, price_per_hour
         # A folder answers at once; a bucket is worth asking many things at a time.
         with requests(AT_ONCE) as together, requests(BESIDE) as beside:
             dispatcher = Dispatcher(
-                root.world, hints.queue, hints.heartbeats, settings=dispatching, together=together, beside=beside
-            )
+                root.world, hints.queue, hints.heartbeats,
+                settings=dispatching, together=together, beside=beside, figures=figures,
+            )  # fmt: skip
             planning = ForemanSettings(planners=settings.planners)
             Foreman(root.world, dispatcher, root.open_input, planning, hints.lease).run(stop)
 
@@ -63,5 +66,5 @@ def folder_part(root: Root, settings: Settings, settle: float) -> Part:
         raise UserError(f"{root.url}: only a folder can be watched; a bucket tells of drops through a queue")
     (store.root / INCOMING).mkdir(exist_ok=True)
     inbox = FolderInbox(store, root.world.clock, settle=settle)
-    door = DropDoor(inbox, Intake(root.world, intake_settings(settings)), root.world)
+    door = DropDoor(inbox, open_intake(root, settings), root.world)
     return DropWatch([door], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run

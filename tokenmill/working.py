@@ -12,12 +12,15 @@ import structlog
 
 from engine.config import EngineConfig
 from pipeline.catalog import Catalog
+from pipeline.metrics.sources import own_work
 from pipeline.shard_client import ShardClient
+from schemas.figures import WorkerFigures
 from schemas.job import CatalogEntry, ModelPin, Tier
 from schemas.settings import Settings
 from tokenmill.hints import Hints, hints_on_servers
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
+from tokenmill.metrics import metrics_served
 from tokenmill.output import say
 from tokenmill.processes import run_together, settled_heap, unique_name, until_told
 from tokenmill.root import Root, open_root
@@ -50,6 +53,7 @@ def run_worker(
     models: Sequence[LoadModel],
     switch_after: float,
     policies: Policies = NO_POLICIES,
+    metrics_port: int | None = None,
 ) -> None:
     """A worker process with the models that these load, one at a time, until told to stop.
 
@@ -59,7 +63,8 @@ def run_worker(
     with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
         worker = Worker(root, hints, models, settings, switch_after, policies)
         say(f"working for {root.url} with {', '.join(worker.models)}")
-        run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+        with metrics_served(settings, metrics_port, own_work(worker.figures)):
+            run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
 
 
 class Worker:
@@ -93,6 +98,7 @@ class Worker:
         self.models = [pin.name for pin in pins]
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._name = unique_name(root.world.random)
+        self._client: ShardClient | None = None
         self._lane = hints.lane.worker(self._name)
         self._turns = Turns(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
         self._lane_rules = lane_rules(settings, policies)
@@ -104,6 +110,11 @@ class Worker:
             look_seconds=hints.look_seconds,
             policies=policies,
         )
+
+    def figures(self) -> WorkerFigures | None:
+        """What the worker counted since it began to serve the model that it has loaded; None: nothing yet."""
+        client = self._client
+        return None if client is None else client.figures
 
     def __call__(self, stop: threading.Event) -> None:
         """Work until `stop` is set."""
@@ -123,6 +134,7 @@ class Worker:
         client = ShardClient(
             self._name, world, self._root.ledger, self._hints.queue, self._hints.heartbeats, lambda: False, models=[key]
         )
+        self._client = client
         server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving)
         logger.info("model's turn", model=model.name, key=key)
         try:
@@ -131,6 +143,7 @@ class Worker:
                 source = SourceInTurn(client, self._turns, lambda: beside.busy)
                 ShardWorker(model, source, client, world.clock, self._settings, self._watchdog, beside=beside).run(stop)
         finally:
+            self._client = None
             client.close()
 
 

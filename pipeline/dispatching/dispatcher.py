@@ -22,6 +22,7 @@ import structlog
 
 from pipeline.active import jobs_to_close, tidy
 from pipeline.dispatching.fair_shares import FairShares
+from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.looking import Look
 from pipeline.dispatching.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urgency
 from pipeline.dispatching.outlook import Outlook, Tokens
@@ -85,10 +86,12 @@ class Dispatcher:
         settings: DispatchSettings | None = None,
         together: Executor | None = None,
         beside: Executor | None = None,
+        figures: DispatchFigures | None = None,
     ) -> None:
         """Args:
         together: makes requests to the store at once, where that saves time; None: one after the other.
         beside: makes those that nobody waits for, a few at a time, or they would be in the others' way.
+        figures: where it is told how jobs stand.
         """
         self._world = world
         self._queue = queue
@@ -97,11 +100,13 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._together = together or InTurn()
         self._beside = beside or InTurn()
+        self._figures = figures or DispatchFigures()
+        self._since: datetime | None = None  # it dispatches since then; None: another does
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
         self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
         self._outlook = Outlook(self._settings.weights)
-        self._next_outlook = self._next_closing = 0.0
+        self._next_outlook = self._next_closing = self._next_figures = 0.0
         self._to_close: set[str] = set()
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
@@ -114,11 +119,25 @@ class Dispatcher:
             self._outcomes[job.id] = manifest
             tidy(ledger)
         elif job.id not in self._jobs:
-            self._jobs[job.id] = OpenJob(ledger, job, self._world, self._events, self._settings.of_jobs, self._beside)
+            self._since = self._since or self._world.clock.now()
+            self._jobs[job.id] = OpenJob(
+                ledger, job, self._world, self._events, self._settings.of_jobs, self._beside,
+                taken_over=job.created_at < self._since,
+            )  # fmt: skip
 
     def forget(self, job: str) -> None:
         """Look at the job no more: it has ended, or is gone, by somebody else's doing."""
         self._jobs.pop(job, None)
+
+    def failed(self, job: str) -> None:
+        """The job could not be planned, and has ended as failed."""
+        if (open_job := self._jobs.pop(job, None)) is not None:
+            self._figures.failed(open_job.job, self._world.clock.now())
+
+    def stand_by(self) -> None:
+        """Another dispatcher leads."""
+        self._since = None
+        self._figures.stand_by()
 
     def finished(self) -> bool:
         """Whether all jobs have ended."""
@@ -173,6 +192,9 @@ class Dispatcher:
         if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
             self._next_outlook = now + self._settings.cache_every
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
+        if now >= self._next_figures:
+            self._next_figures = now + self._settings.cache_every
+            self._figures.look(self._jobs.values(), held)
         self._others_took = self._world.clock.monotonic() - now - (share - self._closing_left)
 
     def _guarded(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
@@ -200,6 +222,7 @@ class Dispatcher:
             open_job.tell(now)
             return
         manifest = open_job.end()
+        self._figures.over(open_job, manifest, self._world.clock.now())
         if not self._settings.isolate:
             self._outcomes[open_job.job.id] = manifest
         del self._jobs[open_job.job.id]
@@ -287,6 +310,7 @@ class Dispatcher:
     def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
         """Charge the tenant what the new parts have cost instead of what was expected."""
         for entry, shard in found:
+            self._figures.found(open_job, (entry, shard))
             if shard is None:
                 continue
             usage = entry.summary.usage

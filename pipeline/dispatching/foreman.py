@@ -58,6 +58,10 @@ class ForemanSettings:
     taking_up: float = 0.25
 
 
+class _Unreadable(InputError):
+    """The input of a job was never readable, and the job has ended as failed."""
+
+
 @dataclass(slots=True)
 class _Known:
     """A job that was found.
@@ -126,6 +130,7 @@ class Foreman:
         can't be reached."""
         now = self._world.clock.monotonic()
         if not self._leading.now():
+            self._dispatcher.stand_by()
             return
         self._sweep(now)
         if now >= self._next_look:
@@ -199,8 +204,9 @@ class Foreman:
                 else:
                     known.in_time = True
                     known.planned = self._refuse_late(known.ledger, measured)
-            except InvalidInput as error:  # it has ended as failed
+            except (InvalidInput, _Unreadable) as error:  # it has ended as failed
                 known.planned = True
+                self._dispatcher.failed(name)
                 logger.info("job refused", job=name, reason=str(error))
             except PipelineError as error:
                 known.retry_at = now + self._settings.retry_after
@@ -216,6 +222,7 @@ class Foreman:
         due, then = (moment.isoformat(timespec="seconds") for moment in (job.deadline, end))
         message = f"it should be done at {then}, but its deadline is {due}; submit it with a later one, or without"
         fail_job(ledger, job, self._world, DEADLINE_UNREACHABLE, message)
+        self._dispatcher.failed(job.id)
         logger.info("job refused", job=job.id, reason=message)
         return True
 
@@ -236,4 +243,4 @@ class Foreman:
                 raise
             fail_job(ledger, job, self._world, INPUT_UNREADABLE, str(error))
             tidy(ledger)
-            return None
+            raise _Unreadable(str(error)) from error

@@ -88,8 +88,10 @@ class OpenJob:
         events: EventSink,
         settings: JobSettings,
         beside: Executor,
+        *,
+        taken_over: bool = False,
     ) -> None:
-        """`beside`: runs what needn't be waited for."""
+        """`beside`: runs what needn't be waited for. `taken_over`: others may have been at the job before."""
         self.ledger = ledger
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
@@ -116,6 +118,8 @@ class OpenJob:
         self._shown: JobStatus | None = None  # the status last told
         self._untold = self._uncached = True
         self._told_eta: datetime | None = None
+        self._taken_over = taken_over
+        self._stood: frozenset[int] | None = None  # parts when they were listed first
 
     @property
     def planned(self) -> bool:
@@ -177,8 +181,11 @@ class OpenJob:
     def learn_standing(self, standing: Iterable[int], now: float) -> None:
         """These parts stand; those that are new are to be read. Raises `LedgerError` where nobody planned one."""
         self.sweep_at = now + self._settings.sweep_every
+        standing = frozenset(standing)
+        if self._stood is None:
+            self._stood = standing
         known = {*self._parts, *self.unread}
-        for number in standing:
+        for number in sorted(standing):
             if number in known or number in self._open_rejects:
                 continue
             if number in self.open_shards:
@@ -188,6 +195,10 @@ class OpenJob:
                     f"{self.ledger.place(part_key(number))}: no such part is planned, but readers would count it; "
                     "move it elsewhere"
                 )
+
+    def is_news(self, number: int) -> bool:
+        """Whether the part was made after the job was taken up, as far as that is known."""
+        return not self._taken_over or (self._stood is not None and number not in self._stood)
 
     def unsure(self, held: set[Shard]) -> list[int]:
         """Shards that may have their parts by now: they were put, and nobody has them. Of those that workers hold

@@ -165,6 +165,7 @@ class Answers:
             return None
         found = await asyncio.to_thread(self.asker.find, asked)
         if found is not None:
+            self.bridge.figures.found(asked.request.tier)
             self._over(asked, None, 0)
         return found
 

@@ -20,6 +20,7 @@ from pipeline.gateway.asked_shapes import shapes
 from pipeline.gateway.edge import Edge
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.inference_routes import inference_router
+from pipeline.gateway.metrics_routes import metrics_router
 from pipeline.gateway.openapi import Described
 from pipeline.gateway.openapi import answers as documented
 from pipeline.gateway.page import page_router, read_files
@@ -59,7 +60,8 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         files_router(parts.settings.uploads_at_once),
         batches_router(),
         models_router(),
-        status_router(answers),
+        status_router(),
+        metrics_router(),
         page_router(read_files()),
         _health_router(draining),
         _document_router(app),
@@ -73,7 +75,8 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(Exception, _on_anything)
-    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.settings.requests_at_once)
+    most = parts.settings.requests_at_once
+    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.figures, most)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

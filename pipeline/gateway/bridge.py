@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 
 from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.figures import HttpFigures
 from pipeline.lane import Lane, LaneFull
 from pipeline.lane_caller import CallSettings, LaneCalls
 from pipeline.ports import Clock, PipelineError
@@ -33,22 +34,21 @@ class LaneBridge:
     """Calls over the lane, for one event loop.
 
     Args:
+        figures: count how answers fare.
         most_calls: that wait at once; further ones are refused.
     """
 
-    def __init__(self, lane: Lane, clock: Clock, settings: CallSettings, most_calls: int = 10_000) -> None:
+    def __init__(
+        self, lane: Lane, clock: Clock, settings: CallSettings, figures: HttpFigures, most_calls: int = 10_000
+    ) -> None:
+        self.figures = figures
         self._calls = LaneCalls(lane, clock, settings)
         self._most_calls = most_calls
         self._sinks: dict[str, Sink] = {}
-        self._unheard: set[str] = set()  # of those, the ones of which nothing has come
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
         return len(self._sinks)
-
-    def figures(self) -> dict[str, int]:
-        """Requests that are under way here (`open`), and those of them that nobody has begun to answer (`waiting`)."""
-        return {"open": len(self._sinks), "waiting": len(self._unheard)}
 
     async def start(self, request: LaneRequest, sink: Sink) -> None:
         """Send the request; its events go to `sink`, until the end or `cancel`. Raises `ApiError`."""
@@ -56,7 +56,7 @@ class LaneBridge:
             raise _full(f"{self._most_calls} requests wait here already")
         self._loop = asyncio.get_running_loop()
         self._sinks[request.id] = sink
-        self._unheard.add(request.id)
+        self.figures.sent(request)
         sending = asyncio.ensure_future(asyncio.to_thread(self._calls.start, request))
         try:
             await asyncio.shield(sending)
@@ -72,13 +72,13 @@ class LaneBridge:
 
     def cancel(self, request_id: str) -> None:
         """Nobody wants the answer any more."""
-        self._unheard.discard(request_id)
+        self.figures.ended(request_id, "cancelled")
         if self._sinks.pop(request_id, None) is not None:
             asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def forget(self, request_id: str) -> None:
         """The end has come."""
-        self._unheard.discard(request_id)
+        self.figures.ended(request_id, "failed")  # unless an answer has come
         self._sinks.pop(request_id, None)
 
     def run(self, stop: threading.Event) -> None:
@@ -102,7 +102,7 @@ class LaneBridge:
     def _deliver(self, events: list[LaneEvent], taken: Future[None]) -> None:
         try:
             for event in events:
-                self._unheard.discard(event.request)
+                self.figures.heard(event)
                 sink = self._sinks.get(event.request)
                 if sink is not None:
                     sink(event)

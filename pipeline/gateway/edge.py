@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
+from pipeline.gateway.figures import HttpFigures
 from pipeline.gateway.origins import check_origin
 
 REQUEST_ID: Final = "x-request-id"
@@ -30,6 +31,8 @@ _FRAMES: Final = 8
 _HEALTH: Final = ("/healthz", "/readyz")
 _BEGINS: Final = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _BODIES: Final = ("http.response.body", "websocket.http.response.body")
+_WATCHED: Final = "/metrics"
+"""To the end: how the last requests end is told, too."""
 
 logger = structlog.get_logger(__name__)
 
@@ -40,6 +43,7 @@ class Edge:
     Args:
         new_id: makes a request's id.
         draining: whether new requests are sent elsewhere.
+        figures: count what is answered.
         most: requests at once; further ones are refused.
 
     Attributes:
@@ -49,20 +53,28 @@ class Edge:
     """
 
     def __init__(
-        self, app: ASGIApp, new_id: Callable[[], str], draining: Callable[[], bool], most: int = 2_000
+        self,
+        app: ASGIApp,
+        new_id: Callable[[], str],
+        draining: Callable[[], bool],
+        figures: HttpFigures,
+        most: int = 2_000,
     ) -> None:
         self.active = 0
         self.app = app
         self.new_id = new_id
+        self._figures = figures
         self._draining = draining
         self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.active += 1
+        self._figures.began()
         try:
             await self._serve(scope, receive, send)
         finally:
             self.active -= 1
+            self._figures.over()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
@@ -107,6 +119,7 @@ class Edge:
             elif not ended:  # cut it off, so that nobody takes it for whole
                 raise _CutOff from None
         finally:
+            self._figures.answered(scope.get("method", "WEBSOCKET"), getattr(scope.get("route"), "path", None), status)
             caller = scope.get("tokenmill.caller")
             logger.info(
                 "request",
@@ -123,7 +136,7 @@ class Edge:
         """Raises `ApiError` for what isn't even looked at."""
         if scope["path"] in _HEALTH:
             return
-        if self._draining():
+        if self._draining() and scope["path"] != _WATCHED:
             gone = unavailable("this gateway is being stopped; ask again", "draining", seconds=1)
             gone.headers["Connection"] = "close"
             raise gone

@@ -33,11 +33,12 @@ _MOST_KNOWN: Final = 10_000
 
 
 class Scope(StrEnum):
-    """What a key is good for. `ADMIN` is good for all."""
+    """What a key is good for. `METRICS` is for programs that watch; `ADMIN` is good for all."""
 
     FILES = "files"
     BATCHES = "batches"
     INFERENCE = "inference"
+    METRICS = "metrics"
     ADMIN = "admin"
 
 

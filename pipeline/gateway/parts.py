@@ -12,11 +12,13 @@ from fastapi.security import HTTPBearer
 from pipeline.gateway.auth import Authority, Caller, need
 from pipeline.gateway.batches import Batches
 from pipeline.gateway.bodies import read_object
+from pipeline.gateway.figures import HttpFigures
 from pipeline.gateway.files import Files
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.models import Models
 from pipeline.gateway.rate_limits import RateLimiter
 from pipeline.gateway.status import Status
+from pipeline.metrics.exposition import Metrics
 from pipeline.ports import World
 from schemas.limits import Limits
 
@@ -52,6 +54,8 @@ class GatewayParts:
     status: Status
     settings: GatewaySettings
     rates: RateLimiter
+    figures: HttpFigures
+    metrics: Metrics
 
 
 def parts_of(request: Request) -> GatewayParts:

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pipeline.active import open_jobs
 from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.catalog import Catalog
 from pipeline.ledger import JobNotFound, LedgerError
+from pipeline.metrics.table import OTHER
 from pipeline.ports import Heartbeats, WorkerState, World
-from schemas.job import CatalogEntry, Job
+from schemas.figures import LATENCY_BOUNDS, WorkerFigures
+from schemas.job import CatalogEntry, Job, JobStatus
 
 _MOST_JOBS: Final = 1_000
 """Open jobs that a look reads, the newest; then the backlog is said to be larger than its numbers."""
+
+
+class _OpenJob(NamedTuple):
+    """A job, how it stands, and how many tokens are left to be computed for it."""
+
+    job: Job
+    status: JobStatus
+    left: int
 
 
 class Status:
@@ -37,7 +47,8 @@ class Status:
         self._workers: list[WorkerState] = []
         self._entries: list[CatalogEntry] = []
         self._jobs: dict[str, Job] = {}  # by prefix: their orders never change
-        self._open: list[tuple[Job, int]] = []
+        self._figures: dict[str, WorkerFigures] = {}
+        self._open: list[_OpenJob] = []
         self._more = False
 
     def document(self, tenant: str | None) -> dict[str, Any]:
@@ -47,23 +58,41 @@ class Status:
             tenant: whose jobs the backlog counts; None: everybody's.
         """
         with self._lock:
-            now = self._world.clock.monotonic()
-            if now >= self._next_look:
-                self._look()
-                self._next_look = self._world.clock.monotonic() + self._look_every
+            self._look_again()
             workers, entries, found, more = self._workers, self._entries, self._open, self._more
+            figures = self._figures
         names = {entry.pin.key: entry.pin.name for entry in entries}
         return {
             "object": "status",
             "as_of": self._world.clock.now().isoformat(),
-            "workers": [_worker(state, names) for state in workers],
-            "backlog": _backlog([(job, left) for job, left in found if tenant in (None, job.tenant)], more),
+            "workers": [_worker(state, names, figures.get(state.name)) for state in workers],
+            "latency_bounds": LATENCY_BOUNDS,
+            "backlog": _backlog([one for one in found if tenant in (None, one.job.tenant)], more),
             "models": sorted(entry.pin.name for entry in entries),
         }
 
+    def backlog(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+        """Of everybody's open jobs: (model, tier) -> tokens that are left, and (tier, status) -> jobs. Raises
+        `PipelineError` where the root or the workers can't be looked at."""
+        with self._lock:
+            self._look_again()
+            found = self._open
+        tokens: Counter[tuple[str, str]] = Counter()
+        jobs: Counter[tuple[str, str]] = Counter()
+        for one in found:
+            model = one.job.models[0].name if len(one.job.models) == 1 else OTHER
+            tokens[model, one.job.tier.value] += one.left
+            jobs[one.job.tier.value, one.status.value] += 1
+        return tokens, jobs
+
+    def _look_again(self) -> None:
+        if self._world.clock.monotonic() >= self._next_look:
+            self._look()
+            self._next_look = self._world.clock.monotonic() + self._look_every
+
     def _look(self) -> None:
         jobs: dict[str, Job] = {}
-        found: list[tuple[Job, int]] = []
+        found: list[_OpenJob] = []
         more = False
         for ledger in open_jobs(self._world.store):
             if len(found) == _MOST_JOBS:
@@ -75,12 +104,14 @@ class Status:
             except (JobNotFound, LedgerError):  # damaged, or just removed: whoever asks for that job is told
                 continue
             left = None if progress is None else progress.tokens_left
-            found.append((job, job.input.size // BYTES_PER_TOKEN if left is None else left))
+            status = JobStatus.VALIDATING if progress is None else progress.status
+            found.append(_OpenJob(job, status, job.input.size // BYTES_PER_TOKEN if left is None else left))
         self._workers, self._entries = self._heartbeats.workers(), self._catalog.entries()
+        self._figures = self._heartbeats.figures()
         self._jobs, self._open, self._more = jobs, found, more
 
 
-def _worker(state: WorkerState, names: dict[str, str]) -> dict[str, Any]:
+def _worker(state: WorkerState, names: dict[str, str], figures: WorkerFigures | None) -> dict[str, Any]:
     return {
         "name": state.name,
         "models": sorted(names.get(key, key) for key in state.models),
@@ -88,16 +119,17 @@ def _worker(state: WorkerState, names: dict[str, str]) -> dict[str, Any]:
         "waiting_tokens": state.waiting_tokens,
         "tokens_per_second": state.tokens_per_second,
         "draining": state.draining,
+        "figures": None if figures is None else figures.model_dump(mode="json"),
     }
 
 
-def _backlog(found: list[tuple[Job, int]], more: bool) -> dict[str, Any]:
+def _backlog(found: list[_OpenJob], more: bool) -> dict[str, Any]:
     jobs: Counter[tuple[str | None, str]] = Counter()
     tokens: Counter[tuple[str | None, str]] = Counter()
-    for job, left in found:
-        kind = (job.models[0].name if len(job.models) == 1 else None, job.tier.value)
+    for one in found:
+        kind = (one.job.models[0].name if len(one.job.models) == 1 else None, one.job.tier.value)
         jobs[kind] += 1
-        tokens[kind] += left
+        tokens[kind] += one.left
     kinds = sorted(jobs, key=lambda kind: (kind[0] or "", kind[1]))
     return {
         "jobs": sum(jobs.values()),

@@ -43,7 +43,7 @@ class Route:
 
     @property
     def scope(self) -> Scope | None:
-        return SCOPES.get(self.path.split("/")[2], Scope.INFERENCE)
+        return Scope.METRICS if self.path == "/metrics" else SCOPES.get(self.path.split("/")[2], Scope.INFERENCE)
 
 
 def leaves(routes: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ app = typer.Typer(
 def create(
     tenant: Annotated[str, typer.Option(help="Whose files and jobs the key is for.")] = "default",
     scope: Annotated[
-        list[str], typer.Option(help="files, batches, inference or admin (all of them). May be repeated.")
+        list[str], typer.Option(help="files, batches, inference, metrics or admin (all of them). May be repeated.")
     ] = ["files", "batches", "inference"],  # noqa: B006 - typer reads it, nobody writes
     expires_in: Annotated[
         timedelta | None,

@@ -22,6 +22,7 @@ from tokenmill.options import (
     KvDTypeOption,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    MetricsPort,
     Models,
     PricePerHour,
     QuantizeOption,
@@ -73,6 +74,7 @@ def serve(
     price_per_hour: PricePerHour = None,
     settle: Settle = 2.0,
     switch_after: SwitchAfter = 60.0,
+    metrics_port: MetricsPort = None,
     _debug: Debug = False,
 ) -> None:
     """Answer HTTP and what is dropped into DIR/incoming, until told to stop: everything in one process, no other
@@ -84,12 +86,15 @@ def serve(
     where the checkpoints stand.
     """
     from pipeline.adapters.locks import RunLock
+    from pipeline.dispatching.figures import DispatchFigures
+    from pipeline.metrics import sources
     from tokenmill import service
     from tokenmill.engine_options import engine_options
     from tokenmill.gateway import Gateway
     from tokenmill.hints import hints_in_process
     from tokenmill.job_options import content_policies
     from tokenmill.logs import log_to_stderr
+    from tokenmill.metrics import metrics_served
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
     from tokenmill.working import Worker
@@ -103,16 +108,19 @@ def serve(
     )  # fmt: skip
     with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
         hints = hints_in_process(root)
-        gateway = Gateway(root, settings, hints, host, port)
+        price = _price(price_per_hour, settings)
+        figures = DispatchFigures(priced=price is not None)
+        gateway = Gateway(root, settings, hints, host, port, dispatching=sources.dispatching(figures, root.world.clock))
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
         work = Worker(root, hints, loads, settings, switch_after, policies)
         place = data.expanduser() / "incoming"
         say(f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order")
-        dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
+        dispatching = service.dispatcher_part(root, hints, settings, figures, price)
         keeping = service.housekeeping_part(root, hints, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping}
-        run_together(stop, work, parts | gateway.parts)
+        with metrics_served(settings, metrics_port, *gateway.sources):
+            run_together(stop, work, parts | gateway.parts)
 
 
 def worker(
@@ -130,6 +138,7 @@ def worker(
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
     switch_after: SwitchAfter = 60.0,
+    metrics_port: MetricsPort = None,
     _debug: Debug = False,
 ) -> None:
     """Own an engine, and compute the shards that a dispatcher hands out, until told to stop.
@@ -146,14 +155,23 @@ def worker(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
         speculate,
     )  # fmt: skip
-    run_worker(root_url, settings, _loads(model, settings, options, chat_template), switch_after, policies)
+    loads = _loads(model, settings, options, chat_template)
+    run_worker(root_url, settings, loads, switch_after, policies, metrics_port)
 
 
-def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _debug: Debug = False) -> None:
+def dispatcher(
+    root_url: RootUrl = None,
+    price_per_hour: PricePerHour = None,
+    metrics_port: MetricsPort = None,
+    _debug: Debug = False,
+) -> None:
     """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
+    from pipeline.dispatching.figures import DispatchFigures
+    from pipeline.metrics import sources
     from tokenmill import service
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
+    from tokenmill.metrics import metrics_served
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
 
@@ -161,19 +179,25 @@ def dispatcher(root_url: RootUrl = None, price_per_hour: PricePerHour = None, _d
     settings = read_settings()
     with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
         say(f"dispatching for {root.url}")
-        dispatching = service.dispatcher_part(root, hints, settings, _price(price_per_hour, settings))
-        run_together(stop, dispatching, {"housekeeping": service.housekeeping_part(root, hints, settings)})
+        price = _price(price_per_hour, settings)
+        figures = DispatchFigures(priced=price is not None)
+        dispatching = service.dispatcher_part(root, hints, settings, figures, price)
+        told = sources.dispatching(figures, root.world.clock), sources.workers(hints.heartbeats, each=False)
+        with metrics_served(settings, metrics_port, *told):
+            run_together(stop, dispatching, {"housekeeping": service.housekeeping_part(root, hints, settings)})
 
 
-def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
+def intake(root_url: RootUrl = None, metrics_port: MetricsPort = None, _debug: Debug = False) -> None:
     """Make jobs of what comes in by the doors that are set up, until told to stop. Several may run.
 
     With an s3:// root: what is dropped below incoming/, told of by TOKENMILL_BUCKET__QUEUE_URL or found by listing.
     With TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
     With TOKENMILL_CELERY__QUEUES: tasks of Celery.
     """
+    from pipeline.metrics import sources
     from tokenmill.doors import door_parts
     from tokenmill.logs import log_to_stderr
+    from tokenmill.metrics import metrics_served
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
 
@@ -182,10 +206,17 @@ def intake(root_url: RootUrl = None, _debug: Debug = False) -> None:
     with until_told() as stop, open_root(root_url, settings) as root:
         parts = door_parts(root, settings)
         say(f"taking in for {root.url}: {', '.join(parts)}")
-        run_together(stop, _wait, parts)
+        with metrics_served(settings, metrics_port, sources.intake(root.came_in)):
+            run_together(stop, _wait, parts)
 
 
-def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 8000, _debug: Debug = False) -> None:
+def gateway(
+    root_url: RootUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    metrics_port: MetricsPort = None,
+    _debug: Debug = False,
+) -> None:
     """Serve HTTP as OpenAI's clients speak it, until told to stop. Several may run, behind a balancer.
 
     Told to stop (SIGTERM, Ctrl-C) it takes no new requests, and ends those that are under way.
@@ -193,6 +224,7 @@ def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 800
     from tokenmill.gateway import Gateway, shared_on_redis
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
+    from tokenmill.metrics import metrics_served
     from tokenmill.processes import run_together, until_told
     from tokenmill.root import open_root
 
@@ -206,7 +238,8 @@ def gateway(root_url: RootUrl = None, host: Host = "127.0.0.1", port: Port = 800
     ):
         served = Gateway(root, settings, hints, host, port, shared)
         say(f"serving {served.url}/v1 for {root.url}")
-        run_together(stop, _wait, served.parts)
+        with metrics_served(settings, metrics_port, *served.sources):
+            run_together(stop, _wait, served.parts)
 
 
 def _loads(

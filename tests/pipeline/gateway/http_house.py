@@ -24,6 +24,7 @@ from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.catalog import Catalog
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
 from pipeline.gateway.answer_cache import AnswerCache, CacheSettings, MemoryAnswers
 from pipeline.gateway.answers import Answers, StreamSettings
@@ -33,6 +34,7 @@ from pipeline.gateway.auth import AuthMode, Authority
 from pipeline.gateway.batches import Batches
 from pipeline.gateway.bridge import LaneBridge, draining
 from pipeline.gateway.edge import Edge
+from pipeline.gateway.figures import HttpFigures
 from pipeline.gateway.files import Files
 from pipeline.gateway.finalizing import Finalizer
 from pipeline.gateway.keys import ApiKeys
@@ -45,6 +47,8 @@ from pipeline.inputs import open_pinned
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.lane_caller import CallSettings
 from pipeline.ledger import JobLedger
+from pipeline.metrics import sources
+from pipeline.metrics.exposition import Metrics
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from schemas.job import CatalogEntry
@@ -138,6 +142,7 @@ def http_house(
         files, keys = Files(world, together), ApiKeys(world, believed=0.0)
         finalizer = Finalizer(world, files, every=0.05)
         beats = MemoryHeartbeats(clock, 60.0)
+        figures, dispatched = HttpFigures(clock), DispatchFigures()
         parts = GatewayParts(
             world,
             Authority(keys, auth),
@@ -147,9 +152,11 @@ def http_house(
             Status(world, beats, 0.0),
             settings or GatewaySettings(),
             limiter or RateLimiter(clock, rates),
+            figures,
+            Metrics([sources.workers(beats, each=True), sources.dispatching(dispatched, clock), sources.http(figures)]),
         )
         lane = MemoryLane(clock)
-        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01))
+        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), figures)
         answers = Answers(
             Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
         )
@@ -164,7 +171,7 @@ def http_house(
         late = threading.Event()
         threads: list[Callable[[], Any]] = [
             lambda: server.run(watched, stop, lambda: answers.end_all(draining())),
-            lambda: _work(world, beats, stop, permitted, reading, grace),
+            lambda: _work(world, beats, stop, permitted, reading, grace, dispatched),
             lambda: bridge.run(late),
             lambda: worker.run(late),
         ]
@@ -195,9 +202,11 @@ def _work(
     permits: threading.Semaphore,
     s3: S3Settings | None,
     grace: float,
+    figures: DispatchFigures,
 ) -> None:
     queue = MemoryQueue()
-    dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(grace=grace))
+    settings = DispatchSettings(grace=grace, cache_every=0.05)
+    dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=figures)
     foreman = Foreman(
         world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)
     )
