@@ -275,7 +275,7 @@ class Scheduler:
         if plan.drafts is not None and self._drafting is not None:
             assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
             ends = ends - plan.drafts + accepted
-            self._latencies.sampled(plan.rows[good & plan.samples & ~failed], now)
+            self._latencies.sampled(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
             self._drafting.settle(plan, accepted, good, tainted)
             self._accept(plan, accepted, good, ended)
             good = self._batch.epoch[plan.rows] == epochs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -21,6 +22,10 @@ def status_router() -> APIRouter:
     def status(caller: Annotated[Caller, calling(Scope.BATCHES)], parts: Parts) -> dict[str, Any]:
         """Workers, backlog, and who waits. The backlog is the caller's own, except for the scope admin."""
         everybody = caller.may(Scope.ADMIN)
-        return parts.status.document(None if everybody else caller.tenant) | {"lane": parts.figures.callers()}
+        answers: Counter[str] = Counter()
+        for (_, result), count in parts.figures.answers().items():
+            answers[result] += count
+        document = parts.status.document(None if everybody else caller.tenant)
+        return document | {"lane": parts.figures.callers(), "answers": answers}
 
     return router

@@ -256,6 +256,29 @@ class TestReport:
         assert stats.objective == pytest.approx(expected)
         assert 0 < stats.utilisation < 1
         assert stats.later_tokens == 199
+        assert (stats.weights.ttft, stats.weights.itl) == (2, 3)
+        assert (stats.weights.utilisation, stats.weights.drops) == (5, 7)
+        assert (stats.terms.ttft, stats.terms.itl) == pytest.approx((stats.ttft / 0.5, stats.itl / 0.040))
+        assert (stats.terms.utilisation, stats.terms.drops) == (pytest.approx(1 - stats.utilisation), 0)
+
+    def test_the_share_of_others_is_what_they_had_beside_streams(self) -> None:
+        machine = filled(PaceConfig(itl=0.040, weight_utilisation=0.0))
+        beside: list[tuple[int, int]] = []
+
+        def watch() -> None:
+            before, steps = machine.bulk_tokens, len(machine.plans)
+            machine.step()
+            if len(machine.plans) > steps:
+                beside.append((machine.bulk_tokens - before, machine.plans[-1].num_tokens))
+
+        machine.add(ask("reader", 8, 150, 0))
+        while "reader" not in machine.ended:
+            watch()
+        weights = [0.995**age for age in reversed(range(len(beside)))]
+        share = sum(w * bulk for w, (bulk, _) in zip(weights, beside, strict=True))
+        share /= sum(w * tokens for w, (_, tokens) in zip(weights, beside, strict=True))
+        assert machine.stats.others == pytest.approx(share, rel=1e-6)
+        assert 0.5 < share < 1
 
 
 class TestTracking:

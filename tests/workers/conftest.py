@@ -143,6 +143,7 @@ class MemorySink:
         self.begun: list[int] = []
         self.released: list[int] = []
         self.held: list[list[int]] = []
+        self.loads: list[WorkerLoad] = []
         self.closing: frozenset[str] = frozenset()
         self.checkpoints: dict[int, list[Checkpoint]] = {}
         self.notes: list[tuple[int, list[int]]] = []
@@ -180,6 +181,7 @@ class MemorySink:
 
     def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
         self.held.append([work.shard for work in shards])
+        self.loads.append(load)
         return self.closing
 
     @property

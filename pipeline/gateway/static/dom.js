@@ -42,6 +42,15 @@ const MOMENTS = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeSt
 
 export const count = (value) => (value === null || value === undefined ? "–" : NUMBERS.format(Math.round(value)));
 export const short = (value) => (value === null || value === undefined ? "–" : SHORT.format(value));
+export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+
+/** A time in milliseconds or seconds, with two figures. */
+export function brief(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const [value, unit] = seconds < 0.9995 ? [seconds * 1000, "ms"] : [seconds, "s"];
+  return `${value >= 10 ? Math.round(value) : value.toFixed(1)} ${unit}`;
+}
+
 export const rate = (value) => (value === null || value === undefined ? "–" : value >= 10 ? short(value) : value.toFixed(1));
 
 export function moment(seconds) {

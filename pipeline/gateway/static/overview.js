@@ -1,46 +1,65 @@
 // Figures and charts of the whole installation. What was seen outlives the view, so that charts go on.
 
-import { ApiError, get } from "./api.js";
+import { ApiError, ask } from "./api.js";
 import { Chart } from "./charts.js";
-import { count, h, notice, rate, say, short } from "./dom.js";
+import { brief, count, h, notice, percent, rate, say, short } from "./dom.js";
+import { busiest, learn, quantiles } from "./latency.js";
 import { poll } from "./poll.js";
 
 const SECONDS = 3;
-const seen = { tokens: [], backlog: [], waiting: [] };
+const seen = { tokens: [], backlog: [], waiting: [], ttft: [], itl: [] };
+const LINES = ["p50", "p95"];
 
-export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0;
+export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.figures?.lane_open ?? 0) > 0;
 
 /** Charts on top of the jobs. */
 export function charts(signal) {
-  const speed = new Chart("Throughput", "tokens/s", rate, seen.tokens);
+  const speed = new Chart("Throughput", "tokens/s", rate, seen.tokens, ["answers", "prompts"]);
+  const ttft = new Chart("Time to first token", "", brief, seen.ttft, LINES);
+  const itl = new Chart("Between tokens", "", brief, seen.itl, LINES);
   const backlog = new Chart("Backlog", "tokens", short, seen.backlog);
   const waiting = new Chart("Waiting callers", "requests", short, seen.waiting);
-  const place = h("section", { className: "charts", "aria-label": "Installation" }, speed.node, backlog.node, waiting.node);
+  const all = [speed, ttft, itl, backlog, waiting].map((chart) => chart.node);
+  const place = h("section", { className: "charts", "aria-label": "Installation" }, all);
   follow(signal, place, (status) => {
-    const busy = status.workers.filter(isBusy);
-    const known = busy.filter((worker) => worker.tokens_per_second !== null);
-    speed.add(known.reduce((sum, worker) => sum + worker.tokens_per_second, 0));
-    backlog.add(status.backlog.tokens);
-    waiting.add(status.lane.waiting);
+    const rates = status.workers.filter((worker) => worker.figures).map((worker) => worker.figures.rates);
+    const sum = (kinds) => (rates.length ? rates.reduce((all, of) => all + kinds.reduce((sum, kind) => sum + of[kind], 0), 0) : null);
+    speed.add([sum(["generated"]), sum(["prompt", "cached"])]);
+    const tier = busiest(status.latency_bounds);
+    for (const [chart, kind] of [[ttft, "ttft"], [itl, "itl"]]) {
+      chart.add((tier && quantiles(tier, kind, status.latency_bounds)) ?? [null, null], tier ?? "");
+    }
+    backlog.add([status.backlog.tokens]);
+    waiting.add([status.lane.waiting]);
   });
   return place;
 }
 
 /** Workers, what each has, and what waits for them. */
 export function workersView(signal) {
-  const rows = h("tbody");
-  const kinds = h("tbody");
+  const [rows, tiers, kinds] = [h("tbody"), h("tbody"), h("tbody")];
   const lane = h("p", { className: "muted" });
+  const limits = h("p", { className: "muted", hidden: true });
+  const columns = ["Worker", "State", "Models", "#Shards", "#Requests", "#KV cache", "#Prefix hits", "#Step", "#Tokens/s"];
   const place = h("div", {},
     h("h1", {}, "Workers"),
     lane,
-    table("Workers", ["Worker", "State", "Models", "#Shards", "#Waiting tokens", "#Tokens/s"], rows),
+    limits,
+    table("Workers", columns, rows),
+    h("h2", {}, "Requests by tier"),
+    table("Requests by tier", ["Tier", "#Running", "#Waiting", "#First token", "#Between tokens"], tiers),
+    h("p", { className: "note" }, "Times are the median and the 95th percentile of the last minute, while this page is open."),
     h("h2", {}, "Backlog"),
     table("Backlog by model and tier", ["Model", "Tier", "#Jobs", "#Tokens left"], kinds));
-  follow(signal, place, (status) => {
+  follow(signal, place, (status, headers) => {
     const { open, waiting } = status.lane;
-    say(lane, `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token.`);
+    const { answered = 0, cached = 0 } = status.answers;
+    say(lane, `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Since it began it has answered ${count(answered + cached)} requests, ${count(cached)} of them with an answer that it had.`);
+    const most = headers.get("x-ratelimit-limit-requests");
+    limits.hidden = most === null;
+    if (most !== null) say(limits, `You have ${count(Number(headers.get("x-ratelimit-remaining-requests")))} of ${count(Number(most))} requests a minute left.`);
     fill(rows, status.workers.map(workerRow), "No worker is alive. Jobs are kept, and go on when one starts.");
+    fill(tiers, tierRows(status), "No worker has told its figures yet.");
     fill(kinds, status.backlog.kinds.map(kindRow), "Nothing is queued.");
   });
   return place;
@@ -49,7 +68,10 @@ export function workersView(signal) {
 function follow(signal, place, take) {
   poll(async (until) => {
     try {
-      take(await get("/v1/status", until));
+      const answer = await ask("/v1/status", { signal: until });
+      const status = await answer.json();
+      learn(status);
+      take(status, answer.headers);
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 403) throw error;
       place.replaceChildren(notice("Not for this key", error.message));
@@ -65,19 +87,44 @@ export function table(name, columns, body) {
 }
 
 function fill(body, rows, empty) {
-  const shown = rows.length ? rows : [h("tr", {}, h("td", { colSpan: 6, className: "empty" }, empty))];
+  const columns = body.closest("table").querySelectorAll("th").length;
+  const shown = rows.length ? rows : [h("tr", {}, h("td", { colSpan: columns, className: "empty" }, empty))];
   body.replaceChildren(...shown);
 }
 
-const number = (name, text) => h("td", { className: "number", dataset: { name } }, text);
+const number = (name, ...children) => h("td", { className: "number", dataset: { name } }, ...children);
 
 function workerRow(worker) {
   const state = worker.draining ? "draining" : isBusy(worker) ? "busy" : "idle";
+  const { figures } = worker;
+  const of = (name) => Object.values(figures?.tiers ?? {}).reduce((sum, tier) => sum + tier[name], 0);
+  const used = figures?.kv_blocks ? figures.kv_blocks_used / figures.kv_blocks : null;
+  const hits = figures?.prefix_queried ? figures.prefix_hits / figures.prefix_queried : null;
+  const steps = figures?.steps.counts.reduce((sum, of) => sum + of, 0);
   return h("tr", {},
     h("td", { className: "mono" }, worker.name),
     h("td", {}, h("span", { className: `status ${state}` }, state)),
     h("td", {}, worker.models.join(", ") || "–"),
-    number("Shards", count(worker.shards)), number("Waiting tokens", short(worker.waiting_tokens)), number("Tokens/s", rate(worker.tokens_per_second)));
+    number("Shards", count(worker.shards)),
+    number("Requests", figures ? `${count(of("running"))} + ${count(of("waiting"))} waiting` : "–"),
+    number("KV cache", percent(used), used === null ? null : h("meter", { min: 0, max: 1, value: used, "aria-hidden": "true" })),
+    number("Prefix hits", percent(hits)),
+    number("Step", brief(steps ? figures.steps.seconds / steps : null)),
+    number("Tokens/s", rate(worker.tokens_per_second)));
+}
+
+function tierRows(status) {
+  const sums = new Map();
+  for (const { figures } of status.workers) {
+    for (const [tier, { running, waiting }] of Object.entries(figures?.tiers ?? {})) {
+      const [all, queued] = sums.get(tier) ?? [0, 0];
+      sums.set(tier, [all + running, queued + waiting]);
+    }
+  }
+  return [...sums].map(([tier, [running, waiting]]) => {
+    const times = (kind) => quantiles(tier, kind, status.latency_bounds)?.map(brief).join(" / ") ?? "–";
+    return h("tr", {}, h("td", {}, tier), number("Running", count(running)), number("Waiting", count(waiting)), number("First token", times("ttft")), number("Between tokens", times("itl")));
+  });
 }
 
 function kindRow(kind) {

@@ -12,6 +12,7 @@ from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_heartbeats import RedisHeartbeats
 from pipeline.availability import BadAddress, ServiceUnavailable
 from pipeline.ports import WorkerState
+from schemas.figures import WorkerFigures
 from tests.pipeline.contracts.heartbeats_contract import LIFETIME, HeartbeatsContract, MakeHeartbeats
 from tests.servers.redis import RedisServer
 
@@ -142,12 +143,32 @@ def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: R
     assert beats.unreadable == 3
 
 
+def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: RedisHeartbeats, prefix: str) -> None:
+    raw = redis.Redis.from_url(redis_server.url)
+    lies = [
+        b"\xff",
+        b"{}",
+        b'{"model": "m", "run": 1}',
+        b'{"model": "m", "steps": {"counts": [-1]}}',
+        b'{"model": "m", "steps": {"counts": [' + b"1," * 99 + b"1]}}",
+        b'{"model": "m", "seconds": NaN}',
+    ]
+    for number, body in enumerate(lies):
+        beats.beat(WorkerState(f"w{number}"))
+        raw.set(f"{prefix}:beats:figures:w{number}", body, px=60_000)
+    beats.beat(W)
+    beats.tell("w", WorkerFigures(model="m"))
+    assert beats.figures() == {"w": WorkerFigures(model="m")}
+    assert beats.unreadable == len(lies)
+
+
 def test_nothing_is_left_of_workers_that_are_gone_for_long(
     redis_server: RedisServer, open_heartbeats: Callable[[float], RedisHeartbeats], prefix: str
 ) -> None:
     beats = open_heartbeats(0.05)
     for number in range(20):
         beats.beat(WorkerState(f"w{number}"))
+        beats.tell(f"w{number}", WorkerFigures(model="m"))
     raw = redis.Redis.from_url(redis_server.url)
     for _ in range(35):
         beats.beat(WorkerState("lives"))

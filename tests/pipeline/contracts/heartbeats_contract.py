@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.ports import Heartbeats, WorkerState
+from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from schemas.job import Tier, Usage
 
 MakeHeartbeats = Callable[[float], Heartbeats]
 LIFETIME = 0.8
@@ -21,6 +23,21 @@ WHOLE = WorkerState(
     tokens_per_second=1234.5,
     draining=True,
 )
+
+TOLD = WorkerFigures(
+    model='a "model" of\nany name',
+    seconds=12.5,
+    tiers={
+        Tier.BULK: TierFigures(
+            running=3, answered=7, usage=Usage(prompt=10, completion=2**40),
+            itl=Histogram(counts=(0, 3, 2**40), seconds=0.25),
+        )
+    },
+    generated=5,
+    kv_blocks=100,
+    pace=PaceFigures(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), others=0.25),
+    speculation=SpeculationFigures(drafted=3, accepted=1, gained=-2.5, seconds=0.5),
+)  # fmt: skip
 
 
 class HeartbeatsContract:
@@ -72,3 +89,28 @@ class HeartbeatsContract:
             one.beat(WorkerState("w"))
         assert before < LIFETIME * 0.3
         assert LIFETIME * 1.4 < one.since() < LIFETIME * 3
+
+    def test_figures_come_back_as_they_were_told_and_change_no_state(self, make_heartbeats: MakeHeartbeats) -> None:
+        one, other = make_heartbeats(LIFETIME), make_heartbeats(LIFETIME)
+        one.beat(WHOLE)
+        one.beat(WorkerState("silent about itself"))
+        one.tell(WHOLE.name, WorkerFigures(model="before"))
+        one.tell(WHOLE.name, TOLD)
+        assert other.figures() == {WHOLE.name: TOLD}
+        assert other.workers() == [WHOLE, WorkerState("silent about itself")]
+
+    def test_figures_go_with_their_worker(
+        self, make_heartbeats: MakeHeartbeats, pass_time: Callable[[float], None]
+    ) -> None:
+        beats = make_heartbeats(LIFETIME)
+        for name in ("leaves", "dies"):
+            beats.beat(WorkerState(name))
+            beats.tell(name, TOLD)
+        beats.leave("leaves")
+        assert beats.figures() == {"dies": TOLD}
+        pass_time(LIFETIME * 1.2)
+        assert beats.figures() == {}
+
+    def test_figures_without_a_heartbeat_are_nobodys(self, beats: Heartbeats) -> None:
+        beats.tell("never beat", TOLD)
+        assert beats.figures() == {}
