@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatching.figures import DispatchFigures
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
@@ -27,10 +28,13 @@ class House:
     ledger: JobLedger
     queue: ChaoticQueue = field(default_factory=ChaoticQueue)
     settings: DispatchSettings = field(default_factory=DispatchSettings)
+    figures: DispatchFigures = field(default_factory=DispatchFigures)
 
     def __post_init__(self) -> None:
         self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
-        self.dispatcher = Dispatcher(self.world, self.queue, self.heartbeats, settings=self.settings)
+        self.dispatcher = Dispatcher(
+            self.world, self.queue, self.heartbeats, settings=self.settings, figures=self.figures
+        )
 
     def client(self, name: str, *, deaf: bool = False) -> ShardClient:
         """A worker's; a deaf one hears of no other, as when Redis was emptied."""

@@ -19,7 +19,7 @@ from pipeline.ports import Clock, PipelineError
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardWork
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import JobStatus, Tier
+from schemas.job import JobStatus, Tier, Usage
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
@@ -148,6 +148,14 @@ def test_whatever_happens_each_row_has_exactly_one_result(
     lost = 2 * EXPOSED * sum(bool(dead.works) for dead in deaths)
     assert manifest.usage.repeated <= manifest.repeated_at_most <= manifest.usage.repeated + lost
     assert house.dispatcher.outcome(job.id) == manifest
+    figures, tier = house.figures, "standard"
+    assert {status: figures.rows()[tier, status] for status in ("succeeded", "failed")} == {
+        "succeeded": manifest.counts.succeeded, "failed": manifest.counts.failed,
+    }  # fmt: skip
+    for kind in Usage.model_fields:
+        told = sum(tokens for (_, _, of_kind), tokens in figures.tokens().items() if of_kind == kind)
+        assert told == getattr(manifest.usage, kind), kind
+    assert figures.ended() == {(tier, "completed"): 1}
 
 
 def test_the_backlog_stays_short_and_in_the_planners_order(house: House) -> None:

@@ -15,6 +15,8 @@ import pytest
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.page import FOLDER
 from pipeline.ports import WorkerState
+from schemas.figures import LATENCY_BOUNDS, Histogram, TierFigures, WorkerFigures
+from schemas.job import Tier
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 
@@ -108,6 +110,8 @@ def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(t
         submit(house, theirs)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
         house.beats.beat(state)
+        figures = WorkerFigures(model=PIN.name, tiers={Tier.BULK: TierFigures(ttft=Histogram(counts=(0, 4)))})
+        house.beats.tell("w2", figures)
 
         told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, admin)}
         assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, admin)] == [1, 2, 3]
@@ -118,8 +122,10 @@ def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(t
         worker = next(one for one in told[ours]["workers"] if one["name"] == "w2")
         assert worker == {
             "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
-            "tokens_per_second": 310.5, "draining": True,
+            "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
         }  # fmt: skip
+        assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
+        assert told[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
 def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
@@ -140,6 +146,7 @@ def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
         wait_until(lambda: lane() == {"open": 1, "waiting": 0})
         asked.join()
         wait_until(lambda: lane() == {"open": 0, "waiting": 0})
+        assert http.get("/v1/status").json()["answers"] == {"answered": 1}
 
 
 def wait_until(so: Callable[[], bool]) -> None:
