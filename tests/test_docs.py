@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.metrics.table import METRICS
 from schemas.errors import STATUS_CODES
 
 REPOSITORY = Path(__file__).parent.parent
@@ -31,6 +33,30 @@ def test_given_the_command_line_when_its_page_is_made_again_then_it_says_what_th
 
     written = (REPOSITORY / "docs/cli.md").read_text(encoding="utf-8")
     assert words(made) == words(written), "run: python docs/make_cli.py > docs/cli.md"
+
+
+def test_given_the_names_that_are_told_when_their_table_is_made_again_then_the_committed_one_is_it() -> None:
+    spec = importlib.util.spec_from_file_location("make_metrics", REPOSITORY / "docs/make_metrics.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+
+    written = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    assert maker.page_with_table(written) == written, "run: python docs/make_metrics.py"
+
+
+def test_given_the_questions_to_prometheus_when_their_names_are_read_then_each_is_told() -> None:
+    text = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    section = text.partition("## Metrics")[2].partition("<!-- metrics")[0]
+
+    told = {metric.name for metric in METRICS}
+    told |= {
+        f"{metric.name}_{end}" for metric in METRICS if metric.kind == "histogram" for end in ("bucket", "sum", "count")
+    }
+    asked = set(re.findall(r"tokenmill_[a-z_]+[a-z]", section))
+    assert len(asked) >= 10
+    assert asked <= told
 
 
 def words(page: str) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +121,58 @@ def test_a_dropped_file_is_answered_and_read_and_a_chat_streams(
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert").filter(visible=True)).to_be_visible()
     picture(page, "chat")
+    page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
+    for name in ("Time to first token", "Between tokens"):
+        chart = page.get_by_role("figure").filter(has_text=name)
+        expect(chart).to_contain_text(re.compile(r"\d (ms|s) p50\s+\d.* (ms|s) p95\s+interactive"))
+        expect(chart.get_by_role("img")).to_have_attribute("aria-label", re.compile(rf"{name}: now p50 .*p95 "))
+    expect(page.get_by_role("figure").filter(has_text="Throughput")).to_contain_text("answers")
+    picture(page, "charts")
+    page.get_by_role("navigation").get_by_role("link", name="Workers").click()
+    tiers = page.get_by_role("region", name="Requests by tier")
+    expect(tiers.get_by_role("row").filter(has_text="interactive")).to_contain_text(re.compile(r"ms? / "))
+    expect(page.get_by_role("region", name="Workers")).to_contain_text(re.compile(r"\d %"))
+    expect(page.locator("main")).to_contain_text("answered 1 requests")
     assert [line for line in said if "400" not in line] == [], "a refused request is all that may be told"
+
+
+def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, browser: Browser) -> None:
+    from tests.pipeline.gateway.http_house import http_house  # noqa: PLC0415
+
+    bounds = [0.01, 0.02, 0.05, 0.1, 1.0]
+
+    def status(**workers: tuple[float, list[int]]) -> dict[str, Any]:
+        """Each worker with its seconds, and its counts."""
+        nothing = {"counts": [], "seconds": 0.0}
+        told = [
+            {"name": name, "figures": {"model": "m", "seconds": seconds, "tiers": {
+                "interactive": {"ttft": {"counts": counts, "seconds": 1.0}, "itl": nothing}}}}
+            for name, (seconds, counts) in workers.items()
+        ]  # fmt: skip
+        return {"workers": [*told, {"name": "silent", "figures": None}]}
+
+    looks = [
+        status(old=(100.0, [1_000]), other=(50.0, [0, 0, 500])),  # how they stand; nothing of it is new
+        status(old=(103.0, [1_010]), other=(53.0, [0, 0, 510]), late=(1.0, [0, 0, 0, 0, 70])),  # a late one stands
+        status(old=(106.0, [1_010]), other=(56.0, [0, 0, 520]), late=(4.0, [0, 0, 0, 0, 80])),
+        status(old=(1.0, [3]), other=(59.0, [0, 0, 520])),  # one has begun anew, one is gone
+        status(old=(4.0, [13])),
+    ]
+    script = """async ([looks, bounds]) => {
+        const told = await import("/static/latency.js");
+        for (const look of looks) told.learn(look);
+        return [told.quantiles("interactive", "ttft", bounds), told.quantiles("interactive", "itl", bounds),
+                told.quantiles("bulk", "ttft", bounds), told.busiest(bounds)];
+    }"""
+    with http_house(tmp_path) as house:
+        page = browser.new_page()
+        said = watched(page)
+        page.goto(f"{house.url}/static/mill.svg")
+        found, nothing, no_tier, busiest = page.evaluate(script, [looks, bounds])
+    # New are 10 + 10 up to 10 ms (of the old one), 10 + 10 from 20 to 50 ms, and 10 from 100 ms to 1 s: 50 in all.
+    assert found == [pytest.approx(0.02 + 0.03 * 5 / 20), pytest.approx(0.1 + 0.9 * 7.5 / 10)]
+    assert (nothing, no_tier, busiest) == (None, None, "interactive")
+    assert said == []
 
 
 def test_hostile_answers_are_inert_and_a_stream_can_be_stopped(tmp_path: Path, browser: Browser) -> None:
