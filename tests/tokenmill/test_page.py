@@ -132,7 +132,7 @@ def test_a_dropped_file_is_answered_and_read_and_a_chat_streams(
     tiers = page.get_by_role("region", name="Requests by tier")
     expect(tiers.get_by_role("row").filter(has_text="interactive")).to_contain_text(re.compile(r"ms? / "))
     expect(page.get_by_role("region", name="Workers")).to_contain_text(re.compile(r"\d %"))
-    expect(page.locator("main")).to_contain_text("answered 1 requests")
+    expect(page.locator("main")).to_contain_text("Answers since it began: 1,")
     assert [line for line in said if "400" not in line] == [], "a refused request is all that may be told"
 
 

@@ -54,7 +54,7 @@ export function workersView(signal) {
   follow(signal, place, (status, headers) => {
     const { open, waiting } = status.lane;
     const { answered = 0, cached = 0 } = status.answers;
-    say(lane, `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Since it began it has answered ${count(answered + cached)} requests, ${count(cached)} of them with an answer that it had.`);
+    say(lane, `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Answers since it began: ${count(answered + cached)}, of which ${count(cached)} were there from before.`);
     const most = headers.get("x-ratelimit-limit-requests");
     limits.hidden = most === null;
     if (most !== null) say(limits, `You have ${count(Number(headers.get("x-ratelimit-remaining-requests")))} of ${count(Number(most))} requests a minute left.`);
