@@ -11,7 +11,7 @@ from pipeline.gateway.shapes import Amount, CachedTokens, Moment, Shape
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Usage(Shape):
+class CompletionUsage(Shape):
     """Tokens of a request. `tokenmill_cached`: the answer was kept, and none were computed."""
 
     prompt_tokens: Amount
@@ -83,7 +83,7 @@ class ChatCompletion(Shape):
     created: Moment
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 class FunctionDelta(Shape):
@@ -127,7 +127,7 @@ class ChatCompletionChunk(Shape):
     created: Moment
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
 
 
 class CompletionLogprobs(Shape):
@@ -156,7 +156,7 @@ class Completion(Shape):
     created: Moment
     model: str
     choices: list[TextChoice]
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
 
 
 class Embedding(Shape):

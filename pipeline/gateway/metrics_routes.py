@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.keys import Scope
+from pipeline.gateway.openapi import answers as documented
 from pipeline.gateway.parts import Parts, calling
+
+
+_TEXT: Final = {"schema": {"type": "string"}}
+_FORMS: Final = {"text/plain": _TEXT, "application/openmetrics-text": _TEXT}
 
 
 def metrics_router() -> APIRouter:
     """`/metrics`, for keys with the scope metrics."""
     router = APIRouter(tags=["status"])
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=Response, responses=documented(_FORMS))
     async def metrics(request: Request, caller: Annotated[Caller, calling(Scope.METRICS)], parts: Parts) -> Response:
         """Figures of this process and of the installation, as text of Prometheus, or of OpenMetrics where that is
         accepted."""

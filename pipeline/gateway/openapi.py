@@ -159,13 +159,15 @@ class Described(FastAPI):
         self._schemas = schemas
 
     def openapi(self) -> Json:
-        """The document; made once."""
+        """The document; made once. Raises `ValueError` where two shapes have the same name."""
         if self.openapi_schema is None:
             made = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
             components = made.setdefault("components", {})
             schemas = {**components.get("schemas", {}), **self._schemas}
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
+            if clashing := [name for name in schemas if "__" in name]:
+                raise ValueError(f"two shapes have the same name: {', '.join(clashing)}")
             components["schemas"] = dict(sorted(schemas.items()))
             components["responses"] = {str(status): _refusal(one) for status, one in REFUSALS.items()}
             components["headers"] = {name: _header(name) for bare in HEADERS for name in (bare, bare + _MAYBE)}

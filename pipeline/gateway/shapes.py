@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
+from schemas.figures import WorkerFigures
 from schemas.job import JobStatus, Tier
 
 Item = TypeVar("Item")
@@ -194,7 +195,7 @@ class Models(Shape):
 
 
 class Worker(Shape):
-    """A worker that lives, as its last heartbeat says."""
+    """A worker that lives, as its last heartbeat says. `figures`: what it has counted, where it tells that."""
 
     name: str
     models: list[str]
@@ -202,6 +203,7 @@ class Worker(Shape):
     waiting_tokens: Amount
     tokens_per_second: float | None
     draining: bool
+    figures: WorkerFigures | None
 
 
 class BacklogKind(Shape):
@@ -230,14 +232,20 @@ class LaneFigures(Shape):
 
 
 class Installation(Shape):
-    """How it stands, some seconds old."""
+    """How it stands, some seconds old.
+
+    `latency_bounds`: upper ends of the buckets of all histograms, seconds. `answers`: of this gateway to requests whose
+    callers wait, by how they ended.
+    """
 
     object: Literal["status"]
     as_of: AwareDatetime
     workers: list[Worker]
+    latency_bounds: list[float]
     backlog: Backlog
     models: list[str]
     lane: LaneFigures
+    answers: dict[str, Amount]
 
 
 class Health(Shape):

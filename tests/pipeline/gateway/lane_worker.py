@@ -43,11 +43,20 @@ class LaneWorker:
     unwanted: dict[str, float] = field(default_factory=dict)
     hold: threading.Event = field(default_factory=threading.Event)
     policies: str | None = None
+    looks: int = 0
+
+    def stop_taking(self) -> None:
+        """What is asked from now on waits."""
+        self.hold.set()
+        before = self.looks
+        while self.looks < before + 2:  # a look that was under way may still take something
+            time.sleep(0.001)
 
     def run(self, stop: threading.Event) -> None:
         side = self.lane.worker("w")
         running: dict[str, _Running] = {}
         while not stop.is_set():
+            self.looks += 1
             if not self.hold.is_set():
                 for request in side.take([PIN.key], 2_000, 0.0 if running else 0.01):
                     self.asked[request.id] = request
@@ -61,8 +70,8 @@ class LaneWorker:
             for name in dropped & running.keys():
                 self.unwanted[name] = time.monotonic()
                 del running[name]
-            if running and self.pause:
-                time.sleep(self.pause)
+            if self.hold.is_set() or (running and self.pause):
+                time.sleep(self.pause or 0.001)
         side.close()
 
     def _step(self, one: _Running) -> list[LaneEvent]:

@@ -133,7 +133,7 @@ def test_answers_are_counted_as_they_end(tmp_path: Path) -> None:
             client.chat.completions.create(**cached)
             time.sleep(0.1)  # for the answer to be kept
         list(client.chat.completions.create(**ASKED, stream=True))
-        house.worker.hold.set()
+        house.worker.stop_taking()
         going = house.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})
         house.worker.pause = 0.05
         house.worker.hold.clear()

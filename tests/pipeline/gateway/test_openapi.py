@@ -135,7 +135,7 @@ def _good(asker: Asker) -> None:
         client.chat.completions.create(**HELLO)
         client.completions.create(model="tiny", prompt="a")
         client.embeddings.create(model="tiny", input="a")
-        for path in ("/v1/status", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
+        for path in ("/v1/status", "/metrics", "/", "/static/style.css", "/healthz", "/readyz", "/openapi.json"):
             assert http.get(path).status_code == 200, path
         assert http.get(f"/v1/streams/{stream}").status_code == 200
         for path in ("/", "/static/style.css"):
@@ -166,6 +166,9 @@ def _refused_by_every_route(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> No
                 body = {}
             more = {"json": body} if method == "post" else {}
             assert http.request(method, path.format(**UNKNOWN), **more).status_code == 404, path
+    with monkeypatch.context() as crowded:
+        crowded.setattr(asker.house.app, "_most", 0)
+        asker.ask_all(503)
     with monkeypatch.context() as broken:
         broken.setattr(Authority, "caller", lambda *_: 1 / 0)
         asker.ask_all(500)

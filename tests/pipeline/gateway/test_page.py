@@ -136,7 +136,7 @@ def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
             return found
 
         assert lane() == {"open": 0, "waiting": 0}
-        house.worker.hold.set()
+        house.worker.stop_taking()
         body = {"model": PIN.name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
         house.worker.pause = 0.02
         asked = threading.Thread(target=lambda: house.http().post(CHAT, json=body))

@@ -266,7 +266,7 @@ def test_a_tenant_has_so_many_open_jobs_and_no_more(tmp_path: Path) -> None:
 
 def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_path: Path) -> None:
     with http_house(tmp_path, settings=GatewaySettings(requests_at_once=2)) as house:
-        house.worker.hold.set()
+        house.worker.stop_taking()
         client = house.client()
 
         def wait() -> None:
