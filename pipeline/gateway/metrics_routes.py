@@ -12,7 +12,6 @@ from pipeline.gateway.keys import Scope
 from pipeline.gateway.openapi import answers as documented
 from pipeline.gateway.parts import Parts, calling
 
-
 _TEXT: Final = {"schema": {"type": "string"}}
 _FORMS: Final = {"text/plain": _TEXT, "application/openmetrics-text": _TEXT}
 
