@@ -43,7 +43,7 @@ def metrics_url(processes: Processes, number: int) -> str:
     def said() -> str | None:
         assert processes.running[number].poll() is None, processes.log(number).read_text()
         plain = re.sub(r"\x1b\[[0-9;]*m", "", processes.log(number).read_text())
-        found = re.search(r"url=(http://\S+/metrics)", plain)
+        found = re.search(r"url='?(http://[^\s']+/metrics)", plain)
         return None if found is None else found[1]
 
     return wait_for(said, SECONDS, "it tells nothing") or ""
