@@ -20,7 +20,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet clean
+.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaus
 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
+
+test-page: $(VENV)/.browser.stamp  ## try the page in headless Chromium, which must be installed, and make its pictures in docs/images
+	$(PY) -m pytest tests/tokenmill/test_page.py $(PYTEST_ARGS)
+	PYTHONPATH=. $(PY) docs/make_pictures.py
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
 	$(PY) -m tests.tokenmill.chaos.killing --kills $(KILLS)
@@ -98,4 +102,8 @@ $(VENV)/.run.stamp: $(VENV)/.pip.stamp pyproject.toml constraints.txt
 
 $(VENV)/.dev.stamp: $(VENV)/.run.stamp
 	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group dev
+	@touch $@
+
+$(VENV)/.browser.stamp: $(VENV)/.dev.stamp
+	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group browser
 	@touch $@

@@ -127,6 +127,8 @@ def test_a_dropped_file_is_answered_and_read_and_a_chat_streams(
         expect(chart).to_contain_text(re.compile(r"\d (ms|s) p50\s+\d.* (ms|s) p95\s+interactive"))
         expect(chart.get_by_role("img")).to_have_attribute("aria-label", re.compile(rf"{name}: now p50 .*p95 "))
     expect(page.get_by_role("figure").filter(has_text="Throughput")).to_contain_text("answers")
+    held = page.get_by_role("figure").filter(has_text="Requests at workers")
+    expect(held).to_contain_text(re.compile(r"\d+ running"))
     picture(page, "charts")
     page.get_by_role("navigation").get_by_role("link", name="Workers").click()
     tiers = page.get_by_role("region", name="Requests by tier")
@@ -167,6 +169,7 @@ def test_times_are_those_of_the_last_minute_over_all_workers(tmp_path: Path, bro
     with http_house(tmp_path) as house:
         page = browser.new_page()
         said = watched(page)
+        page.route("**/favicon.ico", lambda route: route.fulfill(status=204))  # asked for beside a picture
         page.goto(f"{house.url}/static/mill.svg")
         found, nothing, no_tier, busiest = page.evaluate(script, [looks, bounds])
     # New are 10 + 10 up to 10 ms (of the old one), 10 + 10 from 20 to 50 ms, and 10 from 100 ms to 1 s: 50 in all.

@@ -7,7 +7,7 @@ import { busiest, learn, quantiles } from "./latency.js";
 import { poll } from "./poll.js";
 
 const SECONDS = 3;
-const seen = { tokens: [], backlog: [], waiting: [], ttft: [], itl: [] };
+const seen = { tokens: [], backlog: [], waiting: [], held: [], ttft: [], itl: [] };
 const LINES = ["p50", "p95"];
 
 export const isBusy = (worker) => worker.shards > 0 || worker.waiting_tokens > 0 || (worker.figures?.lane_open ?? 0) > 0;
@@ -18,18 +18,20 @@ export function charts(signal) {
   const ttft = new Chart("Time to first token", "", brief, seen.ttft, LINES);
   const itl = new Chart("Between tokens", "", brief, seen.itl, LINES);
   const backlog = new Chart("Backlog", "tokens", short, seen.backlog);
+  const held = new Chart("Requests at workers", "", short, seen.held, ["running", "waiting"]);
   const waiting = new Chart("Waiting callers", "requests", short, seen.waiting);
-  const all = [speed, ttft, itl, backlog, waiting].map((chart) => chart.node);
+  const all = [speed, ttft, itl, backlog, held, waiting].map((chart) => chart.node);
   const place = h("section", { className: "charts", "aria-label": "Installation" }, all);
   follow(signal, place, (status) => {
-    const rates = status.workers.filter((worker) => worker.figures).map((worker) => worker.figures.rates);
-    const sum = (kinds) => (rates.length ? rates.reduce((all, of) => all + kinds.reduce((sum, kind) => sum + of[kind], 0), 0) : null);
+    const told = status.workers.filter((worker) => worker.figures).map((worker) => worker.figures);
+    const sum = (kinds) => (told.length ? told.reduce((all, { rates }) => all + kinds.reduce((sum, kind) => sum + rates[kind], 0), 0) : null);
     speed.add([sum(["generated"]), sum(["prompt", "cached"])]);
     const tier = busiest(status.latency_bounds);
     for (const [chart, kind] of [[ttft, "ttft"], [itl, "itl"]]) {
       chart.add((tier && quantiles(tier, kind, status.latency_bounds)) ?? [null, null], tier ?? "");
     }
     backlog.add([status.backlog.tokens]);
+    held.add(["running", "waiting"].map((name) => (told.length ? told.reduce((all, figures) => all + inTiers(figures, name), 0) : null)));
     waiting.add([status.lane.waiting]);
   });
   return place;
@@ -94,10 +96,11 @@ function fill(body, rows, empty) {
 
 const number = (name, ...children) => h("td", { className: "number", dataset: { name } }, ...children);
 
+const inTiers = (figures, name) => Object.values(figures.tiers).reduce((sum, tier) => sum + tier[name], 0);
+
 function workerRow(worker) {
   const state = worker.draining ? "draining" : isBusy(worker) ? "busy" : "idle";
   const { figures } = worker;
-  const of = (name) => Object.values(figures?.tiers ?? {}).reduce((sum, tier) => sum + tier[name], 0);
   const used = figures?.kv_blocks ? figures.kv_blocks_used / figures.kv_blocks : null;
   const hits = figures?.prefix_queried ? figures.prefix_hits / figures.prefix_queried : null;
   const steps = figures?.steps.counts.reduce((sum, of) => sum + of, 0);
@@ -106,7 +109,7 @@ function workerRow(worker) {
     h("td", {}, h("span", { className: `status ${state}` }, state)),
     h("td", {}, worker.models.join(", ") || "–"),
     number("Shards", count(worker.shards)),
-    number("Requests", figures ? `${count(of("running"))} + ${count(of("waiting"))} waiting` : "–"),
+    number("Requests", figures ? `${count(inTiers(figures, "running"))} + ${count(inTiers(figures, "waiting"))} waiting` : "–"),
     number("KV cache", percent(used), used === null ? null : h("meter", { min: 0, max: 1, value: used, "aria-hidden": "true" })),
     number("Prefix hits", percent(hits)),
     number("Step", brief(steps ? figures.steps.seconds / steps : null)),
