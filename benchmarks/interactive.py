@@ -13,6 +13,8 @@ none      bulk work, and requests are of its class: they queue behind it.
 first     requests go first, and nothing is held back for them.
 paced     promises are kept (`engine.pacing`), `--runs` times.
 fixed:N   other classes have N tokens of each step beside requests: the static shares that `paced` is compared with.
+
+With `--check` it ends with 1 where a claim doesn't hold: `broken_claims`. `interactive_chart.py` draws what was found.
 """
 
 from __future__ import annotations
@@ -186,6 +188,35 @@ def report(done: list[Reader], left: int, seconds: float, bulk: int, running: in
     }  # fmt: skip
 
 
+def broken_claims(found: list[dict[str, Any]], ttft: float, itl: float, rows: int) -> list[str]:
+    """What these runs show to be untrue, in words:
+
+    - a batch full of bulk rows breaks both promises where nothing is done for readers, or nothing is shown here;
+    - whatever comes is admitted with the next step, unless it queues behind bulk work;
+    - `paced` keeps both promises for 95 % in each of its runs, with at least 85 % of the bulk tokens that the best of the
+      static shares gives which keep them.
+    """
+    broken = []
+    kept = [run for run in found if run["ttft"]["p95"] <= ttft and run["itl"]["p95"] <= itl]
+    paced = [run for run in found if run["name"] == "paced"]
+    best = max((run["bulk_tokens_per_second"] for run in kept if run["name"].startswith("fixed")), default=0.0)
+    for run in found:
+        if run["name"] in ("none", "first") and run in kept:
+            broken.append(f"{run['name']} keeps the promises: there is nothing to hold back")
+        if run["name"] not in ("idle", "none") and run["steps_to_row"]["worst"] > 1:
+            broken.append(f"{run['name']}: somebody was admitted {run['steps_to_row']['worst']} steps later")
+        if run["name"] != "idle" and run["bulk_rows_at_the_start"] < rows:
+            broken.append(f"{run['name']}: the batch was not full of bulk rows")
+        if run["left"]:
+            broken.append(f"{run['name']}: {run['left']} were not answered in time")
+    for run in paced:
+        if run not in kept:
+            broken.append(f"paced: p95 {run['ttft']['p95']:.3f} and {run['itl']['p95']:.4f} s")
+        if run["bulk_tokens_per_second"] < 0.85 * best:
+            broken.append(f"paced: {run['bulk_tokens_per_second']:.0f} bulk tokens/s of {best:.0f}")
+    return broken
+
+
 def quantiles(samples: list[float]) -> dict[str, float]:
     """p50, p95 and p99; seconds."""
     ordered = sorted(samples)
@@ -207,6 +238,7 @@ def main() -> int:
     parser.add_argument("--only", default="idle,none,first,paced,sweep")
     parser.add_argument("--give-up", type=float, default=400.0, help="seconds after which a run ends")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="end with 1 where a claim doesn't hold")
     args = parser.parse_args()
     prompts = load_prompts(args.workload, args.model)
     base = EngineConfig(
@@ -248,7 +280,9 @@ def main() -> int:
             "runs": found,
         }  # fmt: skip
         args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return 0
+    broken = broken_claims(found, args.ttft, args.itl, args.rows)
+    print(*broken or ["all claims hold"], sep="\n")
+    return 1 if args.check and broken else 0
 
 
 if __name__ == "__main__":
