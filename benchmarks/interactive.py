@@ -193,8 +193,8 @@ def broken_claims(found: list[dict[str, Any]], ttft: float, itl: float, rows: in
 
     - a batch full of bulk rows breaks both promises where nothing is done for readers, or nothing is shown here;
     - whatever comes is admitted with the next step, unless it queues behind bulk work;
-    - `paced` keeps both promises for 95 % in each of its runs, with at least 85 % of the bulk tokens that the best of the
-      static shares gives which keep them.
+    - `paced` keeps both promises for 95 % in each of its runs, with at least 85 % of the bulk tokens that the best
+      static share gives which keeps them.
     """
     broken = []
     kept = [run for run in found if run["ttft"]["p95"] <= ttft and run["itl"]["p95"] <= itl]
