@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,50 +18,9 @@ from tests.cluster.cluster import NULL_WORKER, wait_for
 from tests.cluster.null_worker import Answers
 from tests.pipeline.gateway.receiver import Receiver
 from tests.servers.redis import RedisServer
+from tests.tokenmill.processes import SECONDS, Processes, as_jsonl, ended
 
-SECONDS = 120
-ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
-
-
-class Processes:
-    """Commands as processes; each is killed at the end, and its log shown."""
-
-    def __init__(self, place: Path, **variables: str) -> None:
-        self.place = place
-        self.variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *program: object, **variables: str) -> int:
-        """Start one; its number."""
-        number = len(self.running)
-        with self.log(number).open("wb") as log:
-            self.running.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, program)],
-                    stdout=log, stderr=log, env={**os.environ, **self.variables, **variables},
-                )
-            )  # fmt: skip
-        return number
-
-    def log(self, number: int) -> Path:
-        return self.place / f"process-{number}.log"
-
-    def url(self, number: int) -> str:
-        """Where a process says that it serves."""
-
-        def said() -> str | None:
-            assert self.running[number].poll() is None, self.log(number).read_text()
-            found = re.search(r"(http://[0-9.:]+)/v1", self.log(number).read_text())
-            return None if found is None else found[1]
-
-        return wait_for(said, SECONDS, "it serves nothing") or ""
-
-    def close(self) -> None:
-        for number, process in enumerate(self.running):
-            process.kill()
-            process.wait()
-            print(f"-- {process.args}\n{self.log(number).read_text()[-4000:]}")
 
 
 @pytest.fixture
@@ -75,24 +30,11 @@ def processes(place: Path) -> Iterator[Processes]:
     made.close()
 
 
-def ended(client: OpenAI, batch_id: str) -> Any:
-    """The batch, once it has ended."""
-    until = time.monotonic() + SECONDS
-    while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "failed", "expired", "cancelled"):
-        assert time.monotonic() < until, batch
-        time.sleep(0.1)
-    return batch
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     made = Receiver()
     yield made
     made.kill()
-
-
-def as_jsonl(lines: list[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def test_serve_answers_the_official_client_as_run_would(

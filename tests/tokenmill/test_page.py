@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.tokenmill.test_gateway import Processes, as_jsonl
+from tests.tokenmill.processes import Processes, as_jsonl
 
 pytest.importorskip("playwright", reason="playwright is not installed: the page is not tried in a browser")
 from playwright.sync_api import Browser, Page, expect, sync_playwright

@@ -17,7 +17,7 @@ from pipeline.intake import Intake, IntakeSettings, JobDraft
 from pipeline.pinning import pin_input
 from schemas.limits import PlanSettings
 from schemas.options import JobOptions
-from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from tests.pipeline.gateway.http_house import http_house, lines
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 CHAT = "/v1/chat/completions"
@@ -183,7 +183,13 @@ def test_results_can_be_read_while_a_batch_runs_and_what_failed_be_tried_again(t
         assert (rest.headers["x-incomplete"], rest.headers["x-parts"]) == ("false", "0-3")
         ids = [json.loads(line)["custom_id"] for line in (first.text + rest.text).splitlines()]
         assert sorted(ids) == sorted(f"r{n}" for n in range(15))
-        assert http.get(f"/v1/batches/{batch.id}/results", params={"without": "9-1"}).status_code == 400
+        for without in ("9-1", "3,1", "0-3,2-9", "0-1000000", "0-600000,700000-1200000"):
+            refused = http.get(f"/v1/batches/{batch.id}/results", params={"without": without})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "without"), without[:20]
+        began = time.monotonic()
+        again_and_again = ",".join(["0-999999"] * 3_000)
+        assert http.get(f"/v1/batches/{batch.id}/results", params={"without": again_and_again}).status_code == 400
+        assert time.monotonic() - began < 1.0
         with pytest.raises(openai.ConflictError):
             client.post(f"/batches/{batch.id}/retry", cast_to=Batch, body={})
         again = client.post(f"/batches/{batch.id}/retry", cast_to=Batch, body={"include_invalid": True})
@@ -236,46 +242,6 @@ def test_jobs_of_other_doors_are_batches_too(tmp_path: Path) -> None:
             client.batches.retrieve("job-b")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"endpoint": "/v1/images"}, "endpoint"),
-        ({"completion_window": "soon"}, "completion_window"),
-        ({"metadata": {"k": "x" * 513}}, "metadata.k"),
-        ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
-        ({"tokenmill": {"tier": "gold"}}, "tokenmill.tier"),
-        ({"tokenmill": {"metadata": {}}}, "tokenmill.metadata"),
-        ({"priority": 3}, "priority"),
-    ],
-)
-def test_what_makes_no_sense_is_a_bad_request(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    with http_house(tmp_path) as house:
-        client = house.client()
-        with pytest.raises(openai.BadRequestError) as refused:
-            begin(client, lines(1), extra_body=body)
-        assert refused.value.param == param
-        assert refused.value.type == "invalid_request_error"
-
-
-def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
-    began = int(time.time())
-    with http_house(tmp_path) as house:
-        client = house.client()
-        for name in ("file-" + "a" * 25, "../../etc/passwd", "file-%2e%2e"):
-            with pytest.raises(openai.NotFoundError):
-                client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
-        with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
-            begin(client, lines(1), extra_body={"tokenmill": {"model": "gpt-9"}})
-        assert not list(house.world.store.list("finalizing/"))
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        model = client.models.retrieve("tiny")
-        assert (model.owned_by, client.models.list().data[0]) == ("tokenmill", model)
-        assert began <= model.created <= time.time(), "since when it is served"
-        with pytest.raises(openai.NotFoundError):
-            client.models.retrieve("org/none")
-
-
 def test_files_of_a_batch_are_written_by_whoever_comes_after_a_crash(tmp_path: Path) -> None:
     with http_house(tmp_path, finalize=False) as house:
         client = house.client()
@@ -310,68 +276,3 @@ def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             client.files.content(done.output_file_id)
         assert client.batches.retrieve(batch.id).output_file_id == done.output_file_id
-
-
-def test_tenants_see_only_what_is_theirs(tmp_path: Path) -> None:
-    with http_house(tmp_path) as house:
-        (_, mine), (_, other) = (house.keys.create(tenant, tuple(_scopes())) for tenant in ("a/../b", "../a"))
-        client, stranger = house.client(mine), house.client(other)
-        batch = begin(client, lines(2))
-        wait(client, batch.id)
-        for attempt in (
-            lambda: stranger.batches.retrieve(batch.id),
-            lambda: stranger.batches.cancel(batch.id),
-            lambda: stranger.files.retrieve(str(batch.input_file_id)),
-            lambda: stranger.files.content(str(batch.input_file_id)),
-            lambda: stranger.files.delete(str(batch.input_file_id)),
-            lambda: stranger.batches.create(
-                input_file_id=str(batch.input_file_id), endpoint=CHAT, completion_window="24h"
-            ),
-        ):
-            with pytest.raises(openai.NotFoundError) as theirs:
-                attempt()
-            with pytest.raises(openai.NotFoundError) as missing:
-                stranger.batches.retrieve("job-none") if "batch" in theirs.value.message else stranger.files.retrieve(
-                    "file-" + "0" * 25
-                )
-            assert theirs.value.code == missing.value.code
-        assert stranger.batches.list().data == []
-        assert stranger.files.list().data == []
-        assert len(client.files.list().data) == 2
-
-
-def _scopes() -> Any:
-    from pipeline.gateway.keys import Scope  # noqa: PLC0415
-
-    return Scope
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Any:
-    with http_house(tmp_path) as house:
-        yield house
-
-
-def test_errors_have_openais_shape_everywhere(house: HttpHouse) -> None:
-    with house.http() as http:
-        for method, path, status in (
-            ("GET", "/nowhere", 404),
-            ("PUT", "/v1/files", 405),
-            ("GET", "/v1/batches?limit=0", 400),
-            ("GET", "/v1/batches?limit=x", 400),
-            ("GET", "/v1/files?after=../x", 400),
-            ("GET", "/v1/batches/..%2f..%2fx", 404),
-        ):
-            answer = http.request(method, path)
-            assert answer.status_code == status, (path, answer.text)
-            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}, path
-            assert answer.headers["x-request-id"].startswith("req-")
-        plain = http.post("/v1/batches", content=b"{}")
-        assert (plain.status_code, plain.json()["error"]["code"]) == (415, "unsupported_media_type")
-        deep = http.post(
-            "/v1/batches", content=b'{"a":' * 1_000 + b"1" + b"}" * 1_000, headers={"Content-Type": "application/json"}
-        )
-        assert (deep.status_code, deep.json()["error"]["code"]) == (400, "invalid_json")
-        assert http.get("/healthz").json() == {"status": "ok"}
-        assert http.get("/readyz").status_code == 200
-        assert http.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"

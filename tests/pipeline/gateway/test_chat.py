@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeline.gateway.keys import Scope
 from schemas.job import Tier
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
+from tests.pipeline.gateway.waiting import until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -31,14 +32,6 @@ CHAT = "/v1/chat/completions"
 def house(tmp_path: Path) -> Iterator[HttpHouse]:
     with http_house(tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 100_000})) as house:
         yield house
-
-
-def until(what: Callable[[], Any], why: str, seconds: float = 10.0) -> Any:
-    limit = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < limit, why
-        time.sleep(0.01)
-    return value
 
 
 def test_a_whole_answer(house: HttpHouse) -> None:
@@ -125,6 +118,7 @@ def test_refusals_are_plain_answers_and_later_failures_are_events(house: HttpHou
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options"),
         ({"tokenmill": {"timeout": 1e9}}, 400, "tokenmill.timeout"),
+        ({"tokenmill": {"timeout": "5"}}, 400, "tokenmill"),
         ({"tokenmill": {"tier": "gold"}}, 400, "tokenmill"),
         ({"messages": []}, 400, "messages"),
         ({"nonsense": 1}, 400, "nonsense"),

@@ -7,9 +7,7 @@ import re
 import shutil
 import socket
 import threading
-import time
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from pipeline.gateway.parts import GatewaySettings
 from pipeline.records import Tombstone
 from schemas.limits import RateLimits
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from tests.pipeline.gateway.waiting import until
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -30,14 +29,6 @@ DOCS = Path(__file__).parents[3] / "docs/http.md"
 ALL = tuple(Scope)
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
 UNKNOWN = {"file_id": "file-" + "0" * 25, "batch_id": "job-x", "stream_id": "http-x", "model": "none", "name": "none"}
-
-
-def until(what: Callable[[], Any], why: str) -> Any:
-    limit = time.monotonic() + 20
-    while not (value := what()):
-        assert time.monotonic() < limit, why
-        time.sleep(0.01)
-    return value
 
 
 @pytest.fixture(scope="module")
