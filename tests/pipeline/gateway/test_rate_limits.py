@@ -102,12 +102,16 @@ def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
     for _ in range(2):
         limiter.take_request(caller())
     error = refused(lambda: limiter.take_request(caller()))
+    assert 1 <= int(error.headers["Retry-After"]) <= 4
     time.sleep(float(error.headers["Retry-After"]))
-    limiter.take_request(caller())
+    headers = limiter.take_request(caller())
+    assert headers["x-ratelimit-remaining-requests"] in ("0", "1"), "it was counted"
     limiter.done(limiter.admit(caller(), "a", 90, 60.0), None)
     error = refused(lambda: limiter.admit(caller(), "b", 40, 60.0))
+    assert 1 <= int(error.headers["Retry-After"]) <= 4
     time.sleep(float(error.headers["Retry-After"]))
-    limiter.admit(caller(), "b", 40, 60.0)
+    ticket = limiter.admit(caller(), "b", 40, 60.0)
+    assert 0 <= int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 60, "it was counted"
 
 
 def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Makes) -> None:
@@ -143,8 +147,11 @@ def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
 
 def test_a_request_that_too_many_tokens_keep_out_takes_no_place(makes: Makes) -> None:
     limiter = makes(RateSettings(tenant=RateLimits(running_requests=1, tokens_per_minute=10)))
-    refused(lambda: limiter.admit(caller(), "a", 11, 60.0))
-    limiter.admit(caller(), "b", 10, 60.0)
+    assert "x-should-retry" in refused(lambda: limiter.admit(caller(), "a", 11, 60.0)).headers, "by its tokens"
+    ticket = limiter.admit(caller(), "b", 10, 60.0)
+    assert ticket.names == ("tenant/acme",), "it has the only place"
+    message = refused(lambda: limiter.admit(caller(), "c", 1, 60.0)).message
+    assert "this tenant has 1 requests under way" in message
 
 
 def test_of_many_at_once_exactly_as_many_are_let_in_as_may_be(makes: Makes) -> None:
