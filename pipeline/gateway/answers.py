@@ -1,13 +1,20 @@
-"""Answers on their way: whole ones, and streams, which their readers may leave and go on with."""
+"""Answers on their way: whole ones, and streams, which their readers may leave and go on with.
+
+What was taken for a request of its caller's limits is given back before the caller has the last of its answer, however
+that ends: else a caller that asks again at once could be refused for a request that is over.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
+
 from pipeline.gateway.asking import Asked, Asker
+from pipeline.gateway.auth import Caller
 from pipeline.gateway.bridge import LaneBridge
 from pipeline.gateway.chunks import Chunks, error_of, failure
 from pipeline.gateway.errors import ApiError, not_found
@@ -38,6 +45,9 @@ class StreamSettings:
 class Stream:
     """An answer that is told as it comes. Of one event loop.
 
+    Args:
+        ended: begins to give back what was taken for the request; None: nothing was.
+
     Attributes:
         id: by which it can be gone on with.  tenant: whose it is.
         first: done when anything has come; an `ErrorEvent` that came first is its result.
@@ -49,7 +59,7 @@ class Stream:
         bridge: LaneBridge,
         created: int,
         settings: StreamSettings,
-        ended: Callable[[EndEvent | None], None],
+        ended: Callable[[EndEvent | None], asyncio.Future[None] | None],
     ) -> None:
         self.id = asked.request.id
         self.tenant = asked.request.tenant
@@ -59,42 +69,63 @@ class Stream:
         self.resume = asked.resume
         self._chunks = Chunks(asked, created)
         self._bridge = bridge
-        self._ended: Callable[[EndEvent | None], None] | None = ended
+        self._ended = ended
+        self._over = False
+        self._given_back: asyncio.Future[None] | None = None
         self._readers = 0
         self._closing: asyncio.TimerHandle | None = None
 
     def take_in(self, event: LaneEvent) -> None:
         """An event of the answer has come."""
-        for data in self._chunks.of(event):
-            self.feed.push(data)
+        told = list(self._chunks.of(event))
         if isinstance(event, EndEvent | ErrorEvent):
             self._bridge.forget(self.id)
-            self._end(event if isinstance(event, EndEvent) else None)
-        elif self.feed.overrun:
+            self._end(told, event)
+            return
+        for data in told:
+            self.feed.push(data)
+        if self.feed.overrun:
             self.cancel()
-        if not self.first.done():
-            self.first.set_result(event if isinstance(event, ErrorEvent) else None)
+        self._begun(None)
 
     def fail(self, error: ApiError) -> None:
         """End it here and now."""
-        if not self.feed.ended:
+        if not self._over:
             self._bridge.cancel(self.id)
-            for data in failure(error):
-                self.feed.push(data)
-            self._end()
-            if not self.first.done():
-                self.first.set_result(None)
+            self._end(failure(error), None)
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
         self._bridge.cancel(self.id)
-        self._end()
-
-    def _end(self, event: EndEvent | None = None) -> None:
         self.feed.end()
-        if self._ended is not None:
-            self._ended(event)
-            self._ended = None
+        self._end((), None)
+
+    async def given_back(self) -> None:
+        """Until what was taken for it is given back, once it is over."""
+        if self._given_back is not None:
+            await asyncio.shield(self._given_back)
+
+    def _end(self, last: Iterable[bytes], event: EndEvent | ErrorEvent | None) -> None:
+        """Give back what was taken for it, and then tell the last of it."""
+        if self._over:
+            return
+        self._over = True
+
+        def tell(_: object = None) -> None:
+            for data in last:
+                self.feed.push(data)
+            self.feed.end()
+            self._begun(event)
+
+        self._given_back = self._ended(event if isinstance(event, EndEvent) else None)
+        if self._given_back is None:
+            tell()
+        else:
+            self._given_back.add_done_callback(tell)
+
+    def _begun(self, event: EndEvent | ErrorEvent | None) -> None:
+        if not self.first.done():
+            self.first.set_result(event if isinstance(event, ErrorEvent) else None)
 
     def enter(self) -> None:
         """A reader comes."""
@@ -132,6 +163,17 @@ class Answers:
         self._streams: set[Stream] = set()
         self._waiting: set[asyncio.Future[EndEvent | ErrorEvent]] = set()
 
+    async def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
+        """What the body asks for, to be handed to `whole` or `stream`; raises `ApiError`."""
+        reading = asyncio.ensure_future(run_in_threadpool(self.asker.read, caller, url, body))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:  # what is being taken for it can be given back when it has been
+            await asyncio.wait({reading})
+            if reading.exception() is None:
+                await _settled(self._over(reading.result(), None, 0))
+            raise
+
     async def whole(self, asked: Asked) -> dict[str, Any]:
         """The whole answer. Cancelled with its task. Raises `ApiError`."""
         found = await self._find(asked)
@@ -154,7 +196,7 @@ class Answers:
             self._waiting.discard(ended)
             if ended.done():
                 self.bridge.forget(asked.request.id)
-            self._over(asked, _event_of(ended))
+            await _settled(self._over(asked, _event_of(ended)))
         if isinstance(event, ErrorEvent):
             raise error_of(event)
         return event.response
@@ -163,34 +205,40 @@ class Answers:
         """The answer that the same request had before."""
         if asked.cache_key is None:
             return None
-        found = await asyncio.to_thread(self.asker.find, asked)
+        try:
+            found = await asyncio.to_thread(self.asker.find, asked)
+        except BaseException:
+            await _settled(self._over(asked, None, 0))
+            raise
         if found is not None:
             self.bridge.figures.found(asked.request.tier)
-            self._over(asked, None, 0)
+            await _settled(self._over(asked, None, 0))
         return found
 
-    def _over(self, asked: Asked, event: EndEvent | None, used: int | None = None) -> None:
-        """The request has ended: its place is free, and its answer may be kept."""
+    def _over(self, asked: Asked, event: EndEvent | None, used: int | None = None) -> asyncio.Future[None] | None:
+        """The request has ended: its answer may be kept, and what was taken for it is given back; done when it is.
+        None: nothing was taken."""
         if event is not None:
             used = event.response.get("usage", {}).get("total_tokens")
         loop = asyncio.get_running_loop()
-        if asked.ticket is not None:
-            loop.run_in_executor(None, self.asker.ended, asked, used)
+        giving = None
+        if asked.ticket is not None and not asked.ticket.empty:
+            giving = loop.run_in_executor(None, self.asker.ended, asked, used)
         if event is not None and asked.cache_key is not None:
             loop.run_in_executor(None, self.asker.keep, asked, event)
+        return giving
 
     async def stream(self, asked: Asked) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
         if asked.resume and len(self._kept) >= self._settings.most_kept:
-            self._over(asked, None)
+            await _settled(self._over(asked, None, 0))
             message = f"{self._settings.most_kept} streams that can be gone on with are open; ask later, or without"
             raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
         now = int(self._clock.now().timestamp())
         known = await self._find(asked)
 
-        def ended(event: EndEvent | None) -> None:
-            if known is None:
-                self._over(asked, event)
+        def ended(event: EndEvent | None) -> asyncio.Future[None] | None:
+            return self._over(asked, event) if known is None else None
 
         stream = Stream(asked, self.bridge, now, self._settings, ended)
         stream.enter()
@@ -208,6 +256,7 @@ class Answers:
         except BaseException:
             stream.cancel()
             self._streams.discard(stream)
+            await stream.given_back()
             raise
         if asked.resume:
             self._kept[stream.id] = stream
@@ -246,6 +295,12 @@ def replay(request: LaneRequest, response: Mapping[str, Any]) -> Iterator[LaneEv
         logprobs = choice.get("logprobs") if chat else None
         yield TokensEvent(request.id, 1, number, choice["index"], (), text, logprobs)
     yield EndEvent(request.id, 1, len(response["choices"]), dict(response))
+
+
+async def _settled(giving: asyncio.Future[None] | None) -> None:
+    """Until it is given back, which goes on if nobody waits any more."""
+    if giving is not None:
+        await asyncio.shield(giving)
 
 
 def _event_of(ended: asyncio.Future[EndEvent | ErrorEvent]) -> EndEvent | None:

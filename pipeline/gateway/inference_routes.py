@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.answers import Answers
 from pipeline.gateway.auth import Caller
@@ -31,7 +30,7 @@ def inference_router(answers: Answers) -> APIRouter:
     router = APIRouter(tags=["inference"])
 
     async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
-        asked = await run_in_threadpool(answers.asker.read, caller, url, body)
+        asked = await answers.read(caller, url, body)
         if asked.ticket is not None:
             add_headers(request, asked.ticket.headers)
         if asked.stream:

@@ -74,6 +74,11 @@ class Ticket:
     at: float
     headers: Headers
 
+    @property
+    def empty(self) -> bool:
+        """No limit holds for it: there is nothing to give back."""
+        return not (self.names or self.headers)
+
 
 @dataclass(frozen=True, slots=True)
 class _Limit:

@@ -77,6 +77,7 @@ async def pieces(stream: Stream, after: int) -> AsyncIterator[list[Item]]:
         try:
             items = await stream.feed.take(after, stream.settings.keep_alive)
         except Overrun:
+            await stream.given_back()
             yield [Item(after + 1 + number, data) for number, data in enumerate(failure(TOO_SLOW))]
             return
         if not items and stream.feed.ended:

@@ -65,6 +65,7 @@ class _Connection:
         self._settings = parts.settings
         self._rates = parts.rates
         self._reading: asyncio.Task[None] | None = None
+        self._told = False  # the end of what is read is on its way: another may be asked for
 
     async def serve(self) -> None:
         """Until the client goes."""
@@ -91,8 +92,11 @@ class _Connection:
             return
         if kind not in ("request", "resume"):
             raise bad_request("type must be request, resume or cancel", "type")
+        if self._told and self._reading is not None:
+            await asyncio.wait({self._reading})
         if self._reading is not None and not self._reading.done():
             raise ApiError(409, "busy", "a stream is under way on this connection; wait for its end, or cancel it")
+        self._told = False
         self._reading = asyncio.create_task(self._read(message))
 
     async def _read(self, message: dict[str, Any]) -> None:
@@ -100,6 +104,7 @@ class _Connection:
         try:
             stream, after = await self._begin(message)
         except PipelineError as error:
+            self._told = True
             await self._send({"type": "error", **api_error(error).body()})
             return
         try:
@@ -110,9 +115,11 @@ class _Connection:
                         data = orjson.Fragment(item.data)
                         async with asyncio.timeout(stream.settings.write):
                             await self._send({"type": "event", "id": item.number, "data": data})
+            self._told = True
             await self._send({"type": "done"})
         finally:
             self._answers.left(stream)
+            await stream.given_back()
 
     async def _begin(self, message: dict[str, Any]) -> tuple[Stream, int]:
         if message["type"] == "resume":
@@ -126,7 +133,7 @@ class _Connection:
         if not isinstance(body, dict):
             raise bad_request("body must be an object, as OpenAI's API takes it", "body")
         await run_in_threadpool(self._rates.take_request, self._caller)
-        asked = await run_in_threadpool(self._answers.asker.read, self._caller, url, body | {"stream": True})
+        asked = await self._answers.read(self._caller, url, body | {"stream": True})
         return await self._answers.stream(asked), -1
 
     async def _stop(self) -> None:
