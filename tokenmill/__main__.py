@@ -1,7 +1,8 @@
 """`python -m tokenmill`, and the command `tokenmill`.
 
-Importing the command line takes most of a short command's time. So it happens where Ctrl-C is an ending like any other
-already, and nothing that takes long is imported before.
+Importing the command line takes most of a short command's time, and longer in those that load an engine. So it happens
+where Ctrl-C, and SIGTERM to a long-running command, are endings like any other already, and nothing that takes long is
+imported before.
 """
 
 from __future__ import annotations
@@ -19,9 +20,24 @@ def main() -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
 
-        from tokenmill.cli import main as run
+        from tokenmill.stopping import Starting
 
-        return run()
+        starting = Starting()
+        try:
+            starting.listen(sys.argv[1:])
+
+            from tokenmill.cli import main as run
+
+            code = run()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            if not starting.asked:
+                raise
+        if starting.asked:
+            sys.stderr.write("told to stop\n")
+            return 0
+        return code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130  # EXIT_INTERRUPTED, which may not be there yet

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 import structlog
 
 from pipeline.ports import Randomness
-from tokenmill.errors import Interruption
+from tokenmill.stopping import Stop
 
 Part = Callable[[threading.Event], None]
 """Works until the event is set."""
 
 logger = structlog.get_logger(__name__)
-
-
-@contextmanager
-def until_told() -> Iterator[threading.Event]:
-    """Set by SIGTERM or Ctrl-C; the second one ends the process at once, which is safe too."""
-    stop = threading.Event()
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise Interruption
-        logger.info("told to stop", signal=signal.Signals(number).name)
-        stop.set()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -57,10 +36,11 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) -> None:
+def run_together(stop: Stop, main: Part, others: Mapping[str, Part]) -> None:
     """Run `main` on this thread and the others beside it, until `stop` is set. When one of them ends, whatever the
     reason, all do. Raises what the first that failed raised."""
     with settled_heap():
+        stop.begin()
         _run_together(stop, main, others)
 
 

@@ -22,9 +22,10 @@ from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.metrics import metrics_served
 from tokenmill.output import say
-from tokenmill.processes import run_together, settled_heap, unique_name, until_told
+from tokenmill.processes import run_together, settled_heap, unique_name
 from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
+from tokenmill.stopping import until_told
 from tokenmill.switching import SourceInTurn, Turns
 from workers.content_policies import NO_POLICIES, Policies
 from workers.lane_requests import LaneRules

@@ -55,7 +55,7 @@ class FolderStore:
         except OSError as error:
             self.close()
             self._fail("can't be used as an output", self.root, error)
-        except StoreError:
+        except BaseException:
             self.close()
             raise
 

@@ -95,8 +95,9 @@ def serve(
     from tokenmill.job_options import content_policies
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, until_told
+    from tokenmill.processes import run_together
     from tokenmill.root import open_root
+    from tokenmill.stopping import until_told
     from tokenmill.working import Worker
 
     log_to_stderr(logging.INFO)
@@ -172,8 +173,9 @@ def dispatcher(
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, until_told
+    from tokenmill.processes import run_together
     from tokenmill.root import open_root
+    from tokenmill.stopping import until_told
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
@@ -198,8 +200,9 @@ def intake(root_url: RootUrl = None, metrics_port: MetricsPort = None, _debug: D
     from tokenmill.doors import door_parts
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, until_told
+    from tokenmill.processes import run_together
     from tokenmill.root import open_root
+    from tokenmill.stopping import until_told
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
@@ -225,8 +228,9 @@ def gateway(
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, until_told
+    from tokenmill.processes import run_together
     from tokenmill.root import open_root
+    from tokenmill.stopping import until_told
 
     log_to_stderr(logging.INFO)
     settings = read_settings()
