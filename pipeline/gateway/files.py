@@ -66,7 +66,7 @@ class Files:
             raise not_found("file", file.id) from error
 
     def page(self, tenant: str, page: Page, purpose: str | None = None) -> Found:
-        """Some of the tenant's files."""
+        """Some of the tenant's files. With `purpose`, those of others that lie between are read, too."""
 
         def look(name: str) -> StoredFile | None:
             found = self._read(name) if is_file_id(name) else None

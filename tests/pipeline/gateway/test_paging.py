@@ -7,17 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.gateway.batches import Batches
 from pipeline.gateway.files import Files
 from pipeline.gateway.paging import Page
 from pipeline.gateway.papers import StoredFile, new_file_id
+from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import ObjectInfo, World
+from pipeline.submit import new_job_id, submit
 from pipeline.tenants import Shelf, files_of
+from tests.pipeline.made_jobs import order as order_of
 from tests.pipeline.simulation import MemoryStore
 
 MANY = 20_000
@@ -82,6 +86,30 @@ def test_a_page_of_very_many_reads_a_page(
     assert store.listings == 1
     assert store.listed <= 40
     assert store.reads <= 40
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_a_page_of_batches_costs_the_same_however_many_there_are(world: World, order: Order) -> None:
+    store = Counting()
+    world = replace(world, store=store)
+    unused: Any = None
+    made: list[str] = []
+    costs = []
+    for many in (40, 400):
+        while len(made) < many:
+            world.clock.sleep(1.0)
+            name = new_job_id(world.clock.now(), world.random)
+            submit(order_of(tenant="acme"), JobLedger(store, f"{JOBS}{name}/"), world, job_id=name)
+            made.append(name)
+        ids = made if order == "asc" else made[::-1]
+        with ThreadPoolExecutor(1) as together:
+            batches = Batches(world, unused, unused, unused, together)
+            store.listings = store.listed = store.reads = 0
+            page = batches.page("acme", Page(5, ids[20], order))
+        assert [one["id"] for one in page.data] == ids[21:26]
+        assert page.has_more
+        costs.append((store.listings, store.listed, store.reads))
+    assert costs[0] == costs[1]
 
 
 @given(names=st.lists(NAMES, unique=True, max_size=20), after=st.none() | NAMES)
