@@ -20,7 +20,7 @@ def main() -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
 
-        from tokenmill.stopping import Starting
+        from tokenmill.stopping import Starting, Stopped
 
         starting = Starting()
         try:
@@ -31,9 +31,10 @@ def main() -> int:
             code = run()
         except KeyboardInterrupt:
             raise
-        except BaseException:
-            if not starting.asked:
+        except BaseException as error:
+            if not (starting.asked or isinstance(error, Stopped)):
                 raise
+            code = 0
         if starting.asked:
             sys.stderr.write("told to stop\n")
             return 0
