@@ -117,9 +117,7 @@ class Batches:
         file = self._files.get(tenant, asked.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise bad_request(f"file {file.id} holds results; upload requests with purpose=batch", "input_file_id")
-        if not self._intake.room_for(tenant):
-            message = "too much is queued already; submit again when some of it is done"
-            raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
+        self._check_room(tenant)
         check()
         self._make(tenant, job_id, asked, file)
         return self._document(job_id)
@@ -191,10 +189,11 @@ class Batches:
             raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
         manifest = ledger.manifest()
         assert manifest is not None, "a job that has not ended has nothing to try again"
-        check()
         first = find_order(self._store, job.id)
 
         def before(made: str) -> None:
+            self._check_room(tenant)
+            check()
             self._intake.expect(tenant, made)
             if first is not None:
                 window, now = asked.completion_window, self._world.clock.now()
@@ -219,6 +218,11 @@ class Batches:
         return Results(incomplete, _ranges(numbers), lines)
 
     # -- inside
+
+    def _check_room(self, tenant: str) -> None:
+        if not self._intake.room_for(tenant):
+            message = "too much is queued already; submit again when some of it is done"
+            raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
 
     def _make(self, tenant: str, job_id: str, asked: BatchRequest, file: StoredFile) -> None:
         self._files.keep_for(file, job_id)

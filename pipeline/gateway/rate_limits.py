@@ -1,9 +1,9 @@
 """How much a tenant and a key may ask for: requests and tokens in a sliding minute, and requests that run at once.
 
 Tokens are taken when a request is admitted: its prompt, as it is estimated, and the most that it may be answered. When
-it ends within the minute, what it did not use is given back. Counted by the `limits` library, on Redis for all gateways
-together, or in this process. Where Redis can't be asked, everything is let through, and the log says so: to serve is
-worth more than to count.
+it ends within the window in which they were taken, what it did not use is given back. Counted by the `limits` library,
+on Redis for all gateways together, or in this process. Where Redis can't be asked, everything is let through, and the
+log says so: to serve is worth more than to count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ticket:
     """A request to a model that was admitted.
 
     Attributes:
-        names: under which it runs.  tokens: taken for it, at `at` (monotonic).
+        names: under which it runs.  tokens: taken for it, in windows of which the first ends at `until` (monotonic).
         headers: of its answer.
     """
 
@@ -71,7 +71,7 @@ class Ticket:
     request: str
     names: tuple[str, ...]
     tokens: int
-    at: float
+    until: float
     headers: Headers
 
     @property
@@ -87,6 +87,33 @@ class _Limit:
     whose: str
     name: str
     limits: RateLimits
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """How a limit stands.
+
+    Attributes:
+        amount: that may be counted.
+        before, now: counted in the window before, and in this one.
+        before_left, now_left: seconds until they count for nothing, two windows from the beginning of each.
+    """
+
+    amount: int
+    before: int
+    before_left: float
+    now: int
+    now_left: float
+
+    def left(self, window: float) -> int:
+        """How many may still be counted."""
+        used = math.floor(self.before * self.before_left / window) + self.now
+        return min(self.amount, max(0, self.amount - used))
+
+    @property
+    def reset(self) -> float:
+        """Seconds until all may be again."""
+        return self.now_left if self.now > 0 else self.before_left if self.before > 0 else 0.0
 
 
 class RateLimiter:
@@ -112,7 +139,7 @@ class RateLimiter:
 
     def take_request(self, caller: Caller) -> Headers:
         """Count a request of any kind; the headers that say how many are left. Raises `ApiError` (429)."""
-        return self._take("requests", caller, 1)
+        return self._headers("requests", self._take("requests", caller, 1))
 
     def admit(self, caller: Caller, request: str, tokens: int, seconds: float) -> Ticket:
         """Let a request to a model begin, or raise `ApiError` (429). It is to be given back with `done`.
@@ -131,17 +158,19 @@ class RateLimiter:
                     message = f"{limit.whose} has {most} requests under way already; ask again when one has ended"
                     raise ApiError(429, CODE, message, headers={"Retry-After": str(_SOON)})
                 names.append(limit.name)
-            headers = self._take("tokens", caller, tokens)
+            windows = self._take("tokens", caller, tokens)
         except ApiError:
             self._leave(names, request)
             raise
-        return Ticket(caller, request, tuple(names), tokens, self._clock.monotonic(), headers)
+        left = min((one.now_left for one in windows), default=0.0) - self._settings.window
+        until = self._clock.monotonic() + left
+        return Ticket(caller, request, tuple(names), tokens, until, self._headers("tokens", windows))
 
     def done(self, ticket: Ticket, used: int | None) -> None:
         """The request has ended, after so many tokens; None: it isn't known."""
         self._leave(ticket.names, ticket.request)
-        # Later the window in which they were taken is over, and it would be more that can be asked for than is allowed.
-        if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.at + self._settings.window:
+        # Later they would be given to another window than they were taken from, and more be asked for in it than may be.
+        if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.until:
             for item, limit in self._items("tokens", ticket.caller):
                 self._hit(item, limit, used - ticket.tokens)
 
@@ -170,8 +199,8 @@ class RateLimiter:
                 found.append((RateLimitItemPerSecond(amount, self._settings.window, what), limit))
         return found
 
-    def _take(self, what: Counted, caller: Caller, cost: int) -> Headers:
-        """Count against all limits, or against none."""
+    def _take(self, what: Counted, caller: Caller, cost: int) -> list[_Window]:
+        """Count against all limits, or against none; how they stand."""
         items = self._items(what, caller)
         for number, (item, limit) in enumerate(items):
             if cost > item.amount:
@@ -185,47 +214,42 @@ class RateLimiter:
                 refused = {"Retry-After": str(wait)}
             for taken, whose in items[:number]:
                 self._hit(taken, whose, -cost)
-            raise ApiError(429, CODE, why, headers=self._headers(what, items) | refused)
-        return self._headers(what, items)
+            raise ApiError(429, CODE, why, headers=self._headers(what, self._windows_of(items)) | refused)
+        return self._windows_of(items)
 
-    def _headers(self, what: Counted, items: list[tuple[RateLimitItem, _Limit]]) -> Headers:
+    def _headers(self, what: Counted, windows: list[_Window]) -> Headers:
         """OpenAI's, of the limit that is the nearest."""
-        if not items:
+        if not windows:
             return {}
-        stats = [(item, *self._left(item, limit)) for item, limit in items]
-        item, left, reset = min(stats, key=lambda one: one[1])
+        left, nearest = min(((one.left(self._settings.window), one) for one in windows), key=lambda one: one[0])
         return {
-            f"x-ratelimit-limit-{what}": str(item.amount),
+            f"x-ratelimit-limit-{what}": str(nearest.amount),
             f"x-ratelimit-remaining-{what}": str(left),
-            f"x-ratelimit-reset-{what}": _amount(reset),
+            f"x-ratelimit-reset-{what}": _amount(nearest.reset),
         }
-
-    def _left(self, item: RateLimitItem, limit: _Limit) -> tuple[int, float]:
-        """How many are left, and seconds until all are again."""
-        window = self._settings.window
-        before, before_left, now, now_left = self._window(item, limit)
-        used = math.floor(before * before_left / window) + now
-        reset = now_left if now > 0 else before_left if before > 0 else 0.0
-        return min(item.amount, max(0, item.amount - used)), reset
 
     def _wait(self, item: RateLimitItem, limit: _Limit, cost: int) -> int:
         """Seconds until `cost` fits: what was counted in the window before counts less and less, and then what is
         counted in this one does."""
         window = self._settings.window
-        before, before_left, now, now_left = self._window(item, limit)
+        stands = self._window(item, limit)
         room = item.amount - cost
-        if now <= room:
-            seconds = before_left - (room - now) * window / before if before else 0.0
+        if stands.now <= room:
+            seconds = stands.before_left - (room - stands.now) * window / stands.before if stands.before else 0.0
         else:
-            seconds = max(0.0, now_left - window) + window - room * window / now
+            seconds = max(0.0, stands.now_left - window) + window - room * window / stands.now
         return max(_SOON, math.ceil(seconds))
 
     def _hit(self, item: RateLimitItem, limit: _Limit, cost: int) -> bool:
         return self._ask(lambda: self._counter.hit(item, limit.name, cost=cost), True)
 
-    def _window(self, item: RateLimitItem, limit: _Limit) -> tuple[int, float, int, float]:
+    def _windows_of(self, items: list[tuple[RateLimitItem, _Limit]]) -> list[_Window]:
+        return [self._window(item, limit) for item, limit in items]
+
+    def _window(self, item: RateLimitItem, limit: _Limit) -> _Window:
         key, window = item.key_for(limit.name), self._settings.window
-        return self._ask(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
+        found = self._ask(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
+        return _Window(item.amount, *found)
 
     def _leave(self, names: list[str] | tuple[str, ...], request: str) -> None:
         for name in names:

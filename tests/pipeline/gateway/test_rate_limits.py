@@ -122,7 +122,7 @@ def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
 
 
 def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Makes) -> None:
-    limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=100)))
+    limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=100), window=DAY))
     ticket = limiter.admit(caller(), "a", 80, 60.0)
     assert ticket.headers["x-ratelimit-remaining-tokens"] == "20"
     error = refused(lambda: limiter.admit(caller(), "b", 30, 60.0))
@@ -140,6 +140,18 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     again = late.admit(caller("late"), "b", 10, 60.0)
     assert again.headers["x-ratelimit-remaining-tokens"] == "0", "what was given back too late counts nowhere"
     refused(lambda: late.admit(caller("late"), "c", 10, 60.0))
+
+
+def test_what_was_taken_from_a_window_is_not_given_back_to_the_next(makes: Makes) -> None:
+    # Given all of a window's tokens taken,
+    limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=2))
+    ticket = limiter.admit(caller(), "a", 1_000, 60)
+    # when the request ends right behind the window, almost without having used any,
+    time.sleep(max(0.0, ticket.until - time.monotonic()) + 0.05)
+    limiter.done(ticket, 10)
+    # then the next window has no more than what is forgotten of the one before.
+    refused(lambda: limiter.admit(caller(), "b", 800, 60))
+    assert limiter.admit(caller(), "c", 5, 60).headers["x-ratelimit-limit-tokens"] == "1000"
 
 
 def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
