@@ -19,7 +19,7 @@ from pipeline.notices import want_notice
 from pipeline.ports import PipelineError, World
 from pipeline.submit import Order, Submitted, submit
 from schemas.errors import RowErrorCode
-from schemas.job import InputRef, JobSettings, ModelPin, OnInvalid, Tier
+from schemas.job import InputRef, Job, JobSettings, ModelPin, OnInvalid, Tier
 from schemas.limits import Limits, PlanSettings
 from schemas.options import JobOptions
 
@@ -87,6 +87,8 @@ class Accepts(Protocol):
     def jobs_of(self, tenant: str) -> int: ...
 
     def expect(self, tenant: str, job: str) -> None: ...
+
+    def added(self, job: Job) -> None: ...
 
 
 class IntakeFigures:
@@ -162,6 +164,10 @@ class Intake:
     def jobs_of(self, tenant: str) -> int:
         """How many open jobs the tenant has; some seconds old, but for what was accepted here."""
         return self._backlog.jobs_of(tenant)
+
+    def added(self, job: Job) -> None:
+        """A job was made here, and not by `accept`: it counts at once."""
+        self._backlog.added(job)
 
     def _order(self, draft: JobDraft) -> Order:
         options, settings = draft.options, self._settings

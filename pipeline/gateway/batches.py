@@ -199,8 +199,10 @@ class Batches:
                 window, now = asked.completion_window, self._world.clock.now()
                 self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
 
-        made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world, before).job
-        return self._document(made.id)
+        made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world, before)
+        if made.created:
+            self._intake.added(made.job)
+        return self._document(made.job.id)
 
     def results(self, tenant: str, batch_id: str, without: str | None = None) -> Results:
         """What is committed now; raises `ApiError`.

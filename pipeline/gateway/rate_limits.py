@@ -169,7 +169,7 @@ class RateLimiter:
     def done(self, ticket: Ticket, used: int | None) -> None:
         """The request has ended, after so many tokens; None: it isn't known."""
         self._leave(ticket.names, ticket.request)
-        # Later they would be given to another window than they were taken from, and more be asked for in it than may be.
+        # Later they would be given to another window than they were taken from: more could be asked for in it then.
         if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.until:
             for item, limit in self._items("tokens", ticket.caller):
                 self._hit(item, limit, used - ticket.tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import Batch
 from structlog.testing import capture_logs
 
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings
@@ -22,6 +23,7 @@ from pipeline.gateway.keys import Scope
 from pipeline.gateway.parts import GatewaySettings
 from pipeline.gateway.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.running import MemoryRunning, Running
+from pipeline.intake import IntakeSettings
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
 from schemas.limits import Limits, RateLimits
@@ -324,6 +326,35 @@ def test_a_tenant_has_so_many_open_jobs_and_no_more(tmp_path: Path) -> None:
         assert {batch.id for batch in client.batches.list()} == {batch.id for batch in made}
         again = client.batches.create(**wanted, extra_headers={"Idempotency-Key": "a"})
         assert again.id == made[0].id, "the same request again makes none"
+
+
+@pytest.mark.parametrize("limited", ["jobs", "tokens"])
+def test_a_retry_is_a_job_like_any_other(tmp_path: Path, limited: str) -> None:
+    # Given a batch with a row that failed, of a tenant who may have one open job, or a backlog of a token,
+    rates = RateSettings(tenant=RateLimits(running_jobs=1 if limited == "jobs" else None))
+    intake = IntakeSettings(tenant_tokens=1 if limited == "tokens" else None, look_every=0.5)
+    with http_house(tmp_path, permits=1, rates=rates, intake=intake) as house:
+        client = house.client()
+        file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
+        wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = client.batches.create(**wanted)
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+        until(lambda: house.parts.batches.open_jobs("default") == 0, "it counts for ever")
+
+        def retry(**more: Any) -> Any:
+            return client.post(f"/batches/{batch.id}/retry", cast_to=Batch, body={"include_invalid": True, **more})
+
+        # when it is tried again, and the answer is lost,
+        made = retry()
+        # then asking again finds the same, and another one has to wait: at once, and later.
+        for _ in range(2):
+            assert retry().id == made.id
+            with pytest.raises(openai.RateLimitError) as refused:
+                retry(max_output_tokens=3)
+            told = ("rate_limit_exceeded", "30") if limited == "jobs" else ("backlog_full", "60")
+            assert (refused.value.code, refused.value.response.headers["retry-after"]) == told
+            time.sleep(0.6)
+        client.batches.cancel(made.id)
 
 
 def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_path: Path) -> None:
