@@ -24,8 +24,9 @@ from tokenmill.places import is_id
 
 KEYS: Final = ("TOKENMILL_API_KEY", "OPENAI_API_KEY")
 TIMES: Final = httpx2.Timeout(60.0, connect=10.0)
-STREAM_TIMES: Final = httpx2.Timeout(60.0, connect=10.0)
 """Gateways say every 15 s that a stream lives."""
+UPLOAD_TIMES: Final = httpx2.Timeout(60.0, connect=10.0, read=900.0)
+"""An upload is answered when the root has all of it: a gateway may have to send gigabytes on to a bucket first."""
 
 ATTEMPTS: Final = 6
 LONGEST_WAIT: Final = 60.0
@@ -50,7 +51,7 @@ class Gateway:
         self.url = _checked(url)
         self._sleep = sleep
         headers = {"User-Agent": "tokenmill"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-        self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=TIMES, follow_redirects=False)
+        self._client = httpx2.Client(base_url=self.url, headers=headers, follow_redirects=False)
 
     def __enter__(self) -> Gateway:
         return self
@@ -83,7 +84,8 @@ class Gateway:
                 return {"files": {"file": (path.name, stream)}, "data": {"purpose": "batch"}}
 
             headers = {"Idempotency-Key": f"file-{uuid.uuid4().hex}"}
-            return self._read(self._send("POST", "/v1/files", again, headers=headers, stream=False))
+            answer = self._send("POST", "/v1/files", again, headers=headers, stream=False, times=UPLOAD_TIMES)
+            return self._read(answer)
 
     @contextmanager
     def stream(self, method: str, path: str, body: Json | None = None) -> Iterator[httpx2.Response]:
@@ -112,13 +114,20 @@ class Gateway:
         return found
 
     def _send(
-        self, method: str, path: str, what: Callable[[], dict[str, Any]], *, headers: Mapping[str, str], stream: bool
+        self,
+        method: str,
+        path: str,
+        what: Callable[[], dict[str, Any]],
+        *,
+        headers: Mapping[str, str],
+        stream: bool,
+        times: httpx2.Timeout | None = None,
     ) -> httpx2.Response:
         """An answer that went well. Waits and tries again where the gateway asks for it, or can't be reached."""
         repeatable = method == "GET" or "Idempotency-Key" in headers
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                request = self._client.build_request(method, path, headers=headers, **what())
+                request = self._client.build_request(method, path, headers=headers, timeout=times or TIMES, **what())
                 answer = self._client.send(request, stream=stream)
             except httpx2.HTTPError as error:
                 # Nothing was sent where no connection came about.

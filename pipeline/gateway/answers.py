@@ -32,7 +32,7 @@ class StreamSettings:
         keep_alive: a stream that has nothing to tell for so long says so.
         patience: a stream begins after this long even if nothing has come; before, a refusal is a plain answer.
         write: a reader that takes nothing for so long is not waited for.
-        most_kept: streams that can be gone on with, at once.
+        most_kept: streams that can be gone on with, at once.  most_kept_by_one: of them, of one tenant.
     """
 
     buffer_bytes: int = 1 << 20
@@ -40,6 +40,7 @@ class StreamSettings:
     patience: float = 10.0
     write: float = 60.0
     most_kept: int = 1_000
+    most_kept_by_one: int = 250
 
 
 class Stream:
@@ -230,9 +231,9 @@ class Answers:
 
     async def stream(self, asked: Asked) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
-        if asked.resume and len(self._kept) >= self._settings.most_kept:
+        if asked.resume and (full := self._full(asked.request.tenant)):
             await _settled(self._over(asked, None, 0))
-            message = f"{self._settings.most_kept} streams that can be gone on with are open; ask later, or without"
+            message = f"{full} streams that can be gone on with are open; ask later, or without"
             raise ApiError(429, "too_many_streams", message, headers={"Retry-After": "10"})
         now = int(self._clock.now().timestamp())
         known = await self._find(asked)
@@ -281,6 +282,14 @@ class Answers:
         for ended in list(self._waiting):
             if not ended.done():
                 ended.set_result(ErrorEvent("x", 1, 0, error.code, error.message, error.status))
+
+    def _full(self, tenant: str) -> str | None:
+        """How many streams are kept, where that is as many as may be."""
+        if len(self._kept) >= self._settings.most_kept:
+            return str(self._settings.most_kept)
+        most = self._settings.most_kept_by_one
+        of_tenant = sum(1 for stream in self._kept.values() if stream.tenant == tenant)
+        return f"{most} of this tenant's" if of_tenant >= most else None
 
     def _drop(self, stream: Stream) -> None:
         self._kept.pop(stream.id, None)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import structlog
 
@@ -22,6 +23,7 @@ from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN
 from tests.servers.faulty_http import Fault, FaultyHttp
+from tokenmill import over_http
 from tokenmill.errors import UserError
 from tokenmill.over_http import Gateway
 
@@ -86,6 +88,18 @@ def test_a_file_is_submitted_watched_listed_shown_and_exported(house: HttpHouse,
     assert (again["tokenmill"]["retry_of"], again["request_counts"]["total"]) == (job, 2)
     late = tokenmill("jobs", "cancel", job, "--url", house.url)
     assert (late.code, "completed already" in late.error) == (1, True)
+
+
+def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
+    house: HttpHouse, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(over_http, "TIMES", httpx2.Timeout(0.5))
+    with FaultyHttp(house.url) as proxy, Gateway(proxy.endpoint, sleep=lambda _: None) as gateway:
+        late = proxy.add("late", seconds=1.5)
+        file = gateway.upload(source)
+        assert (file["object"], late.hits) == ("file", 1)
+        with pytest.raises(UserError, match="can't be reached"):
+            gateway.get("/v1/files")
 
 
 def test_the_list_goes_on_over_pages(house: HttpHouse, source: Path, tokenmill: Any) -> None:

@@ -15,6 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from pipeline.adapters.system import SystemClock
 from pipeline.gateway.answers import StreamSettings
+from pipeline.gateway.keys import Scope
 from pipeline.gateway.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.running import MemoryRunning
 from schemas.limits import RateLimits
@@ -144,6 +145,25 @@ def test_a_stream_that_no_worker_takes_gives_back_its_place(tmp_path: Path) -> N
         kept = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
         assert (kept.status_code, kept.json()["error"]["code"]) == (429, "too_many_streams")
         again(http)
+
+
+def test_a_tenant_whose_streams_are_all_kept_is_no_hindrance_to_others(tmp_path: Path) -> None:
+    with http_house(tmp_path, streams=StreamSettings(most_kept=3, most_kept_by_one=2)) as house:
+        keys = {name: house.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
+
+        def begin(name: str) -> str:
+            with house.http(keys[name]) as http:
+                answer = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 60}))
+            error = answer.json()["error"] if answer.status_code == 429 else {"message": "begun", "code": "begun"}
+            assert error["code"] in ("begun", "too_many_streams")
+            return str(error["message"]).partition(";")[0]
+
+        assert [begin("one") for _ in range(3)] == ["begun", "begun", full("2 of this tenant's")]
+        assert [begin("other"), begin("third")] == ["begun", full("3")]
+
+
+def full(of: str) -> str:
+    return f"{of} streams that can be gone on with are open"
 
 
 def test_a_reader_that_was_too_slow_can_ask_again(tmp_path: Path) -> None:
