@@ -126,6 +126,9 @@ class GatewayOptions(BaseModel):
         request_seconds: after which a request to a model is given up, or earlier if it says so.
         drain_seconds: that requests have to come to their end when the gateway is told to stop.
         requests_at_once: by one gateway; further ones are refused.
+        stream_bytes: of a stream, that wait for its reader; one that lets more pile up ends with an error.
+        unsent_bytes: of any answer, that wait in the kernel beyond what is on its way.
+        write_seconds: who takes nothing of an answer for so long is cut off.
         tls_certificate, tls_key: PEM files; both or none.
         tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
         key_limits: of each key that brings none of its own.
@@ -142,6 +145,9 @@ class GatewayOptions(BaseModel):
     request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
     requests_at_once: Positive = 2_000
+    stream_bytes: Positive = 1 << 20
+    unsent_bytes: Positive = 64 << 10
+    write_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tenant_limits: RateLimits = RateLimits()

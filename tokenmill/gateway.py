@@ -81,6 +81,7 @@ class Gateway:
             raise UserError(
                 f"{error.name} is not installed, and HTTP needs it; run: pip install 'tokenmill[gateway]'"
             ) from error
+        from pipeline.gateway.answers import StreamSettings
         from pipeline.gateway.asking import Asker
         from pipeline.gateway.auth import Authority
         from pipeline.gateway.batches import Batches
@@ -125,6 +126,7 @@ class Gateway:
         )
         cache = _cache(root, settings, shared.answers)
         self._asker = Asker(root.world, _asking(settings), self._parts.rates, cache)
+        self._streams = StreamSettings(buffer_bytes=settings.gateway.stream_bytes)
         # A request that is new isn't heard of before a look at the others ends.
         self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
         self._lane = hints.lane
@@ -145,7 +147,7 @@ class Gateway:
 
         clock = self._parts.world.clock
         bridge, ended = LaneBridge(self._lane, clock, self._call, self._parts.figures), threading.Event()
-        answers = Answers(self._asker, bridge, clock)
+        answers = Answers(self._asker, bridge, clock, self._streams)
         calls = threading.Thread(target=bridge.run, args=(ended,), name="lane calls", daemon=True)
         calls.start()
         try:
@@ -268,5 +270,7 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         certificate=chosen.tls_certificate,
         private_key=chosen.tls_key,
         drain_seconds=chosen.drain_seconds,
+        write_seconds=chosen.write_seconds,
+        unsent_bytes=chosen.unsent_bytes,
         most_connections=2 * chosen.requests_at_once,
     )

@@ -31,14 +31,12 @@ class StreamSettings:
         buffer_bytes: of a stream, that wait for its reader, or are kept for one that comes back.
         keep_alive: a stream that has nothing to tell for so long says so.
         patience: a stream begins after this long even if nothing has come; before, a refusal is a plain answer.
-        write: a reader that takes nothing for so long is not waited for.
         most_kept: streams that can be gone on with, at once.  most_kept_by_one: of them, of one tenant.
     """
 
     buffer_bytes: int = 1 << 20
     keep_alive: float = 15.0
     patience: float = 10.0
-    write: float = 60.0
     most_kept: int = 1_000
     most_kept_by_one: int = 250
 

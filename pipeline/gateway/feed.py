@@ -50,9 +50,11 @@ class Feed:
         self._items.append(Item(self._next, data))
         self._next += 1
         self._size += len(data)
+        if self._size > self._most_bytes and len(self._items) > 1 and not self._keep:
+            self.overrun = True
+            self._drop_all()
         while self._size > self._most_bytes and len(self._items) > 1:
             self._size -= len(self._items.popleft().data)
-            self.overrun = self.overrun or not self._keep
         self._changed.set()
 
     def end(self) -> None:
@@ -75,10 +77,14 @@ class Feed:
         return found
 
     def _behind(self, after: int) -> list[Item]:
-        if self._items and self._items[0].number > after + 1:
+        wanted = self._next - 1 - after
+        if wanted > len(self._items):
             raise Overrun
-        found = [item for item in self._items if item.number > after]
+        found = [self._items[-back] for back in range(wanted, 0, -1)]
         if not self._keep:
-            self._items.clear()
-            self._size = 0
+            self._drop_all()
         return found
+
+    def _drop_all(self) -> None:
+        self._items.clear()
+        self._size = 0

@@ -1,33 +1,94 @@
-"""HTTP's bytes, read by uvicorn, with what it leaves open: who is slow to say what it wants is not waited for; what is
-no HTTP, and connections beyond a bound, are refused in the shape of all other errors."""
+"""Connections as uvicorn has them, with what it leaves open: who is slow to say what it wants, or takes nothing of what
+it is told, is not waited for; what is no HTTP, and connections beyond a bound, are refused in the shape of all other
+errors."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import h11
 import orjson
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from pipeline.gateway.edge import REQUEST_ID
 from pipeline.gateway.errors import bad_request, unavailable
 
 
-class HttpProtocol(H11Protocol):
+class _Impatient(asyncio.Protocol):
+    """A connection that is cut off when its peer takes nothing for a while. What waits for the peer in this process is
+    no more than was handed over in one piece: before the next piece the sender is held up.
+
+    Attributes:
+        write_seconds: how long that is.
+    """
+
+    write_seconds: float
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Nothing is to wait beside what is being sent."""
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=0)
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        """The peer doesn't take all that there is for it."""
+        super().pause_writing()
+        self._wait_for_peer()
+
+    def resume_writing(self) -> None:
+        """It has taken all."""
+        self._wait_no_more()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """There is nobody to wait for."""
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait_for_peer(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self.write_seconds, self._look_at_peer, left)
+
+    def _wait_no_more(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _look_at_peer(self, left_before: int) -> None:
+        if self.transport.get_write_buffer_size() < left_before:
+            self._wait_for_peer()
+        else:
+            self.transport.abort()
+
+
+class HttpProtocol(_Impatient, H11Protocol):
     """A connection.
 
     Args:
         header_seconds: from its beginning, or a request's, until the request's headers must be there.
+        write_seconds: for which a peer may take nothing of what there is for it.
         most: connections at once; further ones are told so, and closed.
         new_id: makes a request's id.
     """
 
-    def __init__(self, *args: Any, header_seconds: float, most: int, new_id: Callable[[], str], **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        header_seconds: float,
+        write_seconds: float,
+        most: int,
+        new_id: Callable[[], str],
+        **more: Any,
+    ) -> None:
         super().__init__(*args, **more)
+        self.write_seconds = write_seconds
         self._header_seconds = header_seconds
         self._most = most
         self._new_id = new_id
@@ -84,3 +145,15 @@ class HttpProtocol(H11Protocol):
         self._deadline = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self.transport.close()
+
+
+class WebSocketProtocol(_Impatient, WebSocketsSansIOProtocol):
+    """A connection that has become a WebSocket.
+
+    Args:
+        write_seconds: for which a peer may take nothing of what there is for it.
+    """
+
+    def __init__(self, *args: Any, write_seconds: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.write_seconds = write_seconds

@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 
 from pipeline.gateway.edge import Edge
-from pipeline.gateway.protocol import HttpProtocol
+from pipeline.gateway.protocol import HttpProtocol, WebSocketProtocol
 from pipeline.ports import PipelineError
 
 _LOOK_SECONDS: Final = 0.1
@@ -40,6 +40,8 @@ class ServerSettings:
         drain_seconds: that requests have to come to their end after the word to stop.
         keep_alive_seconds: for which a connection may idle between two requests.
         header_seconds: for which the headers of a request are waited for.
+        write_seconds: for which a peer may take nothing of what there is for it.
+        unsent_bytes: of a connection, that wait in the kernel for their turn (beside those that are on their way).
         most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
             are idle.
     """
@@ -51,6 +53,8 @@ class ServerSettings:
     drain_seconds: float = 25.0
     keep_alive_seconds: int = 75
     header_seconds: float = 20.0
+    write_seconds: float = 60.0
+    unsent_bytes: int = 64 << 10
     most_connections: int = 4_000
 
 
@@ -58,11 +62,14 @@ def listen(settings: ServerSettings) -> socket.socket:
     """A socket that nobody else has; raises `CantListen`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        made = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CantListen(
             f"{settings.host}:{settings.port}: can't listen there: {error.strerror or error}; choose another port"
         ) from error
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections have it from their listener; else megabytes may wait there
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, settings.unsent_bytes)
+    return made
 
 
 def is_loopback(host: str) -> bool:
@@ -137,7 +144,7 @@ class GatewayServer:
             timeout_graceful_shutdown=_LAST_SECONDS,
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
-            ws="auto",
+            ws=cast(Any, partial(WebSocketProtocol, write_seconds=self._settings.write_seconds)),
             ws_max_size=16 << 20,
             loop="asyncio",
             http=cast(
@@ -145,6 +152,7 @@ class GatewayServer:
                 partial(
                     HttpProtocol,
                     header_seconds=self._settings.header_seconds,
+                    write_seconds=self._settings.write_seconds,
                     most=self._settings.most_connections,
                     new_id=app.new_id,
                 ),

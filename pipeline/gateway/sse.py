@@ -50,17 +50,15 @@ class EventStream(Response):
             await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             for task in (gone, sending):
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+                with contextlib.suppress(asyncio.CancelledError):
                     await task
         finally:
             self._left(self._stream)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        write = self._stream.settings.write
         async for data in events(self._stream, self._after):
-            async with asyncio.timeout(write):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -113,8 +113,7 @@ class _Connection:
                 for item in items:
                     if item.data != DONE:
                         data = orjson.Fragment(item.data)
-                        async with asyncio.timeout(stream.settings.write):
-                            await self._send({"type": "event", "id": item.number, "data": data})
+                        await self._send({"type": "event", "id": item.number, "data": data})
             self._told = True
             await self._send({"type": "done"})
         finally:

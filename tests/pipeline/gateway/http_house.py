@@ -114,6 +114,7 @@ def http_house(
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
     header_seconds: float = 20.0,
+    write_seconds: float = 60.0,
     most_connections: int = 4_000,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
@@ -161,7 +162,11 @@ def http_house(
             Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
         )
         chosen = ServerSettings(
-            port=0, drain_seconds=drain_seconds, header_seconds=header_seconds, most_connections=most_connections
+            port=0,
+            drain_seconds=drain_seconds,
+            header_seconds=header_seconds,
+            write_seconds=write_seconds,
+            most_connections=most_connections,
         )
         server = GatewayServer(chosen, listen(chosen))
         app = make_app(parts, server.draining.is_set, answers)

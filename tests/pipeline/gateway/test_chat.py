@@ -157,13 +157,8 @@ def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
     with http_house(
         tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 10**9}), streams=StreamSettings(buffer_bytes=64 * 1024)
     ) as house:
-        house.worker.text = "x" * 2_000
-        host, port = house.url.removeprefix("http://").split(":")
-        body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 100_000, "stream": True}).encode()
-        with socket.create_connection((host, int(port))) as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-            slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        house.worker.text, house.worker.pause = "x" * 2_000, 0.001
+        with ask_and_read_little(house, max_tokens=100_000) as slow:
             until(lambda: house.worker.unwanted, "the slow reader's request went on")
             house.worker.text = None
             answer = house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
@@ -174,6 +169,45 @@ def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
                 received += data
         assert b'"stream_overrun"' in received
         assert b"data: [DONE]" in received[-200:]
+        assert len(received) < 400_000, "what had been written when its stream ended: the kernel took too much of it"
+
+
+def ask_and_read_little(house: HttpHouse, **more: Any) -> socket.socket:
+    """A connection that asks for a stream, takes little and reads nothing."""
+    host, port = house.url.removeprefix("http://").split(":")
+    body = json.dumps({"model": "tiny", "messages": HELLO, "stream": True, **more}).encode()
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    slow.connect((host, int(port)))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return slow
+
+
+def test_who_takes_nothing_for_long_is_cut_off(tmp_path: Path) -> None:
+    with http_house(tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 10**9}), write_seconds=0.5) as house:
+        house.worker.text = "x" * 2_000
+        url = house.url.replace("http", "ws") + "/v1/stream"
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
+        with (
+            ask_and_read_little(house, max_tokens=100_000),
+            connect(url, max_queue=1, compression=None, close_timeout=0.1) as other,
+        ):
+            other.send(json.dumps({"type": "request", "url": CHAT, "body": body}))
+            until(lambda: house.app.active == 2, "they did not begin")
+            until(lambda: house.app.active == 0, "connections that nobody reads stay open")
+        assert len(house.worker.unwanted) == 2
+
+
+def test_who_reads_slowly_but_reads_is_waited_for(tmp_path: Path) -> None:
+    with http_house(tmp_path, write_seconds=0.5) as house:
+        house.worker.text = "x" * 20_000
+        with ask_and_read_little(house, max_tokens=20) as slow:
+            received = b""
+            while not received.endswith(b"0\r\n\r\n") and (data := slow.recv(4_096)):
+                received += data
+                time.sleep(0.02)
+        assert received.count(b"x" * 20_000) == 20
 
 
 def test_a_stream_that_was_cut_off_is_gone_on_with(house: HttpHouse) -> None:
