@@ -52,7 +52,7 @@ class _Growing:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that becomes certain with these tokens."""
         self.told += len(token_ids)
-        self.kept += "".join(self.detokenizer.push(token_id) for token_id in token_ids)
+        self.kept += self.detokenizer.push_all(token_ids)
         end = max(0, len(self.kept) - self.keep)
         certain, self.kept = self.kept[:end], self.kept[end:]
         self.characters += len(certain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -148,6 +149,23 @@ def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_co
         events += [event for _ in range(8) for event in calls.turn()]
     assert isinstance(events[-1], ErrorEvent)
     assert (events[-1].code, len(calls)) == ("worker_lost", 0)
+
+
+def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhile_comes_together() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock)
+    calls = LaneCalls(BrokenLane(lane, failures=0), clock, CallSettings(each=0.1))
+    for number in range(3):
+        calls.start(replace(REQUEST, id=f"r{number}"))
+    assert list(calls.turn()) == []
+    worker = lane.worker("w")
+    assert len(worker.take(["m"], 3, 0)) == 3
+    told = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
+    worker.emit(told)
+    assert sorted(calls.turn(), key=told.index) == told
+    assert clock.monotonic() == pytest.approx(0.3)
+    assert list(calls.turn()) == []
+    assert clock.monotonic() == pytest.approx(0.6)
 
 
 class LookingLane(BrokenLane):

@@ -137,3 +137,21 @@ def test_a_blank_before_the_first_word_can_be_a_stop(kits: dict[str, Tokenizer],
     tokenizer = kits["sentencepiece"]
     (ids,) = tokenizer.encode_batch(["a"], add_special_tokens=False)
     assert watch(tokenizer, ids.tolist(), [" a"], 0) == (len(ids), "")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    cut_up=st.booleans(),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+)
+def test_tokens_that_come_together_give_the_text_that_they_give_one_by_one(
+    kits: dict[str, Tokenizer], kind: str, pieces: list[str], cut_up: bool, cuts: list[int]
+) -> None:
+    ids = ids_of(kits[kind], pieces, cut_up)
+    together, alone = IncrementalDetokenizer(kits[kind], PROMPT), IncrementalDetokenizer(kits[kind], PROMPT)
+    for cut in cuts * len(ids):
+        some, ids = ids[:cut], ids[cut:]
+        assert together.push_all(some) == "".join(map(alone.push, some))
+        assert together.pending == alone.pending
