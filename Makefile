@@ -20,7 +20,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet clean
+.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet streams clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ fuzz-http: $(VENV)/.dev.stamp  ## let schemathesis ask a gateway all that its Op
 fleet: $(VENV)/.dev.stamp  ## real servers and processes, no model: a million requests over Kafka, then in a bucket (ROWS=n)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet kafka --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.fleet bucket --model demo --rows $(ROWS) --json benchmarks/results/fleet.json
+
+streams: $(VENV)/.dev.stamp  ## a thousand streams on one gateway, real processes and no model; some stop reading, some hang up
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
 clean:  ## remove what was built; keeps the model cache
 	rm -rf $(VENV) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

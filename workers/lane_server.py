@@ -274,6 +274,7 @@ class LaneServer:
         with self._changed:
             unwanted = set(self._unwanted)
         for name in [n for n, o in self._open.items() if (o.request.id, o.request.attempt) in unwanted]:
+            logger.info("request dropped: nobody wants it any more", request=self._open[name].request.id)
             self._forget(name)
         with self._changed:  # those that are still being prepared stay on the list
             self._unwanted = {pair for pair in self._unwanted if self._held.get(pair[0]) == pair[1]}

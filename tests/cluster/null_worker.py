@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -53,8 +53,7 @@ def prompt_number(prompt: TokenIds) -> int:
 
 
 class PromptRunner:
-    """Answers at once, or after `step_seconds`, with `next_tokens`. `meter`: int64 [1], to which what is sampled is
-    added."""
+    """Answers at once, or after `step_seconds`, with `next_tokens`. `meter`: int64 [2], see `open_meter`."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class PromptRunner:
         self._rows = rows
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
-        self._meter = np.zeros(1, dtype=np.int64) if meter is None else meter
+        self._meter = np.zeros(2, dtype=np.int64) if meter is None else meter
         self._prompts: NDArray[np.int64] = np.zeros(len(rows.num_known), dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -78,7 +77,7 @@ class PromptRunner:
         known = (plan.starts + plan.counts).astype(np.int64)
         last = self._rows.token_ids[plan.rows, known - 1].astype(np.int64)
         tokens = next_tokens(self._prompts[plan.rows], last, known, self._vocab_size)
-        self._meter += np.count_nonzero(plan.samples)
+        self._meter[:] = self._meter[0] + np.count_nonzero(plan.samples), len(plan.rows)
         token_ids = np.where(plan.samples, tokens, NO_TOKEN).astype(np.int32)
         return StepOutput(token_ids, np.zeros(len(plan.rows), dtype=np.bool_), {}, {}, {})
 
@@ -125,13 +124,25 @@ def _parsed(body: Mapping[str, Any]) -> ChatBody | CompletionBody:
 
 
 def open_meter(folder: Path) -> NDArray[np.int64]:
-    """A count in a file of this process, which outlives it however it ends."""
-    return np.memmap(folder / f"{os.getpid()}-{time.time_ns()}.sampled", dtype=np.int64, mode="w+", shape=(1,))
+    """Counts in a file of this process, which outlives it however it ends: the tokens that it sampled, and the rows of
+    its last step."""
+    return np.memmap(folder / f"{os.getpid()}-{time.time_ns()}.sampled", dtype=np.int64, mode="w+", shape=(2,))
 
 
 def read_meters(folder: Path) -> int:
     """Tokens that all workers with this folder have sampled."""
-    return sum(int(np.fromfile(path, dtype=np.int64)[0]) for path in folder.glob("*.sampled"))
+    return sum(sampled for sampled, _ in _meters(folder))
+
+
+def read_running(folder: Path) -> int:
+    """Rows that all workers with this folder had in their last steps."""
+    return sum(running for _, running in _meters(folder))
+
+
+def _meters(folder: Path) -> Iterator[tuple[int, int]]:
+    for path in folder.glob("*.sampled"):
+        sampled, running = np.fromfile(path, dtype=np.int64)
+        yield int(sampled), int(running)
 
 
 def main() -> None:
@@ -142,7 +153,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=0.0, help="that a step takes at least")
-    parser.add_argument("--meters", type=Path, default=None, help="a folder for a count of the tokens it samples")
+    parser.add_argument("--meters", type=Path, default=None, help="a folder for counts: tokens sampled, rows")
     args = parser.parse_args()
     meter = None if args.meters is None else open_meter(args.meters)
     settings = read_settings()
