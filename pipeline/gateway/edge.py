@@ -3,6 +3,8 @@ log that tells nothing of what was asked."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import time
 import traceback
@@ -33,6 +35,9 @@ _BEGINS: Final = ("http.response.start", "websocket.http.response.start", "webso
 _BODIES: Final = ("http.response.body", "websocket.http.response.body")
 _WATCHED: Final = "/metrics"
 """To the end: how the last requests end is told, too."""
+
+_AWAY_BYTES: Final = 1 << 20
+_AWAY_SECONDS: Final = 1.0
 
 logger = structlog.get_logger(__name__)
 
@@ -105,6 +110,8 @@ class Edge:
             self._check(scope)
             await self.app(scope, receive, send_on)
         except ApiError as error:
+            if "Connection" in error.headers:
+                await _read_away(receive)
             await answer(error)
         except Exception as error:  # noqa: BLE001 - whatever it is: the caller was answered, and the log gets no prompt
             logger.error(
@@ -149,6 +156,17 @@ class Edge:
             both.headers["Connection"] = "close"
             raise both
         check_origin(headers)
+
+
+async def _read_away(receive: Receive) -> None:
+    """Let the rest of the request come in, up to a bound: what is unread when a connection is closed has it reset, and
+    the answer may be lost with it."""
+    read, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_AWAY_SECONDS):
+            while more and read < _AWAY_BYTES:
+                message = await receive()
+                read, more = read + len(message.get("body", b"")), message.get("more_body", False)
 
 
 class _CutOff(Exception):

@@ -342,6 +342,19 @@ def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert json.loads(answer.body)["error"]["code"] == "draining"
         assert answer.headers["x-request-id"].startswith("req-")
+        assert refused_at_length(house.url).startswith(b"HTTP/1.1 503")
         for thread in threads:
             thread.join(10)
         assert said == {25: words(25), 4_000: "draining"}
+
+
+def refused_at_length(url: str) -> bytes:
+    """The answer to a request whose body is larger than what is read of it before it is refused."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 900000\r\n\r\n".encode())
+        client.sendall(b"x" * 900_000)
+        answer = b""
+        while data := client.recv(65_536):
+            answer += data
+    return answer

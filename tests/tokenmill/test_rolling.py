@@ -1,0 +1,229 @@
+"""New processes in place of old ones while clients stream: gateways and workers are stopped and started again one after
+the other, and every stream has its whole text.
+
+A proxy (Caddy) stands before the gateways and asks them for /readyz. The clients are OpenAI's, as they are: they ask
+again when they are told to (503 with Retry-After), and notice nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+from openai import AsyncOpenAI
+
+from tests.cluster.cluster import wait_for
+from tests.cluster.lane_cluster import LaneCluster, lane_cluster, request
+from tests.cluster.null_worker import Answers
+from tests.servers.caddy import Caddy
+from tests.servers.plugin import started
+from tests.servers.redis import RedisServer
+
+QUESTIONS = 500
+
+
+@dataclass(slots=True)
+class Ended:
+    """A stream. `first`, `last`: `time.monotonic` of its first event and its end; `wrong`: what isn't as it must be."""
+
+    number: int
+    first: float = 0.0
+    last: float = 0.0
+    wrong: str = ""
+
+
+@dataclass
+class Traffic:
+    """So many streams under way all the time: where one ends another begins.
+
+    Attributes:
+        refused: answers other than 200, as (status, code, Retry-After).
+    """
+
+    url: str
+    streams: int
+    bodies: list[dict[str, Any]]
+    texts: list[str]
+    ended: list[Ended] = field(default_factory=list)
+    refused: list[tuple[int, str, str | None]] = field(default_factory=list)
+    enough: threading.Event = field(default_factory=threading.Event)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Until the block ends, and the streams that are under way then."""
+        thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        thread.start()
+        try:
+            wait_for(lambda: len(self.ended) >= self.streams, 120, "no streams come to their end")
+            yield
+        finally:
+            self.enough.set()
+            thread.join()
+
+    async def _run(self) -> None:
+        limits = httpx2.Limits(max_connections=None)
+        http = httpx2.AsyncClient(event_hooks={"response": [self._note]}, timeout=60, limits=limits)
+        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http) as client:
+            await asyncio.gather(*(self._one_after_the_other(client, place) for place in range(self.streams)))
+
+    async def _one_after_the_other(self, client: AsyncOpenAI, place: int) -> None:
+        await asyncio.sleep(2 * place / self.streams)
+        while not self.enough.is_set():
+            one = Ended(next(self.numbers))
+            try:
+                one.wrong = await self._read(client, one)
+            except Exception as error:  # noqa: BLE001 - whatever befalls a stream is the test's finding
+                one.wrong = f"{type(error).__name__}: {error}"
+            one.last = time.monotonic()
+            self.ended.append(one)
+
+    async def _read(self, client: AsyncOpenAI, one: Ended) -> str:
+        body, text = self.bodies[one.number % QUESTIONS], self.texts[one.number % QUESTIONS]
+        plain = {name: value for name, value in body.items() if name != "ignore_eos"}
+        said, reason, last = "", None, ""
+        asking = client.chat.completions.with_streaming_response
+        async with asking.create(**plain, stream=True, extra_body={"ignore_eos": True}) as response:
+            async for line in response.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                one.first = one.first or time.monotonic()
+                last = line.removeprefix("data: ")
+                if last == "[DONE]":
+                    continue
+                chunk = orjson.loads(last)
+                if "error" in chunk:
+                    return f"error {chunk['error']['code']} after {len(said)} of {len(text)} characters"
+                said += chunk["choices"][0]["delta"].get("content") or ""
+                reason = chunk["choices"][0]["finish_reason"]
+        if said != text:
+            return f"{len(said)} of {len(text)} characters, or others"
+        return "" if (last, reason) == ("[DONE]", "length") else f"ends with {last[:200]}"
+
+    async def _note(self, response: httpx2.Response) -> None:
+        if response.status_code != 200:
+            await response.aread()
+            code = orjson.loads(response.content or b"{}").get("error", {}).get("code", "")
+            self.refused.append((response.status_code, code, response.headers.get("retry-after")))
+
+    def longest_pause(self) -> float:
+        """Seconds in which no new stream was begun to be answered."""
+        firsts = sorted(one.first for one in self.ended)
+        return max(after - before for before, after in itertools.pairwise(firsts))
+
+    def summary(self) -> str:
+        """What there was, in a line."""
+        refused = len(self.refused)
+        return (
+            f"{len(self.ended)} streams, {refused} refused for a while, {self.longest_pause():.2f} s without a new one"
+        )
+
+    def assert_nobody_noticed(self) -> None:
+        assert [(one.number, one.wrong) for one in self.ended if one.wrong] == []
+        assert set(self.refused) <= {(503, "draining", "1")}
+        assert self.longest_pause() < 5.0, "new streams were not served throughout"
+
+
+class House:
+    """Two gateways behind a proxy, two workers, and the traffic that is to be let in."""
+
+    def __init__(self, cluster: LaneCluster, proxy: Caddy, model: Path, streams: int, tokens: int) -> None:
+        self.cluster = cluster
+        bodies = [request(number, tokens) for number in range(QUESTIONS)]
+        self.traffic = Traffic(proxy.url, streams, bodies, Answers(model).texts(bodies))
+
+    def replace(self, name: str) -> None:
+        """Stop it in order, and start it again."""
+        assert self.cluster.end(name, 90) == 0
+        self.cluster.start(name)
+
+    def kill(self, name: str) -> None:
+        """Kill it, and start it again when others have what it had."""
+        self.cluster.kill(name)
+        wait_for(lambda: self.sent_again("lost"), 30, "nothing was sent again")
+        self.cluster.start(name)
+
+    def sent_again(self, why: str) -> int:
+        """Requests that the gateways sent again, for this reason."""
+        return sum(self.cluster.log(name).count(f"why='{why}'") for name in ("gateway-1", "gateway-2"))
+
+
+MakeHouse = Callable[..., AbstractContextManager[House]]
+
+
+@pytest.fixture
+def make_house(tmp_path: Path, redis_server: RedisServer, model_folder: Path, pytestconfig: pytest.Config) -> MakeHouse:
+    @contextmanager
+    def make(streams: int, tokens: int, step_ms: int, **variables: str) -> Iterator[House]:
+        engine = ("--model", f"null={model_folder}", "--max-num-seqs", streams, "--step-ms", step_ms)
+        with lane_cluster(tmp_path / "cluster", engine, redis_server, **variables) as cluster:
+            cluster.start("gateway-1", "gateway-2", "worker-1", "worker-2")
+            proxy = Caddy(tmp_path / "caddy", [cluster.url("gateway-1"), cluster.url("gateway-2")])
+            with contextmanager(started)(proxy, pytestconfig):
+                yield House(cluster, proxy, model_folder, streams, tokens)
+
+    return make
+
+
+HANDED_BACK = "handed back by its worker"
+
+
+def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: MakeHouse) -> None:
+    with make_house(20, 60, 30, TOKENMILL_LANE__DRAIN_SECONDS="0.2") as house:
+        with house.traffic.running():
+            assert_it_sends_away_and_ends_what_it_has(house, "gateway-1")
+            house.cluster.start("gateway-1")
+            for name in ("gateway-2", "worker-1"):
+                house.replace(name)
+        house.traffic.assert_nobody_noticed()
+        assert house.sent_again(HANDED_BACK)
+
+
+def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
+    """Stop a gateway that has streams. `House.traffic` knows how these ended."""
+    url = house.cluster.url(name)
+    assert httpx2.get(f"{url}/readyz").status_code == 200
+    wait_for(lambda: streams_at(url) > 5, 10, "it gets no streams")
+    house.cluster.processes[name].send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx2.get(f"{url}/readyz").status_code == 503, 1, "it is still ready")
+    refused = httpx2.post(f"{url}/v1/chat/completions", json=house.traffic.bodies[0])
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "draining"
+    assert streams_at(url) > 0, "what it had was cut off"
+    assert house.cluster.processes[name].wait(30) == 0
+
+
+def streams_at(url: str) -> int:
+    """How many a gateway has."""
+    found = re.search(r"^tokenmill_callers{state=\"open\"} (\S+)", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("grace", [0, 20])
+def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(make_house: MakeHouse, grace: int) -> None:
+    """With a grace of 20 s workers end what they have; without, they hand all of it back."""
+    with make_house(200, 250, 40, TOKENMILL_LANE__DRAIN_SECONDS=str(grace)) as house:
+        with house.traffic.running():
+            for name in ("gateway-1", "gateway-2", "worker-1", "worker-2"):
+                house.replace(name)
+            house.kill("worker-1")
+            house.kill("worker-2")
+        house.traffic.assert_nobody_noticed()
+        assert (house.sent_again(HANDED_BACK) > 100) == (grace == 0)
+        assert house.sent_again("lost") > 50
+        print(house.traffic.summary())
