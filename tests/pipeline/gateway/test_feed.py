@@ -19,6 +19,20 @@ def fill(feed: Feed, count: int) -> Feed:
     return feed
 
 
+def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() -> None:
+    async def read() -> None:
+        feed = Feed(100, keep=False)
+        taking = asyncio.create_task(feed.take(-1, 0.0))
+        for _ in range(2):  # it waits; its time is over, which it does not know yet
+            await asyncio.sleep(0)
+        feed.push(b"0")
+        feed.end()
+        assert not taking.done()
+        assert await taking == items(0), "a reader would take this for the end"
+
+    asyncio.run(read())
+
+
 def test_a_reader_gets_everything_once_and_in_order() -> None:
     async def read() -> None:
         feed = fill(Feed(100, keep=False), 3)
