@@ -1,0 +1,130 @@
+variable "name" {
+  description = "Of the installation; every resource's name begins with it."
+  type        = string
+  default     = "tokenmill"
+}
+
+variable "region" {
+  description = "Where it runs."
+  type        = string
+}
+
+variable "availability_zones" {
+  description = "Three, as MSK wants them; all with the GPUs that the pools name."
+  type        = list(string)
+
+  validation {
+    condition     = length(var.availability_zones) >= 2
+    error_message = "Give two zones at least; three are better."
+  }
+}
+
+variable "bucket_name" {
+  description = "Of the bucket that holds everything; unique in all of AWS."
+  type        = string
+}
+
+variable "weights_bucket" {
+  description = "The bucket that weights are read from, from wherever the pools' models say in it. Nothing here reaches the internet, so no hub either."
+  type        = string
+}
+
+variable "force_destroy" {
+  description = "Whether terraform destroy may delete the bucket with all that is in it."
+  type        = bool
+  default     = false
+}
+
+variable "control_image" {
+  description = "The image of the control side, by its digest, in a registry (ECR) of this region."
+  type        = string
+}
+
+variable "worker_image" {
+  description = "The image of workers, by its digest, in a registry (ECR) of this region."
+  type        = string
+}
+
+variable "fleets" {
+  description = "Fleets of workers, each for its models, on pools of machines bought on demand or as spot. See the module workers for each field."
+  type = map(object({
+    models          = list(string)
+    options         = optional(list(string), [])
+    gpus_per_worker = optional(number, 1)
+    memory_mib      = optional(number, 8192)
+    pools = map(object({
+      purchase       = string
+      instance_types = list(string)
+      max_instances  = number
+      weight         = optional(number, 1)
+      base           = optional(number, 0)
+    }))
+    scaling = object({
+      min            = optional(number, 0)
+      max            = number
+      target_seconds = optional(number, 900)
+      idle_minutes   = optional(number, 15)
+    })
+    backlog_seconds = optional(number, 21600)
+  }))
+}
+
+variable "places" {
+  description = "Where files are dropped, and whose they are: a prefix with its slash -> the tenant."
+  type        = map(string)
+  default     = { "incoming/" = "default" }
+}
+
+variable "kafka" {
+  description = "Sizes of MSK's brokers. null: no Kafka."
+  type = object({
+    instance_type   = optional(string, "kafka.m7g.large")
+    volume_gib      = optional(number, 100)
+    partitions      = optional(number, 12)
+    retention_hours = optional(number, 72)
+  })
+  default = {}
+}
+
+variable "redis" {
+  description = "Sizes of the cache."
+  type = object({
+    node_type = optional(string, "cache.r7g.large")
+    replicas  = optional(number, 1)
+  })
+  default = {}
+}
+
+variable "gateway" {
+  description = "HTTP behind a balancer inside the VPC and whatever is joined to it. null: none."
+  type = object({
+    certificate_arn   = string
+    allowed_cidrs     = list(string)
+    count             = optional(number, 2)
+    access_log_bucket = optional(string)
+    delete_protection = optional(bool, true)
+  })
+}
+
+variable "ami_id" {
+  description = "Of the GPU instances. null: Amazon's newest ECS-optimized Amazon Linux 2023 for GPUs."
+  type        = string
+  default     = null
+}
+
+variable "environment" {
+  description = "Your own TOKENMILL_ settings, for all processes."
+  type        = map(string)
+  default     = { TOKENMILL_RETENTION__OUTPUTS = "90d" }
+}
+
+variable "emails" {
+  description = "Who is told of alarms and of the budget."
+  type        = list(string)
+  default     = []
+}
+
+variable "monthly_budget" {
+  description = "In US dollars; the emails are told before a month costs more."
+  type        = number
+}

@@ -1,0 +1,187 @@
+# What each service may do, and nothing more. In the bucket it is the first part of a key that counts: the table below is
+# checked against what the processes really ask for (infra/apply_locally.py).
+
+locals {
+  # All may see names, or S3 would answer 403 where it has to answer 404.
+  access = {
+    intake = {
+      read   = ["active", "announced", "catalog", "close", "deadletters", "incoming", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
+      write  = ["active", "announced", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
+      delete = ["announced", "owed"]
+    }
+    dispatcher = {
+      read   = ["active", "announced", "batches", "catalog", "close", "deadletters", "files", "finalizing", "incoming", "intake", "jobs", "taken", "tenants", "webhooks"]
+      write  = ["active", "close", "finalizing", "jobs", "tenants", "webhooks"]
+      delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "taken", "tenants", "webhooks"]
+    }
+    gateway = {
+      read   = ["active", "batches", "catalog", "close", "files", "finalizing", "jobs", "keys", "tenants", "webhooks"]
+      write  = ["active", "batches", "close", "files", "finalizing", "jobs", "tenants", "webhooks"]
+      delete = ["batches", "close", "files", "finalizing", "tenants", "webhooks"]
+    }
+  }
+
+  repository = try(regex("^([0-9]{12})\\.dkr\\.ecr\\.([a-z0-9-]+)\\.amazonaws\\.com/([^:@]+)", var.image), null)
+}
+
+data "aws_iam_policy_document" "trust" {
+  statement {
+    actions = ["sts:AssumeRole"]
+
+    principals {
+      type        = "Service"
+      identifiers = ["ecs-tasks.amazonaws.com"]
+    }
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:SourceAccount"
+      values   = [data.aws_caller_identity.current.account_id]
+    }
+  }
+}
+
+data "aws_caller_identity" "current" {}
+
+# --- ECS itself: the image, the logs, the secrets
+
+data "aws_iam_policy_document" "execution" {
+  statement {
+    sid       = "Logs"
+    actions   = ["logs:CreateLogStream", "logs:PutLogEvents"]
+    resources = [for group in aws_cloudwatch_log_group.this : "${group.arn}:*"]
+  }
+
+  statement {
+    sid       = "Secrets"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = values(var.secrets)
+  }
+
+  dynamic "statement" {
+    for_each = length(var.kms_key_arns) > 0 ? [true] : []
+
+    content {
+      sid       = "Decrypt"
+      actions   = ["kms:Decrypt"]
+      resources = var.kms_key_arns
+    }
+  }
+
+  dynamic "statement" {
+    for_each = local.repository == null ? [] : [local.repository]
+
+    content {
+      sid       = "Image"
+      actions   = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability"]
+      resources = ["arn:aws:ecr:${statement.value[1]}:${statement.value[0]}:repository/${statement.value[2]}"]
+    }
+  }
+
+  dynamic "statement" {
+    for_each = local.repository == null ? [] : [true]
+
+    content {
+      sid       = "LogInToTheRegistry"
+      actions   = ["ecr:GetAuthorizationToken"]
+      resources = ["*"] # it is not about any one resource
+    }
+  }
+}
+
+resource "aws_iam_role" "execution" {
+  name               = "${var.name}-control-execution"
+  assume_role_policy = data.aws_iam_policy_document.trust.json
+  tags               = var.tags
+}
+
+resource "aws_iam_role_policy" "execution" {
+  name   = "execution"
+  role   = aws_iam_role.execution.id
+  policy = data.aws_iam_policy_document.execution.json
+}
+
+# --- Our processes
+
+data "aws_iam_policy_document" "task" {
+  for_each = local.services
+
+  statement {
+    sid       = "Names"
+    actions   = ["s3:ListBucket"]
+    resources = [var.bucket_arn]
+  }
+
+  statement {
+    sid       = "Read"
+    actions   = ["s3:GetObject", "s3:GetObjectVersion"]
+    resources = [for part in concat(local.access[each.key].read, [".tmp"]) : "${var.bucket_arn}/${part}/*"]
+  }
+
+  statement {
+    sid       = "Write"
+    actions   = ["s3:PutObject", "s3:AbortMultipartUpload"]
+    resources = [for part in concat(local.access[each.key].write, [".tmp"]) : "${var.bucket_arn}/${part}/*"]
+  }
+
+  statement {
+    sid       = "Delete"
+    actions   = ["s3:DeleteObject"]
+    resources = [for part in concat(local.access[each.key].delete, [".tmp"]) : "${var.bucket_arn}/${part}/*"]
+  }
+
+  # Jobs by reference: an intake looks at the object, a dispatcher reads it.
+  dynamic "statement" {
+    for_each = each.key != "gateway" && length(var.readable_buckets) > 0 ? [true] : []
+
+    content {
+      sid       = "ReadInputs"
+      actions   = ["s3:GetObject", "s3:GetObjectVersion", "s3:ListBucket"]
+      resources = flatten([for arn in var.readable_buckets : [arn, "${arn}/*"]])
+    }
+  }
+
+  dynamic "statement" {
+    for_each = length(var.kms_key_arns) > 0 ? [true] : []
+
+    content {
+      sid       = "Encrypt"
+      actions   = ["kms:Decrypt", "kms:GenerateDataKey"]
+      resources = var.kms_key_arns
+    }
+  }
+
+  dynamic "statement" {
+    for_each = each.key == "dispatcher" ? [true] : []
+
+    content {
+      sid       = "TellTheBacklog"
+      actions   = ["cloudwatch:PutMetricData"]
+      resources = ["*"] # the action knows no resource; the condition holds it to our namespace
+
+      condition {
+        test     = "StringEquals"
+        variable = "cloudwatch:namespace"
+        values   = [var.metric_namespace]
+      }
+    }
+  }
+
+  source_policy_documents = each.key == "intake" ? [var.intake_policy] : []
+}
+
+resource "aws_iam_role" "task" {
+  for_each = local.services
+
+  name               = "${var.name}-${each.key}"
+  assume_role_policy = data.aws_iam_policy_document.trust.json
+  tags               = var.tags
+}
+
+resource "aws_iam_role_policy" "task" {
+  for_each = local.services
+
+  name   = each.key
+  role   = aws_iam_role.task[each.key].id
+  policy = data.aws_iam_policy_document.task[each.key].json
+}

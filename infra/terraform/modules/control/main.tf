@@ -1,0 +1,235 @@
+# The control side: intake, dispatcher and gateway on Fargate. All of them keep what they know in the bucket, so a task
+# may be stopped, moved or doubled at any time.
+
+data "aws_region" "current" {}
+
+locals {
+  region = data.aws_region.current.name
+
+  # One stop for all: S3 is tried again for minutes, and Fargate kills after two.
+  stop_seconds  = 120
+  drain_seconds = try(var.gateway.drain_seconds, 25)
+  request_limit = try(var.gateway.request_seconds, 600)
+  port          = 8000
+
+  common = merge({ AWS_DEFAULT_REGION = local.region }, var.environment)
+
+  services = merge(
+    {
+      intake = {
+        size        = merge(var.intake, { disk_gib = 21 })
+        command     = ["intake"]
+        stop        = local.stop_seconds
+        environment = {}
+        health      = null
+      }
+      dispatcher = {
+        size    = var.dispatcher
+        command = ["dispatcher"]
+        stop    = local.stop_seconds
+        health  = null
+        environment = {
+          TOKENMILL_CLOUDWATCH__NAMESPACE    = var.metric_namespace
+          TOKENMILL_CLOUDWATCH__INSTALLATION = var.name
+        }
+      }
+    },
+    var.gateway == null ? {} : {
+      gateway = {
+        size    = var.gateway
+        command = ["gateway", "--host", "0.0.0.0", "--port", tostring(local.port)]
+        stop    = local.drain_seconds + 35
+        health  = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:${local.port}/healthz', timeout=4)"
+        environment = {
+          TOKENMILL_GATEWAY__AUTH               = "keys" # with "auto" it would not start before there is a key
+          TOKENMILL_GATEWAY__DRAIN_SECONDS      = tostring(local.drain_seconds)
+          TOKENMILL_GATEWAY__REQUEST_SECONDS    = tostring(local.request_limit)
+          TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS = tostring(local.request_limit + 90)
+        }
+      }
+    },
+  )
+
+  environments = { for name, service in local.services : name => merge(local.common, service.environment) }
+}
+
+resource "aws_ecs_cluster" "this" {
+  name = "${var.name}-control"
+  tags = var.tags
+
+  setting {
+    name  = "containerInsights"
+    value = var.container_insights ? "enabled" : "disabled"
+  }
+}
+
+resource "aws_ecs_cluster_capacity_providers" "this" {
+  cluster_name       = aws_ecs_cluster.this.name
+  capacity_providers = ["FARGATE", "FARGATE_SPOT"]
+}
+
+resource "aws_cloudwatch_log_group" "this" {
+  for_each = local.services
+
+  name              = "/tokenmill/${var.name}/${each.key}"
+  retention_in_days = var.log_retention_days
+  kms_key_id        = one(slice(var.kms_key_arns, 0, min(1, length(var.kms_key_arns))))
+  tags              = var.tags
+}
+
+resource "aws_security_group" "this" {
+  for_each = local.services
+
+  name_prefix = "${var.name}-${each.key}-"
+  description = "${each.key} of ${var.name}"
+  vpc_id      = var.vpc_id
+  tags        = merge(var.tags, { Name = "${var.name}-${each.key}" })
+
+  lifecycle {
+    create_before_destroy = true
+  }
+}
+
+resource "aws_vpc_security_group_egress_rule" "https" {
+  for_each = local.services
+
+  security_group_id = aws_security_group.this[each.key].id
+  description       = "AWS's services, and webhooks; without NAT no route leads further than the endpoints"
+  ip_protocol       = "tcp"
+  from_port         = 443
+  to_port           = 443
+  cidr_ipv4         = "0.0.0.0/0"
+}
+
+resource "aws_vpc_security_group_egress_rule" "redis" {
+  for_each = local.services
+
+  security_group_id = aws_security_group.this[each.key].id
+  description       = "Redis"
+  ip_protocol       = "tcp"
+  from_port         = 6379
+  to_port           = 6379
+  cidr_ipv4         = var.vpc_cidr
+}
+
+resource "aws_vpc_security_group_egress_rule" "kafka" {
+  security_group_id = aws_security_group.this["intake"].id
+  description       = "Kafka"
+  ip_protocol       = "tcp"
+  from_port         = 9098
+  to_port           = 9098
+  cidr_ipv4         = var.vpc_cidr
+}
+
+resource "aws_ecs_task_definition" "this" {
+  for_each = local.services
+
+  family                   = "${var.name}-${each.key}"
+  requires_compatibilities = ["FARGATE"]
+  network_mode             = "awsvpc"
+  cpu                      = each.value.size.cpu
+  memory                   = each.value.size.memory
+  execution_role_arn       = aws_iam_role.execution.arn
+  task_role_arn            = aws_iam_role.task[each.key].arn
+  tags                     = var.tags
+
+  runtime_platform {
+    operating_system_family = "LINUX"
+    cpu_architecture        = var.architecture
+  }
+
+  ephemeral_storage {
+    size_in_gib = max(21, each.value.size.disk_gib)
+  }
+
+  volume {
+    name = "scratch"
+  }
+
+  container_definitions = jsonencode([merge(
+    {
+      name                   = each.key
+      image                  = var.image
+      command                = each.value.command
+      essential              = true
+      stopTimeout            = each.value.stop
+      user                   = "10001:10001"
+      readonlyRootFilesystem = true
+      mountPoints            = [{ sourceVolume = "scratch", containerPath = "/tmp", readOnly = false }]
+      portMappings           = each.key == "gateway" ? [{ containerPort = local.port, hostPort = local.port, protocol = "tcp" }] : []
+      environment            = [for key in sort(keys(local.environments[each.key])) : { name = key, value = local.environments[each.key][key] }]
+      secrets                = [for key in sort(keys(var.secrets)) : { name = key, valueFrom = var.secrets[key] }]
+      linuxParameters        = { initProcessEnabled = true, capabilities = { drop = ["ALL"] } }
+      logConfiguration = {
+        logDriver = "awslogs"
+        options = {
+          awslogs-group         = aws_cloudwatch_log_group.this[each.key].name
+          awslogs-region        = local.region
+          awslogs-stream-prefix = each.key
+          mode                  = "non-blocking" # a slow CloudWatch must not stop the work
+          max-buffer-size       = "16m"
+        }
+      }
+    },
+    each.value.health == null ? {} : {
+      healthCheck = {
+        command     = ["CMD", "python", "-c", each.value.health]
+        interval    = 15
+        timeout     = 5
+        retries     = 4
+        startPeriod = 60
+      }
+    },
+  )])
+}
+
+resource "aws_ecs_service" "this" {
+  for_each = local.services
+
+  name                              = each.key
+  cluster                           = aws_ecs_cluster.this.id
+  task_definition                   = aws_ecs_task_definition.this[each.key].arn
+  desired_count                     = each.value.size.count
+  platform_version                  = "1.4.0"
+  propagate_tags                    = "SERVICE"
+  enable_ecs_managed_tags           = true
+  health_check_grace_period_seconds = each.key == "gateway" ? 60 : null
+  tags                              = var.tags
+
+  # The new ones run before the old ones go. Two of a kind don't disturb each other.
+  deployment_minimum_healthy_percent = 100
+  deployment_maximum_percent         = 200
+
+  deployment_circuit_breaker {
+    enable   = true
+    rollback = true
+  }
+
+  capacity_provider_strategy {
+    capacity_provider = each.value.size.spot ? "FARGATE_SPOT" : "FARGATE"
+    weight            = 1
+  }
+
+  network_configuration {
+    subnets          = var.subnet_ids
+    security_groups  = [aws_security_group.this[each.key].id]
+    assign_public_ip = false
+  }
+
+  dynamic "load_balancer" {
+    for_each = each.key == "gateway" ? [true] : []
+
+    content {
+      target_group_arn = aws_lb_target_group.gateway[0].arn
+      container_name   = "gateway"
+      container_port   = local.port
+    }
+  }
+
+  depends_on = [
+    aws_ecs_cluster_capacity_providers.this,
+    aws_iam_role_policy.execution,
+    aws_iam_role_policy.task,
+    aws_lb_listener.https,
+  ]
+}

@@ -1,0 +1,52 @@
+output "queue_url" {
+  description = "The queue that the bucket tells of drops."
+  value       = aws_sqs_queue.drops.id
+}
+
+output "queue_name" {
+  description = "Its name, for alarms."
+  value       = aws_sqs_queue.drops.name
+}
+
+output "dead_letter_queue_name" {
+  description = "The name of its dead letters' queue, for alarms."
+  value       = aws_sqs_queue.dead.name
+}
+
+output "intake_policy" {
+  description = "What an intake may do with the queue and with Kafka, as a policy document."
+  value       = data.aws_iam_policy_document.intake.json
+}
+
+output "kafka" {
+  description = "MSK's cluster and how many brokers it has, for alarms. null: there is none."
+  value = var.kafka == null ? null : {
+    cluster_name = aws_msk_cluster.this[0].cluster_name
+    brokers      = local.brokers
+  }
+}
+
+output "kafka_cluster_arn" {
+  description = "Its ARN, for the policies of those who produce and consume. null: there is none."
+  value       = one(aws_msk_cluster.this[*].arn)
+}
+
+output "environment" {
+  description = "What an intake has to know of all that."
+  value = merge(
+    {
+      TOKENMILL_BUCKET__QUEUE_URL = aws_sqs_queue.drops.id
+      TOKENMILL_BUCKET__PLACES    = jsonencode(var.places)
+    },
+    var.kafka == null ? {} : {
+      TOKENMILL_KAFKA__BOOTSTRAP    = jsonencode(split(",", aws_msk_cluster.this[0].bootstrap_brokers_sasl_iam))
+      TOKENMILL_KAFKA__SECURITY     = "SASL_SSL"
+      TOKENMILL_KAFKA__MECHANISM    = "AWS_MSK_IAM"
+      TOKENMILL_KAFKA__TOPIC_PREFIX = var.kafka.topic_prefix
+      TOKENMILL_KAFKA__GROUP        = var.kafka.consumer_group
+      TOKENMILL_KAFKA__REQUESTS     = jsonencode(var.kafka.request_topics)
+      TOKENMILL_KAFKA__JOBS         = jsonencode(var.kafka.job_topics)
+      TOKENMILL_KAFKA__URI_PREFIXES = jsonencode(var.kafka.uri_prefixes)
+    },
+  )
+}

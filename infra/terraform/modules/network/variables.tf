@@ -1,0 +1,94 @@
+variable "name" {
+  description = "Of the installation; every resource's name begins with it."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z][a-z0-9-]{1,23}$", var.name))
+    error_message = "Give 2 to 24 small letters, digits and hyphens, beginning with a letter."
+  }
+}
+
+variable "cidr" {
+  description = "Addresses of the VPC. Each subnet takes a sixteenth of them."
+  type        = string
+  default     = "10.64.0.0/16"
+
+  validation {
+    condition     = can(cidrhost(var.cidr, 0)) && try(tonumber(split("/", var.cidr)[1]), 99) <= 20
+    error_message = "Give a block of /20 or larger, such as 10.64.0.0/16."
+  }
+}
+
+variable "availability_zones" {
+  description = "Zones with a private subnet each. More zones have more spot capacity; ElastiCache with a replica and MSK need two."
+  type        = list(string)
+
+  validation {
+    condition     = length(var.availability_zones) >= 1 && length(var.availability_zones) <= 6 && length(distinct(var.availability_zones)) == length(var.availability_zones)
+    error_message = "Give one to six different zones."
+  }
+}
+
+variable "nat" {
+  description = "The way out to the internet: none, single (one gateway for all zones) or per_zone. With none, everything that is used must have an endpoint here."
+  type        = string
+  default     = "none"
+
+  validation {
+    condition     = contains(["none", "single", "per_zone"], var.nat)
+    error_message = "Give none, single or per_zone."
+  }
+}
+
+variable "public_subnets" {
+  description = "Whether there are public subnets even without NAT: for a balancer that the internet reaches."
+  type        = bool
+  default     = false
+}
+
+variable "interface_endpoints" {
+  description = "AWS services that are reached without the internet, by the last part of their endpoint's name, such as sqs or ecr.dkr. S3 always has its gateway endpoint, which costs nothing."
+  type        = set(string)
+  default     = []
+}
+
+variable "endpoint_zones" {
+  description = "In how many of the zones the interface endpoints stand; each costs by the hour in each zone."
+  type        = number
+  default     = 2
+
+  validation {
+    condition     = var.endpoint_zones >= 1
+    error_message = "Give at least 1."
+  }
+}
+
+variable "reachable_buckets" {
+  description = "ARNs of the only buckets that can be reached from here through the endpoint; those of AWS that images and packages come from are added. null: any bucket."
+  type        = list(string)
+  default     = null
+}
+
+variable "flow_logs" {
+  description = "Whether rejected connections are logged."
+  type        = bool
+  default     = false
+}
+
+variable "log_retention_days" {
+  description = "For how long flow logs are kept."
+  type        = number
+  default     = 30
+}
+
+variable "kms_key_arn" {
+  description = "Encrypts flow logs. null: with a key of AWS's."
+  type        = string
+  default     = null
+}
+
+variable "tags" {
+  description = "Of everything here."
+  type        = map(string)
+  default     = {}
+}

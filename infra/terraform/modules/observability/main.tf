@@ -1,0 +1,263 @@
+# What somebody should be told of. Each alarm names what is wrong and what it does to jobs; none is about being busy.
+
+data "aws_region" "current" {}
+data "aws_caller_identity" "current" {}
+
+locals {
+  topic  = [aws_sns_topic.alarms.arn]
+  models = flatten([for fleet in values(var.fleets) : fleet.model_names])
+}
+
+resource "aws_sns_topic" "alarms" {
+  name              = "${var.name}-alarms"
+  kms_master_key_id = var.kms_key_arn
+  tags              = var.tags
+}
+
+data "aws_iam_policy_document" "alarms" {
+  statement {
+    sid       = "AlarmsAndTheBudgetTell"
+    actions   = ["sns:Publish"]
+    resources = [aws_sns_topic.alarms.arn]
+
+    principals {
+      type        = "Service"
+      identifiers = ["cloudwatch.amazonaws.com", "budgets.amazonaws.com"]
+    }
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:SourceAccount"
+      values   = [data.aws_caller_identity.current.account_id]
+    }
+  }
+}
+
+resource "aws_sns_topic_policy" "alarms" {
+  arn    = aws_sns_topic.alarms.arn
+  policy = data.aws_iam_policy_document.alarms.json
+}
+
+resource "aws_sns_topic_subscription" "email" {
+  for_each = toset(var.emails)
+
+  topic_arn = aws_sns_topic.alarms.arn
+  protocol  = "email"
+  endpoint  = each.value
+}
+
+resource "aws_cloudwatch_metric_alarm" "dead_letters" {
+  alarm_name          = "${var.name}-dead-letters"
+  alarm_description   = "Messages about drops could not be handled, again and again. The files are found by listing; see what the messages say."
+  namespace           = "AWS/SQS"
+  metric_name         = "ApproximateNumberOfMessagesVisible"
+  dimensions          = { QueueName = var.dead_letter_queue_name }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 1
+  threshold           = 0
+  comparison_operator = "GreaterThanThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = local.topic
+  tags                = var.tags
+}
+
+resource "aws_cloudwatch_metric_alarm" "drops_wait" {
+  alarm_name          = "${var.name}-drops-wait"
+  alarm_description   = "A drop has waited for an hour: no intake works, or its tenant has too much queued."
+  namespace           = "AWS/SQS"
+  metric_name         = "ApproximateAgeOfOldestMessage"
+  dimensions          = { QueueName = var.queue_name }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 2
+  threshold           = 3600
+  comparison_operator = "GreaterThanThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = local.topic
+  tags                = var.tags
+}
+
+resource "aws_cloudwatch_metric_alarm" "backlog" {
+  for_each = { for pair in flatten([
+    for name, fleet in var.fleets : [for model in fleet.model_names : { fleet = name, model = model, seconds = fleet.backlog_seconds }]
+  ]) : "${pair.fleet}-${pair.model}" => pair }
+
+  alarm_name          = "${var.name}-backlog-${replace(each.key, "/", "-")}"
+  alarm_description   = "More than ${each.value.seconds} s of work wait for ${each.value.model}, even with the workers that there are. Raise scaling.max or max_instances, or see why no machine starts."
+  namespace           = var.metric_namespace
+  metric_name         = "BacklogSeconds"
+  dimensions          = { Installation = var.name, Model = each.value.model }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 3
+  threshold           = each.value.seconds
+  comparison_operator = "GreaterThanThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+# Counts for the whole installation, whether any model is known yet or not.
+resource "aws_cloudwatch_metric_alarm" "silence" {
+  alarm_name          = "${var.name}-dispatcher-silent"
+  alarm_description   = "No dispatcher has told the backlog for ten minutes: jobs don't start, and workers are neither started nor ended."
+  namespace           = var.metric_namespace
+  metric_name         = "OpenJobs"
+  dimensions          = { Installation = var.name }
+  statistic           = "SampleCount"
+  period              = 300
+  evaluation_periods  = 2
+  threshold           = 1
+  comparison_operator = "LessThanThreshold"
+  treat_missing_data  = "breaching"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+# A task that runs has a processor, and ECS counts it; so whoever isn't counted doesn't run.
+resource "aws_cloudwatch_metric_alarm" "not_running" {
+  for_each = toset(var.control.service_names)
+
+  alarm_name          = "${var.name}-no-${each.value}"
+  alarm_description   = "No ${each.value} runs. Its log, and the service's events in ECS, say why."
+  namespace           = "AWS/ECS"
+  metric_name         = "CPUUtilization"
+  dimensions          = { ClusterName = var.control.cluster_name, ServiceName = each.value }
+  statistic           = "SampleCount"
+  period              = 300
+  evaluation_periods  = 2
+  threshold           = 1
+  comparison_operator = "LessThanThreshold"
+  treat_missing_data  = "breaching"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+resource "aws_cloudwatch_metric_alarm" "redis_memory" {
+  for_each = toset(var.redis_node_ids)
+
+  alarm_name          = "${var.name}-redis-memory-${each.value}"
+  alarm_description   = "Redis is nearly full. When it is, shards aren't handed out and streams end; nothing is lost. Take a larger node_type."
+  namespace           = "AWS/ElastiCache"
+  metric_name         = "DatabaseMemoryUsagePercentage"
+  dimensions          = { CacheClusterId = each.value }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 2
+  threshold           = 80
+  comparison_operator = "GreaterThanThreshold"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+resource "aws_cloudwatch_metric_alarm" "no_gateway" {
+  count = var.balancer == null ? 0 : 1
+
+  alarm_name          = "${var.name}-no-gateway"
+  alarm_description   = "No gateway is ready: HTTP answers 503. Jobs go on."
+  namespace           = "AWS/ApplicationELB"
+  metric_name         = "HealthyHostCount"
+  dimensions          = { LoadBalancer = var.balancer.arn_suffix, TargetGroup = var.balancer.target_group_suffix }
+  statistic           = "Minimum"
+  period              = 60
+  evaluation_periods  = 3
+  threshold           = 1
+  comparison_operator = "LessThanThreshold"
+  treat_missing_data  = "breaching"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+resource "aws_cloudwatch_metric_alarm" "gateway_errors" {
+  count = var.balancer == null ? 0 : 1
+
+  alarm_name          = "${var.name}-gateway-errors"
+  alarm_description   = "Of the answers over HTTP more than 5 % are 5xx."
+  threshold           = 5
+  comparison_operator = "GreaterThanThreshold"
+  evaluation_periods  = 3
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+
+  dynamic "metric_query" {
+    for_each = { failed = "HTTPCode_Target_5XX_Count", all = "RequestCount" }
+
+    content {
+      id = metric_query.key == "all" ? "requests" : metric_query.key
+
+      metric {
+        namespace   = "AWS/ApplicationELB"
+        metric_name = metric_query.value
+        dimensions  = { LoadBalancer = var.balancer.arn_suffix }
+        period      = 300
+        stat        = "Sum"
+      }
+    }
+  }
+
+  metric_query {
+    id          = "share"
+    label       = "5xx, %"
+    expression  = "IF(requests > 20, 100 * FILL(failed, 0) / requests, 0)"
+    return_data = true
+  }
+}
+
+resource "aws_cloudwatch_metric_alarm" "kafka_disk" {
+  for_each = var.kafka == null ? {} : { for broker in range(1, 1 + var.kafka.brokers) : "broker-${broker}" => tostring(broker) }
+
+  alarm_name          = "${var.name}-kafka-disk-${each.key}"
+  alarm_description   = "A broker's disk is nearly full; when it is, it stops. Raise volume_gib, or lower retention_hours."
+  namespace           = "AWS/Kafka"
+  metric_name         = "KafkaDataLogsDiskUsed"
+  dimensions          = { "Cluster Name" = var.kafka.cluster_name, "Broker ID" = each.value }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 2
+  threshold           = 80
+  comparison_operator = "GreaterThanThreshold"
+  alarm_actions       = local.topic
+  ok_actions          = local.topic
+  tags                = var.tags
+}
+
+resource "aws_budgets_budget" "month" {
+  count = var.monthly_budget == null ? 0 : 1
+
+  name         = "${var.name}-month"
+  budget_type  = "COST"
+  time_unit    = "MONTHLY"
+  limit_amount = tostring(var.monthly_budget)
+  limit_unit   = "USD"
+  tags         = var.tags
+
+  dynamic "cost_filter" {
+    for_each = var.budget_tag == null ? [] : [split("=", var.budget_tag)]
+
+    content {
+      name   = "TagKeyValue"
+      values = ["user:${cost_filter.value[0]}$${cost_filter.value[1]}"]
+    }
+  }
+
+  dynamic "notification" {
+    for_each = { ACTUAL = 80, FORECASTED = 100 }
+
+    content {
+      notification_type          = notification.key
+      threshold                  = notification.value
+      threshold_type             = "PERCENTAGE"
+      comparison_operator        = "GREATER_THAN"
+      subscriber_sns_topic_arns  = local.topic
+      subscriber_email_addresses = var.emails
+    }
+  }
+}
