@@ -5,7 +5,7 @@ output "replication_group_id" {
 
 output "node_ids" {
   description = "Its nodes, for alarms: CloudWatch counts each by itself."
-  value       = [for index in range(1 + var.replicas) : format("%s-%03d", aws_elasticache_replication_group.this.id, index + 1)]
+  value       = [for index in range(1 + var.replicas) : format("%s-%03d", aws_elasticache_replication_group.this.replication_group_id, index + 1)]
 }
 
 output "secrets" {

@@ -68,7 +68,6 @@ resource "aws_autoscaling_group" "this" {
   health_check_type         = "EC2"
   health_check_grace_period = 300
   wait_for_capacity_timeout = "0"
-  suspended_processes       = ["AZRebalance"] # it would end machines that work, to have them evenly spread
 
   mixed_instances_policy {
     instances_distribution {
