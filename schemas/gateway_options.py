@@ -125,6 +125,8 @@ class GatewayOptions(BaseModel):
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         request_seconds: after which a request to a model is given up, or earlier if it says so.
         drain_seconds: that requests have to come to their end when the gateway is told to stop.
+        keep_alive_seconds: for which a connection may idle between two requests; a proxy in front should give up
+            earlier.
         requests_at_once: by one gateway; further ones are refused.
         stream_bytes: of a stream, that wait for its reader; one that lets more pile up ends with an error.
         unsent_bytes: of any answer, that wait in the kernel beyond what is on its way.
@@ -144,6 +146,7 @@ class GatewayOptions(BaseModel):
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
+    keep_alive_seconds: Positive = 75
     requests_at_once: Positive = 2_000
     stream_bytes: Positive = 1 << 20
     unsent_bytes: Positive = 64 << 10

@@ -272,5 +272,6 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         drain_seconds=chosen.drain_seconds,
         write_seconds=chosen.write_seconds,
         unsent_bytes=chosen.unsent_bytes,
+        keep_alive_seconds=chosen.keep_alive_seconds,
         most_connections=2 * chosen.requests_at_once,
     )
