@@ -32,6 +32,7 @@ from schemas.door_options import BucketOptions, CeleryOptions, KafkaOptions, S3O
 from schemas.gateway_options import GatewayOptions
 from schemas.job import Tier
 from schemas.limits import Limits, PlanSettings, Positive
+from schemas.metric_options import CloudWatchOptions
 from schemas.options import Amount
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
@@ -160,6 +161,7 @@ class Settings(BaseSettings):
         tenant_weights: in the sharing of what is computed; others have 1.
         planners: jobs planned at once by one dispatcher.
         retention: how long things are kept.  metrics: figures for programs that watch.
+        cloudwatch: where the backlog is told.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
@@ -202,6 +204,7 @@ class Settings(BaseSettings):
     planners: Positive = 2
     retention: RetentionOptions = RetentionOptions()
     metrics: MetricsOptions = MetricsOptions()
+    cloudwatch: CloudWatchOptions = CloudWatchOptions()
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -11,6 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
 from pipeline.adapters.folder import FolderStore
+from pipeline.backlog_figures import BacklogLook, BacklogTeller
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
@@ -57,6 +58,18 @@ def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:
     """Removes what nobody needs any more, every now and then."""
     every = HousekeepingSettings(settings.retention.every.total_seconds())
     return Housekeeper(root.world, retention_settings(settings), every, hints.housekeeping).run
+
+
+def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
+    """Tells CloudWatch how much work waits; None where the settings name no namespace."""
+    chosen = settings.cloudwatch
+    if chosen.namespace is None:
+        return None
+    from pipeline.adapters.cloudwatch import CloudWatch
+
+    target = CloudWatch(chosen.namespace, chosen.installation, settings.s3.region)
+    look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second)
+    return BacklogTeller(look, target, chosen.every_seconds).run
 
 
 def folder_part(root: Root, settings: Settings, settle: float) -> Part:

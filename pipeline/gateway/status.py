@@ -7,27 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-from pipeline.active import open_jobs
-from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.catalog import Catalog
-from pipeline.ledger import JobNotFound, LedgerError
 from pipeline.metrics.table import OTHER
+from pipeline.open_work import OpenJob, OpenJobs, OpenWork
 from pipeline.ports import Heartbeats, WorkerState, World
 from schemas.figures import LATENCY_BOUNDS, WorkerFigures
-from schemas.job import CatalogEntry, Job, JobStatus
-
-_MOST_JOBS: Final = 1_000
-"""Open jobs that a look reads, the newest; then the backlog is said to be larger than its numbers."""
-
-
-class _OpenJob(NamedTuple):
-    """A job, how it stands, and how many tokens are left to be computed for it."""
-
-    job: Job
-    status: JobStatus
-    left: int
+from schemas.job import CatalogEntry
 
 
 class Status:
@@ -46,10 +33,9 @@ class Status:
         self._next_look = 0.0
         self._workers: list[WorkerState] = []
         self._entries: list[CatalogEntry] = []
-        self._jobs: dict[str, Job] = {}  # by prefix: their orders never change
+        self._work = OpenWork(world.store)
         self._figures: dict[str, WorkerFigures] = {}
-        self._open: list[_OpenJob] = []
-        self._more = False
+        self._open = OpenJobs([], more=False)
 
     def document(self, tenant: str | None) -> dict[str, Any]:
         """How everything stands, of JSON's own types.
@@ -59,15 +45,14 @@ class Status:
         """
         with self._lock:
             self._look_again()
-            workers, entries, found, more = self._workers, self._entries, self._open, self._more
-            figures = self._figures
+            workers, entries, found, figures = self._workers, self._entries, self._open, self._figures
         names = {entry.pin.key: entry.pin.name for entry in entries}
         return {
             "object": "status",
             "as_of": self._world.clock.now().isoformat(),
             "workers": [_worker(state, names, figures.get(state.name)) for state in workers],
             "latency_bounds": LATENCY_BOUNDS,
-            "backlog": _backlog([one for one in found if tenant in (None, one.job.tenant)], more),
+            "backlog": _backlog([one for one in found.jobs if tenant in (None, one.job.tenant)], found.more),
             "models": sorted(entry.pin.name for entry in entries),
         }
 
@@ -76,7 +61,7 @@ class Status:
         `PipelineError` where the root or the workers can't be looked at."""
         with self._lock:
             self._look_again()
-            found = self._open
+            found = self._open.jobs
         tokens: Counter[tuple[str, str]] = Counter()
         jobs: Counter[tuple[str, str]] = Counter()
         for one in found:
@@ -91,24 +76,10 @@ class Status:
             self._next_look = self._world.clock.monotonic() + self._look_every
 
     def _look(self) -> None:
-        jobs: dict[str, Job] = {}
-        found: list[_OpenJob] = []
-        more = False
-        for ledger in open_jobs(self._world.store):
-            if len(found) == _MOST_JOBS:
-                more = True
-                break
-            try:
-                job = jobs[ledger.prefix] = self._jobs.get(ledger.prefix) or ledger.job()
-                progress = ledger.progress()
-            except (JobNotFound, LedgerError):  # damaged, or just removed: whoever asks for that job is told
-                continue
-            left = None if progress is None else progress.tokens_left
-            status = JobStatus.VALIDATING if progress is None else progress.status
-            found.append(_OpenJob(job, status, job.input.size // BYTES_PER_TOKEN if left is None else left))
+        found = self._work.look()
         self._workers, self._entries = self._heartbeats.workers(), self._catalog.entries()
         self._figures = self._heartbeats.figures()
-        self._jobs, self._open, self._more = jobs, found, more
+        self._open = found
 
 
 def _worker(state: WorkerState, names: dict[str, str], figures: WorkerFigures | None) -> dict[str, Any]:
@@ -123,7 +94,7 @@ def _worker(state: WorkerState, names: dict[str, str], figures: WorkerFigures | 
     }
 
 
-def _backlog(found: list[_OpenJob], more: bool) -> dict[str, Any]:
+def _backlog(found: list[OpenJob], more: bool) -> dict[str, Any]:
     jobs: Counter[tuple[str | None, str]] = Counter()
     tokens: Counter[tuple[str | None, str]] = Counter()
     for one in found:

@@ -185,8 +185,10 @@ def dispatcher(
         figures = DispatchFigures(priced=price is not None)
         dispatching = service.dispatcher_part(root, hints, settings, figures, price)
         told = sources.dispatching(figures, root.world.clock), sources.workers(hints.heartbeats, each=False)
+        others = {"housekeeping": service.housekeeping_part(root, hints, settings)}
+        telling = service.backlog_part(root, hints, settings)
         with metrics_served(settings, metrics_port, *told):
-            run_together(stop, dispatching, {"housekeeping": service.housekeeping_part(root, hints, settings)})
+            run_together(stop, dispatching, others if telling is None else others | {"backlog": telling})
 
 
 def intake(root_url: RootUrl = None, metrics_port: MetricsPort = None, _debug: Debug = False) -> None:

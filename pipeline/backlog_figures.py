@@ -1,0 +1,116 @@
+"""How much work waits for each model, in seconds of one worker: what a fleet is scaled by.
+
+How busy a GPU is says nothing of that: it is as busy with the last row of a night's job as with the first of a million.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from pipeline.catalog import Catalog
+from pipeline.open_work import OpenWork
+from pipeline.ports import Heartbeats, PipelineError, WorkerState, World
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBacklog:
+    """What waits for one model.
+
+    Attributes:
+        model: as requests call it.
+        tokens: estimated, prompts and answers; a job of several models counts for each of them.
+        workers: that live and have it loaded.  tokens_per_second: of one of them, measured or assumed.
+    """
+
+    model: str
+    tokens: int
+    workers: int
+    tokens_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """That one worker would need for it. However many there are: who scales by this mustn't be led by workers that
+        are only just being started."""
+        return self.tokens / self.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class BacklogFigures:
+    """What a look has found: how many jobs are open, and what waits for each model of the catalog, by name."""
+
+    open_jobs: int
+    models: tuple[ModelBacklog, ...]
+
+
+class BacklogTarget(Protocol):
+    """Where figures are told."""
+
+    def put(self, figures: BacklogFigures) -> None:
+        """Tell them. Raises `PipelineError`."""
+
+
+class BacklogLook:
+    """Looks at the root that `world.store` is, and at its workers' heartbeats. Not for threads.
+
+    Args:
+        assumed: tokens per second of a worker, for models whose workers have measured nothing yet.
+    """
+
+    def __init__(self, world: World, heartbeats: Heartbeats, assumed: float) -> None:
+        self._work = OpenWork(world.store)
+        self._catalog = Catalog(world.store)
+        self._heartbeats = heartbeats
+        self._assumed = assumed
+        self._speeds: dict[str, float] = {}  # the last that was measured, by name: it holds when the workers are gone
+
+    def look(self) -> BacklogFigures:
+        """How it stands. Raises `PipelineError` when the store or the heartbeats can't be read: a fleet whose
+        heartbeats aren't heard is not a fleet of none."""
+        workers = self._heartbeats.workers()
+        names = {entry.pin.key: entry.pin.name for entry in self._catalog.entries()}
+        work = self._work.look()
+        tokens: Counter[str] = Counter()
+        for one in work.jobs:
+            for name in {pin.name for pin in one.job.models}:
+                tokens[name] += one.left
+        models = []
+        for name in sorted({*names.values(), *tokens}):
+            serving = [worker for worker in workers if any(names.get(key) == name for key in worker.models)]
+            models.append(ModelBacklog(name, tokens[name], len(serving), self._speed(name, serving)))
+        return BacklogFigures(len(work.jobs), tuple(models))
+
+    def _speed(self, name: str, serving: Collection[WorkerState]) -> float:
+        measured = [worker.tokens_per_second for worker in serving if worker.tokens_per_second]
+        if measured:
+            self._speeds[name] = sum(measured) / len(measured)
+        return self._speeds.get(name, self._assumed)
+
+
+class BacklogTeller:
+    """Looks and tells, again and again. Several may tell the same.
+
+    Args:
+        every: seconds between two looks.
+    """
+
+    def __init__(self, look: BacklogLook, target: BacklogTarget, every: float) -> None:
+        self._look = look
+        self._target = target
+        self._every = every
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop`. A look or a word that fails is logged, and the next one comes in its turn."""
+        while not stop.is_set():
+            try:
+                self._target.put(self._look.look())
+            except PipelineError as error:
+                logger.warning("backlog_not_told", reason=str(error))
+            stop.wait(self._every)
