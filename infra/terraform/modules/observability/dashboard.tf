@@ -13,10 +13,10 @@ locals {
 
   graphs = concat(
     [
-      { title = "Seconds of work for those who run", metrics = local.backlog, stat = "Maximum" },
+      { title = "Seconds of work for one worker", metrics = local.backlog, stat = "Maximum" },
       { title = "Tokens left", metrics = local.tokens, stat = "Maximum" },
       { title = "Workers", metrics = local.workers, stat = "Maximum" },
-      { title = "Tokens a second", metrics = local.speed, stat = "Maximum" },
+      { title = "Tokens a second of one worker", metrics = local.speed, stat = "Maximum" },
       { title = "Open jobs", metrics = [[var.metric_namespace, "OpenJobs", "Installation", var.name, { label = "jobs" }]], stat = "Maximum" },
       { title = "Messages about drops", metrics = local.queues, stat = "Maximum" },
       { title = "Redis's memory, %", metrics = local.redis, stat = "Maximum" },

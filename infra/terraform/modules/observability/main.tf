@@ -84,19 +84,37 @@ resource "aws_cloudwatch_metric_alarm" "backlog" {
   ]) : "${pair.fleet}-${pair.model}" => pair }
 
   alarm_name          = "${var.name}-backlog-${replace(each.key, "/", "-")}"
-  alarm_description   = "More than ${each.value.seconds} s of work wait for ${each.value.model}, even with the workers that there are. Raise scaling.max or max_instances, or see why no machine starts."
-  namespace           = var.metric_namespace
-  metric_name         = "BacklogSeconds"
-  dimensions          = { Installation = var.name, Model = each.value.model }
-  statistic           = "Maximum"
-  period              = 300
-  evaluation_periods  = 3
+  alarm_description   = "More than ${each.value.seconds} s of work wait for ${each.value.model}, even with all the workers that there are. Raise scaling.max or max_instances, or see why no machine starts."
   threshold           = each.value.seconds
   comparison_operator = "GreaterThanThreshold"
+  evaluation_periods  = 3
   treat_missing_data  = "notBreaching"
   alarm_actions       = local.topic
   ok_actions          = local.topic
   tags                = var.tags
+
+  dynamic "metric_query" {
+    for_each = { work = "BacklogSeconds", workers = "Workers" }
+
+    content {
+      id = metric_query.key
+
+      metric {
+        namespace   = var.metric_namespace
+        metric_name = metric_query.value
+        dimensions  = { Installation = var.name, Model = each.value.model }
+        period      = 300
+        stat        = "Maximum"
+      }
+    }
+  }
+
+  metric_query {
+    id          = "each"
+    label       = "Seconds of work for each worker"
+    expression  = "IF(workers > 1, work / workers, work)"
+    return_data = true
+  }
 }
 
 # Counts for the whole installation, whether any model is known yet or not.

@@ -1,10 +1,16 @@
-# How many workers: by the seconds of work that wait for each, never by how busy a GPU is. A GPU is as busy with the last
-# row of a night's job as with the first of a million.
+# How many workers: by the seconds of work that wait, never by how busy a GPU is, which is as busy with the last row of a
+# night's job as with the first of a million. The seconds are those of one worker, so workers that are still being started
+# change nothing of the answer, and it is never overshot.
 
 locals {
   by_model = { for index, name in local.names : "m${index}" => name }
   # Several models of one fleet wait for the same workers.
-  total = join(" + ", keys(local.by_model))
+  total = join(" + ", [for id in keys(local.by_model) : "FILL(${id}, 0)"])
+
+  # So many workers that what is left takes target_seconds. A policy has 20 steps at most, so a large fleet takes larger
+  # ones: the last step is all of it.
+  steps  = min(20, var.scaling.max)
+  counts = [for step in range(1, local.steps + 1) : ceil(var.scaling.max * step / local.steps)]
 }
 
 resource "aws_appautoscaling_target" "this" {
@@ -16,61 +22,9 @@ resource "aws_appautoscaling_target" "this" {
   tags               = var.tags
 }
 
-# Between one and the most: so many that what is left takes target_seconds.
-resource "aws_appautoscaling_policy" "backlog" {
-  name               = "${local.full}-backlog-seconds"
-  policy_type        = "TargetTrackingScaling"
-  service_namespace  = aws_appautoscaling_target.this.service_namespace
-  resource_id        = aws_appautoscaling_target.this.resource_id
-  scalable_dimension = aws_appautoscaling_target.this.scalable_dimension
-
-  target_tracking_scaling_policy_configuration {
-    target_value       = var.scaling.target_seconds
-    scale_out_cooldown = var.scaling.scale_out_cooldown
-    scale_in_cooldown  = var.scaling.scale_in_cooldown
-
-    customized_metric_specification {
-      dynamic "metrics" {
-        for_each = local.by_model
-
-        content {
-          id          = metrics.key
-          return_data = false
-
-          metric_stat {
-            stat = "Maximum"
-
-            metric {
-              namespace   = var.metric_namespace
-              metric_name = "BacklogSeconds"
-
-              dimensions {
-                name  = "Installation"
-                value = var.name
-              }
-
-              dimensions {
-                name  = "Model"
-                value = metrics.value
-              }
-            }
-          }
-        }
-      }
-
-      metrics {
-        id          = "backlog"
-        label       = "Seconds of work for those who run"
-        expression  = local.total
-        return_data = true
-      }
-    }
-  }
-}
-
-# From none to one. Seconds of work for nobody can't be tracked, so this has an alarm of its own.
-resource "aws_appautoscaling_policy" "wake" {
-  name               = "${local.full}-wake"
+# While there is work: the number that it needs, none to start with or not. As less is left, it needs fewer.
+resource "aws_appautoscaling_policy" "work" {
+  name               = "${local.full}-work"
   policy_type        = "StepScaling"
   service_namespace  = aws_appautoscaling_target.this.service_namespace
   resource_id        = aws_appautoscaling_target.this.resource_id
@@ -79,23 +33,28 @@ resource "aws_appautoscaling_policy" "wake" {
   step_scaling_policy_configuration {
     adjustment_type         = "ExactCapacity"
     metric_aggregation_type = "Maximum"
-    cooldown                = var.scaling.scale_out_cooldown
+    cooldown                = var.scaling.cooldown
 
-    step_adjustment {
-      metric_interval_lower_bound = 0
-      scaling_adjustment          = max(1, var.scaling.min)
+    dynamic "step_adjustment" {
+      for_each = local.counts
+
+      content {
+        metric_interval_lower_bound = step_adjustment.key == 0 ? 0 : local.counts[step_adjustment.key - 1] * var.scaling.target_seconds
+        metric_interval_upper_bound = step_adjustment.key == local.steps - 1 ? null : step_adjustment.value * var.scaling.target_seconds
+        scaling_adjustment          = max(var.scaling.min, step_adjustment.value)
+      }
     }
   }
 }
 
-resource "aws_cloudwatch_metric_alarm" "wake" {
-  alarm_name          = "${local.full}-work-without-workers"
-  alarm_description   = "Work waits for ${join(", ", local.names)}, and nobody does it. Starts the first worker."
-  comparison_operator = "GreaterThanOrEqualToThreshold"
-  threshold           = 1
+resource "aws_cloudwatch_metric_alarm" "work" {
+  alarm_name          = "${local.full}-work"
+  alarm_description   = "There is work for ${join(", ", local.names)}. Not an alarm, but what sets the number of workers."
+  comparison_operator = "GreaterThanThreshold"
+  threshold           = 0
   evaluation_periods  = 1
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_appautoscaling_policy.wake.arn]
+  alarm_actions       = [aws_appautoscaling_policy.work.arn]
   tags                = var.tags
 
   dynamic "metric_query" {
@@ -106,23 +65,7 @@ resource "aws_cloudwatch_metric_alarm" "wake" {
 
       metric {
         namespace   = var.metric_namespace
-        metric_name = "BacklogTokens"
-        dimensions  = { Installation = var.name, Model = metric_query.value }
-        period      = 60
-        stat        = "Maximum"
-      }
-    }
-  }
-
-  dynamic "metric_query" {
-    for_each = local.by_model
-
-    content {
-      id = replace(metric_query.key, "m", "w")
-
-      metric {
-        namespace   = var.metric_namespace
-        metric_name = "Workers"
+        metric_name = "BacklogSeconds"
         dimensions  = { Installation = var.name, Model = metric_query.value }
         period      = 60
         stat        = "Maximum"
@@ -131,9 +74,9 @@ resource "aws_cloudwatch_metric_alarm" "wake" {
   }
 
   metric_query {
-    id          = "asleep"
-    label       = "Work, and no worker"
-    expression  = "IF((${local.total}) > 0 AND (${replace(local.total, "m", "w")}) < 1, 1, 0)"
+    id          = "work"
+    label       = "Seconds of work for one worker"
+    expression  = local.total
     return_data = true
   }
 }
@@ -176,7 +119,7 @@ resource "aws_cloudwatch_metric_alarm" "sleep" {
 
       metric {
         namespace   = var.metric_namespace
-        metric_name = "BacklogTokens"
+        metric_name = "BacklogSeconds"
         dimensions  = { Installation = var.name, Model = metric_query.value }
         period      = 60
         stat        = "Maximum"
@@ -185,8 +128,8 @@ resource "aws_cloudwatch_metric_alarm" "sleep" {
   }
 
   metric_query {
-    id          = "left"
-    label       = "Tokens left"
+    id          = "work"
+    label       = "Seconds of work for one worker"
     expression  = local.total
     return_data = true
   }

@@ -125,14 +125,13 @@ variable "memory_mib" {
 }
 
 variable "scaling" {
-  description = "How many workers there are. min 0: none when nothing is left to do; 1 or more where callers wait for answers. target_seconds: of work, at the speed that is measured, for the workers that run. idle_minutes: without any backlog until all but min are let go."
+  description = "How many workers there are. min 0: none when nothing is left to do; 1 or more where callers wait for answers. target_seconds: in which what is left should be done, at the speed that is measured. idle_minutes: without any backlog until all but min are let go."
   type = object({
-    min                = optional(number, 0)
-    max                = number
-    target_seconds     = optional(number, 900)
-    idle_minutes       = optional(number, 15)
-    scale_out_cooldown = optional(number, 300)
-    scale_in_cooldown  = optional(number, 900)
+    min            = optional(number, 0)
+    max            = number
+    target_seconds = optional(number, 900)
+    idle_minutes   = optional(number, 15)
+    cooldown       = optional(number, 300)
   })
 
   validation {
