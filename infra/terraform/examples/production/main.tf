@@ -84,7 +84,7 @@ module "control" {
   intake     = { count = 2 }
   dispatcher = { count = 2, cpu = 2048, memory = 4096 }
 
-  gateway = var.gateway == null ? null : merge(var.gateway, { balancer_subnets = module.network.private_subnet_ids })
+  gateway = one([for chosen in var.gateway[*] : merge(chosen, { balancer_subnets = module.network.private_subnet_ids })])
 }
 
 module "workers" {

@@ -54,6 +54,8 @@ locals {
 }
 
 resource "aws_ecs_cluster" "this" {
+  # checkov:skip=CKV_AWS_65: a variable; the smallest installation doesn't pay for them
+
   name = "${var.name}-control"
   tags = var.tags
 
@@ -69,6 +71,8 @@ resource "aws_ecs_cluster_capacity_providers" "this" {
 }
 
 resource "aws_cloudwatch_log_group" "this" {
+  # checkov:skip=CKV_AWS_338: log_retention_days says for how long; what happened to jobs is kept in the bucket, not in logs
+
   for_each = local.services
 
   name              = "/tokenmill/${var.name}/${each.key}"

@@ -1,6 +1,8 @@
 # Connections that were refused: what a break-in, or a rule that is missing, looks like.
 
 resource "aws_cloudwatch_log_group" "flow" {
+  # checkov:skip=CKV_AWS_338: log_retention_days says for how long; what happened to jobs is kept in the bucket, not in logs
+
   count = var.flow_logs ? 1 : 0
 
   name              = "/tokenmill/${var.name}/flow"

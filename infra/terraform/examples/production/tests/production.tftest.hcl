@@ -1,0 +1,92 @@
+# What can't be applied to a local AWS, MSK above all, and what must hold whatever the variables say.
+# Nothing is called: the provider is a mock that knows the real one's schemas and checks.
+
+mock_provider "aws" {
+  source = "../../mocks"
+}
+
+variables {
+  region             = "eu-central-1"
+  availability_zones = ["eu-central-1a", "eu-central-1b", "eu-central-1c"]
+  bucket_name        = "answers"
+  weights_bucket     = "weights"
+  control_image      = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-control@sha256:0000"
+  worker_image       = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-worker@sha256:0000"
+  emails             = ["ops@example.com"]
+  monthly_budget     = 5000
+
+  gateway = {
+    certificate_arn = "arn:aws:acm:eu-central-1:000000000000:certificate/0"
+    allowed_cidrs   = ["10.0.0.0/8"]
+  }
+
+  fleets = {
+    chat = {
+      models = ["llama=s3://weights/llama"]
+      pools = {
+        steady = { purchase = "on_demand", instance_types = ["g6.xlarge"], max_instances = 2, base = 1 }
+        spot   = { purchase = "spot", instance_types = ["g6.xlarge", "g5.xlarge"], max_instances = 6 }
+      }
+      scaling = { min = 1, max = 8 }
+    }
+  }
+}
+
+run "an_installation_with_kafka" {
+  assert {
+    condition     = jsondecode(output.processes["intake"].environment.TOKENMILL_KAFKA__BOOTSTRAP)[2] == "b-3.mock:9098"
+    error_message = "an intake isn't told where Kafka is"
+  }
+
+  assert {
+    condition     = output.processes["intake"].environment.TOKENMILL_KAFKA__MECHANISM == "AWS_MSK_IAM"
+    error_message = "Kafka is not reached by IAM"
+  }
+
+  assert {
+    condition     = output.kafka_cluster_arn == "arn:aws:kafka:eu-central-1:000000000000:cluster/tokenmill/0"
+    error_message = "those who produce aren't told the cluster"
+  }
+
+  assert {
+    condition     = output.gateway.arn_suffix == "app/mock/0"
+    error_message = "nobody is told the balancer"
+  }
+
+  assert {
+    condition     = sort(keys(output.processes)) == tolist(["dispatcher", "gateway", "intake", "worker-chat"])
+    error_message = "processes are missing, or too many"
+  }
+}
+
+run "an_installation_without_kafka_and_http" {
+  variables {
+    kafka   = null
+    gateway = null
+  }
+
+  assert {
+    condition     = output.kafka_cluster_arn == null && output.gateway == null
+    error_message = "there is a cluster, or a balancer, that nobody asked for"
+  }
+
+  assert {
+    condition     = sort(keys(output.processes)) == tolist(["dispatcher", "intake", "worker-chat"])
+    error_message = "processes are missing, or too many"
+  }
+
+  assert {
+    condition     = length([for name in keys(output.processes["intake"].environment) : name if startswith(name, "TOKENMILL_KAFKA")]) == 0
+    error_message = "an intake is told of a Kafka that isn't there"
+  }
+}
+
+run "one_zone_is_not_enough" {
+  command = plan
+
+  variables {
+    availability_zones = ["eu-central-1a"]
+  }
+
+  expect_failures = [var.availability_zones]
+}

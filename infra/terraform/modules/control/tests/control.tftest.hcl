@@ -1,0 +1,79 @@
+mock_provider "aws" {
+  source = "../../mocks"
+}
+
+variables {
+  name          = "tokenmill"
+  vpc_id        = "vpc-1"
+  vpc_cidr      = "10.64.0.0/16"
+  subnet_ids    = ["subnet-a", "subnet-b"]
+  image         = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-control@sha256:0000"
+  bucket_arn    = "arn:aws:s3:::answers"
+  intake_policy = "{}"
+  environment   = { TOKENMILL_ROOT = "s3://answers" }
+  secrets       = { TOKENMILL_REDIS_URL = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:redis" }
+}
+
+run "without_a_gateway" {
+  assert {
+    condition     = keys(aws_ecs_service.this) == ["dispatcher", "intake"] && length(aws_lb.gateway) == 0
+    error_message = "there is HTTP that nobody asked for"
+  }
+
+  assert {
+    condition     = alltrue([for service in aws_ecs_service.this : !service.network_configuration[0].assign_public_ip])
+    error_message = "a process has a public address"
+  }
+
+  assert {
+    condition = alltrue([
+      for task in aws_ecs_task_definition.this :
+      jsondecode(task.container_definitions)[0].readonlyRootFilesystem && jsondecode(task.container_definitions)[0].user == "10001:10001"
+    ])
+    error_message = "a container may write to its image, or is root"
+  }
+
+  assert {
+    condition = alltrue([
+      for task in aws_ecs_task_definition.this :
+      !strcontains(jsonencode(jsondecode(task.container_definitions)[0].environment), "REDIS")
+    ])
+    error_message = "a secret stands in a task definition"
+  }
+}
+
+run "with_a_gateway" {
+  variables {
+    gateway = {
+      certificate_arn  = "arn:aws:acm:eu-central-1:000000000000:certificate/0"
+      allowed_cidrs    = ["10.0.0.0/8"]
+      balancer_subnets = ["subnet-a", "subnet-b"]
+    }
+  }
+
+  assert {
+    condition     = aws_lb.gateway[0].internal
+    error_message = "the internet reaches the balancer"
+  }
+
+  # Else the balancer would now and then send a request into a connection that is just being closed.
+  assert {
+    condition     = aws_lb.gateway[0].idle_timeout < tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS)
+    error_message = "the gateway closes connections before the balancer does"
+  }
+
+  assert {
+    condition     = aws_lb.gateway[0].idle_timeout > tonumber(output.processes["gateway"].environment.TOKENMILL_GATEWAY__REQUEST_SECONDS)
+    error_message = "the balancer gives a request up before the gateway does"
+  }
+
+  assert {
+    condition     = tonumber(aws_lb_target_group.gateway[0].deregistration_delay) <= output.processes["gateway"].stop
+    error_message = "a gateway is killed while the balancer still waits for its answers"
+  }
+
+  assert {
+    condition     = output.processes["gateway"].environment.TOKENMILL_GATEWAY__AUTH == "keys"
+    error_message = "a gateway answers without a key"
+  }
+}

@@ -1,0 +1,66 @@
+mock_provider "aws" {
+  source = "../../mocks"
+}
+
+variables {
+  name               = "tokenmill"
+  availability_zones = ["eu-central-1a", "eu-central-1b", "eu-central-1c"]
+}
+
+run "no_way_out" {
+  variables {
+    interface_endpoints = ["sqs", "logs"]
+  }
+
+  assert {
+    condition     = length(aws_internet_gateway.this) + length(aws_nat_gateway.this) + length(aws_subnet.public) + length(aws_route.private) == 0
+    error_message = "there is a way to the internet"
+  }
+
+  assert {
+    condition     = sort([for endpoint in aws_vpc_endpoint.interface : endpoint.service_name]) == tolist(["com.amazonaws.eu-central-1.logs", "com.amazonaws.eu-central-1.sqs"])
+    error_message = "a service can't be reached"
+  }
+
+  assert {
+    condition     = alltrue([for endpoint in aws_vpc_endpoint.interface : length(endpoint.subnet_ids) == 2])
+    error_message = "endpoints stand in more zones than endpoint_zones says, and each is paid for"
+  }
+
+  assert {
+    condition     = sort([for subnet in aws_subnet.private : subnet.cidr_block]) == tolist(["10.64.0.0/20", "10.64.16.0/20", "10.64.32.0/20"])
+    error_message = "subnets overlap, or are too small"
+  }
+}
+
+run "one_gateway_for_all" {
+  variables {
+    nat = "single"
+  }
+
+  assert {
+    condition     = length(aws_nat_gateway.this) == 1 && length(aws_route.private) == 3
+    error_message = "not every zone goes out by the one gateway"
+  }
+}
+
+run "a_gateway_for_each_zone" {
+  variables {
+    nat = "per_zone"
+  }
+
+  assert {
+    condition     = length(aws_nat_gateway.this) == 3 && length(aws_route.private) == 3
+    error_message = "a zone goes out by another's gateway"
+  }
+}
+
+run "zones_are_different" {
+  command = plan
+
+  variables {
+    availability_zones = ["eu-central-1a", "eu-central-1a"]
+  }
+
+  expect_failures = [var.availability_zones]
+}

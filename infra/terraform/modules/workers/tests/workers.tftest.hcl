@@ -1,0 +1,110 @@
+mock_provider "aws" {
+  source = "../../mocks"
+}
+
+variables {
+  name        = "tokenmill"
+  fleet       = "gpu"
+  vpc_id      = "vpc-1"
+  vpc_cidr    = "10.64.0.0/16"
+  subnet_ids  = ["subnet-a", "subnet-b"]
+  image       = "000000000000.dkr.ecr.eu-central-1.amazonaws.com/tokenmill-worker@sha256:0000"
+  models      = ["llama=s3://weights/llama", "embed=s3://weights/embed"]
+  bucket_arn  = "arn:aws:s3:::answers"
+  environment = { TOKENMILL_ROOT = "s3://answers" }
+  secrets     = { TOKENMILL_REDIS_URL = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:redis" }
+
+  pools = {
+    steady = { purchase = "on_demand", instance_types = ["g6.xlarge"], max_instances = 2, base = 1 }
+    spot   = { purchase = "spot", instance_types = ["g6.xlarge", "g5.xlarge"], max_instances = 6 }
+  }
+
+  scaling = { min = 0, max = 8, target_seconds = 900 }
+}
+
+run "eight_workers" {
+  # 900 s of work are one worker's, 901 s two's, and anything above 6,300 s is all of them's.
+  assert {
+    condition = {
+      for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment :
+      step.scaling_adjustment => "${step.metric_interval_lower_bound}-${coalesce(step.metric_interval_upper_bound, "all")}"
+      } == {
+      1 = "0-900", 2 = "900-1800", 3 = "1800-2700", 4 = "2700-3600"
+      5 = "3600-4500", 6 = "4500-5400", 7 = "5400-6300", 8 = "6300-all"
+    }
+    error_message = "not a step for each worker, or one isn't target_seconds wide"
+  }
+
+  assert {
+    condition     = one([for query in aws_cloudwatch_metric_alarm.work.metric_query : query.expression if query.return_data == true]) == "FILL(m0, 0) + FILL(m1, 0)"
+    error_message = "the work of one of the models is not counted"
+  }
+
+  assert {
+    condition     = alltrue([for group in aws_autoscaling_group.this : group.protect_from_scale_in && group.min_size == 0])
+    error_message = "a machine that works could be ended, or one that doesn't is kept"
+  }
+
+  assert {
+    condition     = [for name, group in aws_autoscaling_group.this : name if group.mixed_instances_policy[0].instances_distribution[0].on_demand_percentage_above_base_capacity == 0] == ["spot"]
+    error_message = "what is bought on demand, or as spot, is not what the pool says"
+  }
+
+  assert {
+    condition     = output.process.environment.TOKENMILL_SPOT_NOTICE == "true" && output.process.stop < 120
+    error_message = "a worker wouldn't hear, or not in time, that its spot instance goes"
+  }
+
+  assert {
+    condition     = alltrue([for template in aws_launch_template.this : template.metadata_options[0].http_tokens == "required" && template.block_device_mappings[0].ebs[0].encrypted == "true"])
+    error_message = "instance metadata is open to all, or a disk is not encrypted"
+  }
+
+  assert {
+    condition     = jsondecode(aws_ecs_task_definition.this.container_definitions)[0].readonlyRootFilesystem && jsondecode(aws_ecs_task_definition.this.container_definitions)[0].user == "10001:10001"
+    error_message = "the container may write to its image, or is root"
+  }
+}
+
+# A policy takes 20 steps at most.
+run "a_hundred_workers" {
+  variables {
+    scaling = { min = 3, max = 100 }
+  }
+
+  assert {
+    condition     = length(aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment) == 20
+    error_message = "more steps than a policy takes"
+  }
+
+  assert {
+    condition     = max([for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment : step.scaling_adjustment]...) == 100
+    error_message = "the largest step isn't all workers"
+  }
+
+  assert {
+    condition     = min([for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment : step.scaling_adjustment]...) == 5
+    error_message = "the least step isn't one twentieth"
+  }
+}
+
+run "no_room_for_a_second_one" {
+  command = plan
+
+  variables {
+    pools   = { one = { purchase = "on_demand", instance_types = ["g6.xlarge"], max_instances = 1 } }
+    scaling = { max = 1 }
+  }
+
+  expect_failures = [aws_ecs_service.this]
+}
+
+run "latest_is_no_version" {
+  command = plan
+
+  variables {
+    image = "registry/tokenmill-worker:latest"
+  }
+
+  expect_failures = [var.image]
+}
