@@ -76,6 +76,7 @@ module "control" {
   bucket_arn         = module.storage.bucket_arn
   kms_key_arns       = [aws_kms_key.this.arn]
   intake_policy      = module.events.intake_policy
+  places             = keys(var.places)
   environment        = local.environment
   secrets            = module.queue.secrets
   container_insights = true

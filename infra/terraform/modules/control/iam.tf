@@ -2,15 +2,17 @@
 # checked against what the processes really ask for (infra/apply_locally.py).
 
 locals {
+  places = [for place in var.places : trimsuffix(place, "/")]
+
   # All may see names, or S3 would answer 403 where it has to answer 404.
   access = {
     intake = {
-      read   = ["active", "announced", "catalog", "close", "deadletters", "incoming", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
+      read   = concat(["active", "announced", "catalog", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"], local.places)
       write  = ["active", "announced", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
       delete = ["announced", "owed"]
     }
     dispatcher = {
-      read   = ["active", "announced", "batches", "catalog", "close", "deadletters", "files", "finalizing", "incoming", "intake", "jobs", "taken", "tenants", "webhooks"]
+      read   = concat(["active", "announced", "batches", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "taken", "tenants", "webhooks"], local.places)
       write  = ["active", "close", "finalizing", "jobs", "tenants", "webhooks"]
       delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "taken", "tenants", "webhooks"]
     }
@@ -113,9 +115,12 @@ data "aws_iam_policy_document" "task" {
   }
 
   statement {
-    sid       = "Read"
-    actions   = ["s3:GetObject", "s3:GetObjectVersion"]
-    resources = [for part in concat(local.access[each.key].read, [".tmp"]) : "${var.bucket_arn}/${part}/*"]
+    sid     = "Read"
+    actions = ["s3:GetObject", "s3:GetObjectVersion"]
+    resources = concat(
+      [for part in concat(local.access[each.key].read, [".tmp"]) : "${var.bucket_arn}/${part}/*"],
+      each.key == "dispatcher" ? ["${var.bucket_arn}/job.json"] : [], # a root may be one job; it looks whether this is
+    )
   }
 
   statement {

@@ -44,6 +44,12 @@ variable "bucket_arn" {
   type        = string
 }
 
+variable "places" {
+  description = "Where files are dropped: prefixes with their slash."
+  type        = set(string)
+  default     = ["incoming/"]
+}
+
 variable "environment" {
   description = "TOKENMILL_ variables of all services: what the other modules say of themselves, and your own settings."
   type        = map(string)

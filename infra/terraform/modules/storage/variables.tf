@@ -26,7 +26,7 @@ variable "noncurrent_days" {
 }
 
 variable "incoming_expire_days" {
-  description = "Removes dropped files so many days after they came. Longer than the longest job may wait and be retried. null: they stay."
+  description = "Removes what was dropped below incoming/ so many days after they came. Longer than the longest job may wait and be retried. null: they stay."
   type        = number
   default     = null
 }

@@ -42,6 +42,22 @@ run "without_a_gateway" {
   }
 }
 
+run "places_of_two_tenants" {
+  variables {
+    places = ["incoming/", "team-a/incoming/"]
+  }
+
+  assert {
+    condition = alltrue([
+      for name in ["intake", "dispatcher"] : alltrue([
+        for place in ["incoming", "team-a/incoming"] :
+        contains(one([for statement in data.aws_iam_policy_document.task[name].statement : statement.resources if statement.sid == "Read"]), "arn:aws:s3:::answers/${place}/*")
+      ])
+    ])
+    error_message = "what a tenant drops may not be read"
+  }
+}
+
 run "with_a_gateway" {
   variables {
     gateway = {
