@@ -20,7 +20,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http lint format bench fleet streams clean
+.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http infra infra-apply lint format bench fleet streams clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,13 @@ simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of w
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
 
+infra: $(VENV)-infra/checkov.stamp  ## check the Terraform: fmt, validate, tests with mocks, checkov (needs terraform on PATH)
+	infra/check.sh
+	$(VENV)-infra/checkov/bin/checkov --quiet --compact --skip-download --framework terraform --directory infra/terraform
+
+infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS on this machine, run the pipeline there, destroy (needs terraform)
+	OMP_NUM_THREADS=1 $(PY) -m infra.apply_locally --ministack $(VENV)-infra/ministack/bin/ministack
+
 lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -88,7 +95,7 @@ streams: $(VENV)/.dev.stamp  ## a thousand streams on one gateway, real processe
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
 clean:  ## remove what was built; keeps the model cache
-	rm -rf $(VENV) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-infra out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.pip.stamp:
@@ -109,4 +116,9 @@ $(VENV)/.dev.stamp: $(VENV)/.run.stamp
 
 $(VENV)/.browser.stamp: $(VENV)/.dev.stamp
 	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group browser
+	@touch $@
+
+$(VENV)-infra/%.stamp: infra/%.txt
+	$(PYTHON) -m venv $(VENV)-infra/$*
+	$(VENV)-infra/$*/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --requirement $<
 	@touch $@

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# fmt, init, validate and test of each module and example, in a copy, so that nothing of it stays in the repository.
+# TERRAFORM_PLUGINS may name a folder with the provider, where no registry can be reached.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/terraform"
+
+command -v terraform >/dev/null || {
+  echo "error: terraform is missing: 1.11 or newer, from https://developer.hashicorp.com/terraform/install" >&2
+  exit 1
+}
+# A CLI configuration that isn't there is a warning with each command.
+[[ -e "${TF_CLI_CONFIG_FILE:-/}" ]] || unset TF_CLI_CONFIG_FILE
+export CHECKPOINT_DISABLE=1 TF_IN_AUTOMATION=1
+
+terraform fmt -check -diff -recursive .
+
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -r . "$copy/terraform"
+cd "$copy/terraform"
+export TF_PLUGIN_CACHE_DIR="$copy/plugins"
+mkdir "$TF_PLUGIN_CACHE_DIR"
+for folder in modules/* examples/*; do
+  echo "$folder"
+  plugins=(${TERRAFORM_PLUGINS:+-plugin-dir="$TERRAFORM_PLUGINS"})
+  terraform -chdir="$folder" init -no-color -input=false "${plugins[@]}" >init.log || { cat init.log; exit 1; }
+  terraform -chdir="$folder" validate -no-color >/dev/null
+  if [[ -d "$folder/tests" ]]; then
+    terraform -chdir="$folder" test -no-color
+  else
+    echo "  valid; no tests of its own"
+  fi
+done

@@ -1,0 +1,101 @@
+"""What judges the local installation: policies held against requests, and the ranges that are cut out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from infra.iam_check import Policy, Right, denied, rights_for
+from infra.local_aws import Asked, cut_out
+
+
+def asked(service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any) -> Asked:
+    fields = {"target": "", "body": b"", "status": 200} | more
+    return Asked("intake", service, method, path, query or {}, **fields)
+
+
+def policy(*statements: dict[str, Any]) -> Policy:
+    return Policy(json.dumps({"Statement": list(statements)}))
+
+
+READ = {"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": "arn:aws:s3:::b/jobs/*"}
+LIST = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::b"}
+
+
+def test_given_reads_when_the_policy_covers_only_some_then_the_others_are_denied() -> None:
+    requests = [asked("s3", "GET", "/b/jobs/1"), asked("s3", "GET", "/b/files/1"), asked("s3", "PUT", "/b/jobs/1")]
+    assert denied(policy(READ), requests) == [
+        Right("s3:GetObject", "arn:aws:s3:::b/files/1"),
+        Right("s3:PutObject", "arn:aws:s3:::b/jobs/1"),
+    ]
+
+
+def test_given_nothing_at_a_key_then_the_right_to_list_is_needed_too() -> None:
+    absent = asked("s3", "GET", "/b/jobs/1", status=404)
+    assert denied(policy(READ), [absent]) == [Right("s3:ListBucket", "arn:aws:s3:::b")]
+    assert denied(policy(READ, LIST), [absent]) == []
+
+
+def test_given_one_version_is_asked_for_then_that_is_a_right_of_its_own() -> None:
+    assert denied(policy(READ), [asked("s3", "GET", "/b/jobs/1", {"versionId": ["v"]})]) == [
+        Right("s3:GetObjectVersion", "arn:aws:s3:::b/jobs/1")
+    ]
+
+
+def test_given_many_objects_are_deleted_at_once_then_each_needs_the_right() -> None:
+    body = b"<Delete><Object><Key>jobs/1</Key></Object><Object><Key>keys/2</Key></Object></Delete>"
+    allowed = policy({"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "arn:aws:s3:::b/jobs/*"})
+    assert denied(allowed, [asked("s3", "POST", "/b", {"delete": [""]}, body=body)]) == [
+        Right("s3:DeleteObject", "arn:aws:s3:::b/keys/2")
+    ]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_given_metrics_of_another_namespace_then_the_condition_denies_them(pack: Any) -> None:
+    statement = {
+        "Effect": "Allow", "Action": "cloudwatch:PutMetricData", "Resource": "*",
+        "Condition": {"StringEquals": {"cloudwatch:namespace": "tokenmill"}},
+    }  # fmt: skip
+
+    def told(namespace: str) -> Asked:
+        body = pack(json.dumps({"Namespace": namespace}).encode())
+        return asked("monitoring", "POST", "/", target="GraniteServiceVersion20100801.PutMetricData", body=body)
+
+    assert denied(policy(statement), [told("tokenmill")]) == []
+    assert [right.action for right in denied(policy(statement), [told("elsewhere")])] == ["cloudwatch:PutMetricData"]
+
+
+def test_given_a_denial_then_it_wins() -> None:
+    never = {"Effect": "Deny", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::b/jobs/secret"}
+    assert not policy(READ, never).allows(Right("s3:GetObject", "arn:aws:s3:::b/jobs/secret"))
+    assert policy(READ, never).allows(Right("s3:GetObject", "arn:aws:s3:::b/jobs/1"))
+
+
+def test_given_rights_that_nobody_needed_then_they_are_told() -> None:
+    made = policy(READ, LIST)
+    assert denied(made, [asked("s3", "GET", "/b/jobs/1")]) == []
+    assert made.unused() == [("s3:ListBucket", "arn:aws:s3:::b")]
+
+
+def test_given_messages_in_a_batch_then_the_right_is_that_to_one() -> None:
+    body = json.dumps({"QueueUrl": "http://here/000000000000/drops"}).encode()
+    request = asked("sqs", "POST", "/", target="AmazonSQS.DeleteMessageBatch", body=body)
+    assert list(rights_for(request)) == [Right("sqs:DeleteMessage", "arn:aws:sqs:us-east-1:000000000000:drops")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "part", "told"),
+    [
+        ("bytes=2-4", b"234", "2-4"),
+        ("bytes=-3", b"789", "7-9"),
+        ("bytes=7-", b"789", "7-9"),
+        ("bytes=8-99", b"89", "8-9"),
+    ],
+)
+def test_given_a_range_that_was_overlooked_then_it_is_cut_out(wanted: str, part: bytes, told: str) -> None:
+    status, headers, body = cut_out(wanted, [("ETag", "e"), ("x-amz-checksum-crc32", "of the whole")], b"0123456789")
+    assert (status, body) == (206, part)
+    assert dict(headers) == {"ETag": "e", "Content-Range": f"bytes {told}/10"}

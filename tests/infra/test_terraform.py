@@ -1,0 +1,63 @@
+"""What of the Terraform can be held to the code without Terraform."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from schemas.settings import Settings
+
+TERRAFORM = Path(__file__).parents[2] / "infra/terraform"
+BEYOND_SETTINGS = {"TOKENMILL_ROOT", "TOKENMILL_NATIVE_CACHE"}
+"""Read elsewhere: the root is the commands' option, the cache the engine's."""
+
+
+def named() -> set[str]:
+    """Variables of ours that any module or example sets."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TERRAFORM.rglob("*.tf"))
+    return set(re.findall(r"\bTOKENMILL_[A-Z0-9_]*[A-Z0-9]\b", text))
+
+
+def test_given_the_variables_of_containers_when_our_settings_are_asked_then_each_is_one() -> None:
+    found = named()
+    assert len(found) > 15
+    assert {"TOKENMILL_BUCKET__QUEUE_URL", "TOKENMILL_KAFKA__BOOTSTRAP", "TOKENMILL_REDIS_URL"} <= found
+    assert sorted(name for name in found - BEYOND_SETTINGS if not is_setting(name)) == []
+
+
+def is_setting(variable: str) -> bool:
+    model: type[BaseModel] = Settings
+    *groups, last = variable.removeprefix("TOKENMILL_").lower().split("__")
+    for group in groups:
+        field = model.model_fields.get(group)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return False
+        model = field.annotation
+    return last in model.model_fields
+
+
+@pytest.mark.parametrize("name", ["TOKENMILL_KAFKA__BOOTSTRAPS", "TOKENMILL_NO__SUCH", "TOKENMILL_NOTHING"])
+def test_given_a_variable_that_is_none_of_ours_then_the_check_sees_it(name: str) -> None:
+    assert not is_setting(name)
+
+
+def test_given_the_examples_then_both_pin_the_same_provider() -> None:
+    versions = {path: path.read_text(encoding="utf-8") for path in TERRAFORM.glob("examples/*/versions.tf")}
+    pins = {
+        path.parent.name: re.findall(r'^ +version += "(.+)"', text, re.MULTILINE) for path, text in versions.items()
+    }
+    assert pins == {"minimal": ["5.100.0"], "production": ["5.100.0"]}
+
+
+def test_given_checkov_waivers_then_each_says_why() -> None:
+    waivers = [
+        line.strip()
+        for path in TERRAFORM.rglob("*.tf")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "checkov:skip" in line
+    ]
+    assert waivers
+    assert [line for line in waivers if not re.match(r"# checkov:skip=CKV2?_AWS_\d+:.{8,}", line)] == []
