@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.costs import UnknownPrice, costs, table
+from infra.costs import PRICES, UnknownPrice, costs, table
 
 
 def resource(address: str, **values: Any) -> dict[str, Any]:
@@ -94,3 +95,8 @@ def test_given_a_machine_without_a_price_then_it_is_an_error_and_not_nothing() -
 def test_given_a_first_plan_then_endpoints_say_that_their_zones_are_not_known_yet() -> None:
     with pytest.raises(UnknownPrice, match="after apply"):
         dollars(resource('module.network.aws_vpc_endpoint.interface["sqs"]', vpc_endpoint_type="Interface"))
+
+
+def test_given_prices_of_a_day_then_the_page_tells_that_day() -> None:
+    page = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8")
+    assert f"(of {PRICES['as_of']};" in page
