@@ -64,9 +64,13 @@ simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of w
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
 
-infra: $(VENV)-infra/checkov.stamp  ## check the Terraform: fmt, validate, tests with mocks, checkov (needs terraform on PATH)
+infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml: fmt, validate, tests with mocks, checkov, hadolint (needs terraform)
 	infra/check.sh
-	$(VENV)-infra/checkov/bin/checkov --quiet --compact --skip-download --framework terraform --directory infra/terraform
+	$(VENV)-infra/linters/bin/checkov --quiet --compact --skip-download --framework terraform --directory infra/terraform
+	$(VENV)-infra/linters/bin/hadolint infra/images/*.Dockerfile
+	@if docker compose version >/dev/null 2>&1; then docker compose config --quiet; \
+	elif command -v docker-compose >/dev/null; then docker-compose config --quiet; \
+	else echo "skipped: compose.yaml, since docker compose is not installed"; fi
 
 infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS on this machine, run the pipeline there, destroy (needs terraform)
 	OMP_NUM_THREADS=1 $(PY) -m infra.apply_locally --ministack $(VENV)-infra/ministack/bin/ministack

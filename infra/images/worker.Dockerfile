@@ -1,0 +1,56 @@
+# A worker: an engine, its model, its kernels. A compiler stays in the image, since kernels are compiled for the machine
+# that they run on. Not root; its root may be read-only: it writes to /cache (weights, kernels) and /tmp.
+#
+#   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker .
+#
+# For machines without a GPU, some gigabytes smaller:
+#
+#   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker-cpu \
+#     --build-arg BASE=ubuntu:24.04 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
+
+# CUDA's libraries come with torch; the base has what joins them to the driver.
+# The tag is in BASE, which hadolint doesn't look into (DL3006).
+ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
+
+# hadolint ignore=DL3006
+FROM ${BASE} AS python
+# Ubuntu keeps only the newest build of a package, so a pin would break with the next security update (DL3008).
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM python AS build
+ARG TORCH_INDEX=
+WORKDIR /src
+RUN python3 -m venv /opt/tokenmill
+COPY infra/images/constraints.txt ./
+# Alone in its layer: it is most of the image, and changes least.
+RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
+      ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY schemas schemas
+COPY pipeline pipeline
+COPY engine engine
+COPY workers workers
+COPY tokenmill tokenmill
+RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
+      ".[aws,engine,metrics,redis]"
+
+FROM python
+RUN groupadd --gid 10001 tokenmill \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tokenmill \
+    && install -d -o 10001 -g 10001 -m 0750 /cache
+COPY --from=build /opt/tokenmill /opt/tokenmill
+ENV PATH=/opt/tokenmill/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    TOKENMILL_MODEL_CACHE=/cache/models \
+    TOKENMILL_NATIVE_CACHE=/cache/native \
+    TRITON_CACHE_DIR=/cache/triton \
+    XDG_CACHE_HOME=/cache/xdg
+VOLUME ["/cache", "/tmp"]
+USER 10001:10001
+WORKDIR /tmp
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["tokenmill"]
