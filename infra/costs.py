@@ -40,7 +40,14 @@ def costs(document: Mapping[str, Any]) -> list[Cost]:
     """Of all that a `terraform show -json` document holds. Raises `UnknownPrice`."""
     values = document.get("planned_values") or document["values"]
     resources = {one["address"]: one for one in _resources(values["root_module"]) if one["mode"] == "managed"}
-    return [cost for address, one in resources.items() for cost in _of(address, one["values"], one["type"], resources)]
+    found = []
+    for address, one in resources.items():
+        if one["type"] == "aws_vpc_endpoint":
+            zones = len(one["values"].get("subnet_ids") or ()) or _planned_zones(document, resources)
+            found += _endpoint(address, one["values"], zones)
+        else:
+            found += _of(address, one.get("values", {}), one["type"], resources)
+    return found
 
 
 def table(found: list[Cost]) -> list[str]:
@@ -68,17 +75,33 @@ def _resources(module: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from _resources(child)
 
 
+def _endpoint(address: str, values: Mapping[str, Any], zones: int | None) -> Iterator[Cost]:
+    if values["vpc_endpoint_type"] == "Interface":
+        if zones is None:
+            raise UnknownPrice(f"{address}: in how many zones it stands is only known after apply")
+        yield Cost(address.split(".")[1], "interface endpoints", zones * _hourly("interface_endpoint_zone"))
+
+
+def _planned_zones(document: Mapping[str, Any], resources: Mapping[str, Any]) -> int | None:
+    """In how many zones interface endpoints will stand: a first plan knows no subnet, but how many there will be."""
+    calls = document.get("configuration", {}).get("root_module", {}).get("module_calls", {})
+    network = calls.get("network", {})
+    given = network.get("expressions", {}).get("endpoint_zones")
+    if given is None:
+        given = {
+            "constant_value": network.get("module", {}).get("variables", {}).get("endpoint_zones", {}).get("default")
+        }
+    most = given.get("constant_value")
+    subnets = sum(1 for address in resources if ".aws_subnet.private[" in address)
+    return None if most is None or not subnets else min(int(most), subnets)
+
+
 def _of(address: str, values: Mapping[str, Any], kind: str, all_of_them: Mapping[str, Any]) -> Iterator[Cost]:
     part = address.split(".")[1] if address.startswith("module.") else "root"
     if kind == "aws_nat_gateway":
         yield Cost(part, "NAT", _hourly("nat_gateway"))
     elif kind == "aws_eip":
         yield Cost(part, "NAT", _hourly("public_ipv4"))
-    elif kind == "aws_vpc_endpoint" and values["vpc_endpoint_type"] == "Interface":
-        zones = len(values.get("subnet_ids") or [])
-        if not zones:
-            raise UnknownPrice(f"{address}: in how many zones it stands is known after apply; give a state")
-        yield Cost(part, "interface endpoints", zones * _hourly("interface_endpoint_zone"))
     elif kind == "aws_lb":
         yield Cost(part, "balancer", _hourly("load_balancer"))
     elif kind == "aws_ecs_service" and ".aws_ecs_service.this[" in address:

@@ -92,9 +92,30 @@ def test_given_a_machine_without_a_price_then_it_is_an_error_and_not_nothing() -
         )
 
 
-def test_given_a_first_plan_then_endpoints_say_that_their_zones_are_not_known_yet() -> None:
+FIRST = resource('module.network.aws_vpc_endpoint.interface["sqs"]', vpc_endpoint_type="Interface")
+SUBNETS = [resource(f'module.network.aws_subnet.private["{zone}"]') for zone in "abc"]
+
+
+def first_plan(zones: dict[str, Any]) -> dict[str, Any]:
+    variables = {"endpoint_zones": {"default": 2}}
+    call = {"expressions": zones, "module": {"variables": variables}}
+    return document(FIRST, *SUBNETS) | {"configuration": {"root_module": {"module_calls": {"network": call}}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "zones"),
+    [({}, 2), ({"endpoint_zones": {"constant_value": 1}}, 1), ({"endpoint_zones": {"constant_value": 6}}, 3)],
+)
+def test_given_a_first_plan_then_endpoints_stand_in_as_many_zones_as_they_will(
+    given: dict[str, Any], zones: int
+) -> None:
+    (cost,) = costs(first_plan(given))
+    assert cost.dollars == pytest.approx(zones * 0.01)
+
+
+def test_given_a_first_plan_that_does_not_say_the_zones_then_it_is_an_error() -> None:
     with pytest.raises(UnknownPrice, match="after apply"):
-        dollars(resource('module.network.aws_vpc_endpoint.interface["sqs"]', vpc_endpoint_type="Interface"))
+        costs(first_plan({"endpoint_zones": {"references": ["var.zones"]}}))
 
 
 def test_given_prices_of_a_day_then_the_page_tells_that_day() -> None:
