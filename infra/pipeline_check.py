@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import ssl
@@ -130,20 +131,33 @@ class Installation:
         pages = self.aws.client("s3").get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
         return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
-    def stop(self) -> dict[str, tuple[int, float, float]]:
-        """Tell all to end, as ECS does; exit code, seconds that it took, and that it may take."""
-        ends = {}
-        for name in list(self.processes):
-            process, begun = self.processes.pop(name), time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            allowed = float(self.outputs["processes"][name]["stop"])
-            try:
-                code = process.wait(allowed)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = -9
-            ends[name] = (code, time.monotonic() - begun, allowed)
-        return ends
+    def outcomes(self) -> list[str]:
+        """Ids of the jobs that have ended."""
+        return [key.split("/")[1] for key in self.keys("jobs/") if key.endswith("/manifest.json")]
+
+    def listed(self, place: str, since: int = 0) -> bool:
+        """Whether an intake has looked for drops there by listing, after the first `since` requests."""
+        return any(
+            asked.key == "intake" and asked.service == "s3" and asked.query.get("prefix", [""])[0].startswith(place)
+            for asked in self.aws.asked[since:]
+            if not asked.path.strip("/").partition("/")[2]
+        )
+
+    def stop_all(self) -> dict[str, tuple[int, float, float]]:
+        """Each by `stop`."""
+        return {name: self.stop(name) for name in list(self.processes)}
+
+    def stop(self, name: str) -> tuple[int, float, float]:
+        """Tell it to end, as ECS does; exit code, seconds that it took, and that it may take."""
+        process, begun = self.processes.pop(name), time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        allowed = float(self.outputs["processes"][name]["stop"])
+        try:
+            code = process.wait(allowed)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = -9
+        return code, time.monotonic() - begun, allowed
 
 
 @contextmanager
@@ -199,18 +213,44 @@ def drop_a_file(made: Installation, model: Path, name: str, place: str) -> str:
     data, bodies = requests(name)
     before = len(made.aws.asked)
     made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{place}rows.jsonl", Body=data)
-    manifest = made.wait(
-        lambda: next((key for key in made.keys("jobs/") if key.endswith("/manifest.json")), None), "the job did not end"
-    )
-    job = str(manifest).split("/")[1]
+    job = str(made.wait(made.outcomes, "the job did not end")[0])
     check_results(made, job, Answers(model).texts(bodies))
     messages = [asked for asked in made.aws.asked[before:] if asked.key == "intake" and asked.service == "sqs"]
     assert any(asked.target.endswith("DeleteMessage") for asked in messages), "no message came over the queue"
+    assert not made.listed(place, since=before), "a listing may have found it before the queue told of it"
     return job
 
 
+def wake_from_none(made: Installation, model: Path, name: str, place: str, worker: str) -> tuple[float, int]:
+    """A file dropped while no worker lives: the seconds of work that CloudWatch is told of, and how many workers the
+    applied policy starts for them; one is started, and does it. Raises `AssertionError`."""
+    code, _, _ = made.stop(worker)
+    assert code == 0, f"{worker} ended with {code}"
+    data, bodies = requests(name)
+    ended = set(made.outcomes())
+    made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{place}later.jsonl", Body=data)
+    seconds = float(made.wait(lambda: backlog_was_told(made, name), "CloudWatch was told of no work"))
+    made.start(worker)
+    (job,) = made.wait(lambda: set(made.outcomes()) - ended, "the job did not end")
+    check_results(made, str(job), Answers(model).texts(bodies))
+    return seconds, workers_for(made, seconds)
+
+
+def workers_for(made: Installation, seconds: float) -> int:
+    """What the applied step policy sets, for so many seconds of work above its alarm's threshold of none."""
+    policies = made.aws.moto.client("application-autoscaling").describe_scaling_policies(ServiceNamespace="ecs")
+    (policy,) = (one for one in policies["ScalingPolicies"] if one["PolicyName"].endswith("-work"))
+    configuration = policy["StepScalingPolicyConfiguration"]
+    assert configuration["AdjustmentType"] == "ExactCapacity", configuration
+    return next(
+        int(step["ScalingAdjustment"])
+        for step in configuration["StepAdjustments"]
+        if step["MetricIntervalLowerBound"] <= seconds < step.get("MetricIntervalUpperBound", math.inf)
+    )
+
+
 def backlog_was_told(made: Installation, model: str) -> float:
-    """The most seconds of work that CloudWatch heard of. Raises `AssertionError`."""
+    """The most seconds of work that CloudWatch heard of; 0: of none."""
     settings = made.outputs["processes"]["dispatcher"]["environment"]
     dimensions = {"Installation": settings["TOKENMILL_CLOUDWATCH__INSTALLATION"], "Model": model}
     now = datetime.now(UTC)
@@ -223,8 +263,7 @@ def backlog_was_told(made: Installation, model: str) -> float:
         Period=3600,
         Statistics=["Maximum"],
     )
-    assert answer["Datapoints"], "CloudWatch has heard of no backlog"
-    return max(float(point["Maximum"]) for point in answer["Datapoints"])
+    return max((float(point["Maximum"]) for point in answer["Datapoints"]), default=0.0)
 
 
 def take_the_spot_instance(made: Installation, name: str) -> float:

@@ -19,8 +19,9 @@ from pipeline.backlog_figures import BacklogFigures, BacklogLook, BacklogTeller,
 from pipeline.catalog import Catalog
 from pipeline.inputs import pin_uri
 from pipeline.intake import Intake, JobDraft
+from pipeline.open_work import OpenJob, OpenWork
 from pipeline.ports import WorkerState, World
-from schemas.job import CatalogEntry, Job, ModelPin
+from schemas.job import CatalogEntry, Job, JobStatus, ModelPin
 from schemas.options import JobOptions
 from tests.servers.moto import MotoServer
 
@@ -106,6 +107,20 @@ def test_given_workers_that_went_then_their_speed_is_remembered(house: House) ->
 def test_given_a_job_of_two_models_then_it_waits_for_both(house: House) -> None:
     tokens = house.submit("both", "m", "other").input.size // 4
     assert (house.of("m").tokens, house.of("other").tokens) == (tokens, tokens)
+
+
+def test_given_a_job_that_nobody_took_up_then_it_is_open_and_validating(house: House) -> None:
+    job = house.submit("one", "m")
+    assert OpenWork(house.store).look().jobs == [OpenJob(job, JobStatus.VALIDATING, job.input.size // 4)]
+
+
+def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.submit("one", "m")
+    house.submit("two", "m")
+    assert not OpenWork(house.store).look().more
+    monkeypatch.setattr("pipeline.open_work.MOST_JOBS", 1)
+    found = OpenWork(house.store).look()
+    assert (len(found.jobs), found.more) == (1, True)
 
 
 @pytest.fixture
