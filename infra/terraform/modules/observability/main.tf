@@ -262,7 +262,7 @@ resource "aws_budgets_budget" "month" {
 
     content {
       name   = "TagKeyValue"
-      values = ["user:${cost_filter.value[0]}$${cost_filter.value[1]}"]
+      values = [format("user:%s$%s", cost_filter.value[0], cost_filter.value[1])]
     }
   }
 

@@ -1,0 +1,70 @@
+mock_provider "aws" {
+  source = "../../mocks"
+}
+
+variables {
+  name                   = "tokenmill"
+  queue_name             = "tokenmill-drops"
+  dead_letter_queue_name = "tokenmill-drops-dead"
+  redis_node_ids         = ["tokenmill-redis-001"]
+  control                = { cluster_name = "tokenmill-control", service_names = ["dispatcher", "intake"] }
+  fleets                 = { gpu = { model_names = ["owner/llama", "embed"] } }
+}
+
+run "the_least" {
+  assert {
+    condition     = sort(keys(aws_cloudwatch_metric_alarm.backlog)) == tolist(["gpu-embed", "gpu-owner/llama"])
+    error_message = "nobody is told when a model's work waits for too long"
+  }
+
+  assert {
+    condition = alltrue([
+      for alarm in concat(
+        values(aws_cloudwatch_metric_alarm.backlog), values(aws_cloudwatch_metric_alarm.not_running),
+        values(aws_cloudwatch_metric_alarm.redis_memory),
+        [aws_cloudwatch_metric_alarm.dead_letters, aws_cloudwatch_metric_alarm.drops_wait, aws_cloudwatch_metric_alarm.silence],
+      ) : alarm.alarm_actions == toset([aws_sns_topic.alarms.arn])
+    ])
+    error_message = "an alarm tells nobody"
+  }
+
+  assert {
+    condition     = aws_cloudwatch_metric_alarm.silence.treat_missing_data == "breaching" && alltrue([for alarm in aws_cloudwatch_metric_alarm.not_running : alarm.treat_missing_data == "breaching"])
+    error_message = "what doesn't run at all is taken for well"
+  }
+
+  assert {
+    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 7
+    error_message = "the dashboard lacks a graph"
+  }
+
+  assert {
+    condition     = length(aws_budgets_budget.month) + length(aws_cloudwatch_metric_alarm.no_gateway) + length(aws_cloudwatch_metric_alarm.kafka_disk) == 0
+    error_message = "there are alarms of things that aren't there"
+  }
+}
+
+run "with_everything" {
+  variables {
+    balancer       = { arn_suffix = "app/gateway/0", target_group_suffix = "targetgroup/gateway/0" }
+    kafka          = { cluster_name = "tokenmill", brokers = 3 }
+    monthly_budget = 1000
+    budget_tag     = "Installation=tokenmill"
+    emails         = ["ops@example.com"]
+  }
+
+  assert {
+    condition     = keys(aws_cloudwatch_metric_alarm.kafka_disk) == ["broker-1", "broker-2", "broker-3"] && length(aws_cloudwatch_metric_alarm.no_gateway) == 1
+    error_message = "a broker's disk, or the gateways, aren't watched"
+  }
+
+  assert {
+    condition     = one([for filter in aws_budgets_budget.month[0].cost_filter : filter.values]) == tolist(["user:Installation$tokenmill"])
+    error_message = "the budget counts something else"
+  }
+
+  assert {
+    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 8
+    error_message = "the dashboard says nothing of HTTP"
+  }
+}
