@@ -22,6 +22,7 @@ from schemas.results import ResultRow
 from workers.constraints import shown_tokens
 from workers.content_policies import Guard
 from workers.detokenizer import IncrementalDetokenizer
+from workers.embedding import embedding_results
 from workers.lane_requests import PREFIX
 from workers.logprobs import TokenTexts, chat_logprobs
 from workers.policy_gate import PolicyGate, part
@@ -154,7 +155,7 @@ class LaneAnswer:
             return self.failed(error)
         computed = ComputedRow(row, completion, refused)
         if isinstance(row.body, EmbeddingBody):
-            return [self._end(_response(builder.results([computed], envelope)))]
+            return [self._end(_response(embedding_results(computed, envelope)))]
         (texts,) = builder.answer_texts([computed])
         try:
             withheld = withheld_choices(computed, texts)

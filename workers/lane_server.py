@@ -5,7 +5,8 @@ hands them over in batches, and says every few seconds which requests are held h
 them nobody wants any more. In between, on the thread that steps the engine, the loop asks once a turn (`Beside`).
 
 A request ends with a response, an error, or by being handed back; if the process dies, the lane notices. One whose step
-failed is computed once more: another row may have been to blame, and is found by then (`workers.trials`).
+failed is computed once more: another row may have been to blame, and is found by then (`workers.trials`). What nobody
+foresaw about a request is that request's error.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from workers.model_host import LoadedModel
 from workers.responses import ResponseBuilder
 from workers.resumption import resume_failed
 from workers.rows import Envelope, PreparedRow
+from workers.unforeseen import unforeseen
 
 _TAKE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 1.0
@@ -69,12 +71,14 @@ class LaneServing:
 
 @dataclass(slots=True)
 class _Open:
-    """A request here. `given`: choice -> tokens that were passed on; `begun`: whether there were any."""
+    """A request here. `given`: choice -> tokens that were passed on; `begun`: whether there were any; `failed`: its end
+    is told, whatever the engine still says of it."""
 
     answer: LaneAnswer
     row: PreparedRow
     given: dict[int, int] = field(default_factory=dict)
     begun: bool = False
+    failed: bool = False
     tries: int = 1
 
     @property
@@ -316,9 +320,9 @@ class LaneServer:
         except RowError as error:
             self._news.put(partial(refusal, request, error))
             return
-        except Exception as error:
-            logger.exception("a request could not be prepared", request=request.id)
-            self._news.put(partial(refusal, request, _unforeseen(error)))
+        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
+            failure = unforeseen(error, "a request could not be prepared", request.id)
+            self._news.put(partial(refusal, request, failure))
             return
         given = {choice.index: len(choice.token_ids) for choice in row.request.partial}
         with self._changed:
@@ -362,20 +366,29 @@ class LaneServer:
             return news, False
 
     def _grown(self, opened: _Open, new: Sequence[PartialChoice]) -> Sequence[LaneEvent]:
-        """Tell of new tokens. A choice that a policy refuses is not to be computed any further."""
-        events = opened.answer.grown(new)
+        """Tell of new tokens. A choice that a policy refuses is not to be computed any further, nor is a request whose
+        tokens can't be told."""
+        if opened.failed:
+            return ()
+        try:
+            events = opened.answer.grown(new)
+        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
+            opened.failed = True
+            self._unwant(opened.request.id, opened.request.attempt)
+            return opened.answer.failed(unforeseen(error, "tokens could not be told", opened.request.id))
         for choice in (choice.index for choice in new if opened.answer.refuses(choice.index)):
             self._refused.append((opened.row.request.request_id, choice))
         return events
 
     def _ended(self, opened: _Open, completion: Completion) -> Sequence[LaneEvent]:
         request = opened.request
+        if opened.failed:
+            return ()
         envelope = Envelope(f"{PREFIX}{request.id}", self._clock.now(), request.attempt, self._wall)
         try:
             return opened.answer.ended(opened.row, completion, self._builder, envelope)
-        except Exception as error:
-            logger.exception("a response could not be made", request=request.id)
-            return opened.answer.failed(_unforeseen(error))
+        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
+            return opened.answer.failed(unforeseen(error, "a response could not be made", request.id))
 
     def _wall(self, seconds: float) -> datetime:
         """UTC of a time on the engine's clock."""
@@ -422,10 +435,6 @@ class LaneServer:
         except BaseException as error:  # noqa: BLE001 - raised again by `turn`
             self._failure = error
             self._wake.set()
-
-
-def _unforeseen(error: Exception) -> RowError:
-    return RowError(RowErrorCode.ENGINE_ERROR, f"the worker failed with it: {type(error).__name__}: {error}"[:1000])
 
 
 def _rounded(value: float | dict[str, float]) -> float | dict[str, float]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import orjson
+import structlog
 
 from engine.request import Choice, Completion, FinishReason
 from schemas.errors import RowError, RowErrorCode
@@ -26,6 +28,7 @@ from workers.tokenizer import Tokenizer
 from workers.tool_calls import CallIds, split_answer
 from workers.tool_formats import find_tool_format
 from workers.translate import StopWatchers
+from workers.unforeseen import unforeseen
 
 FAILURES: Final = {
     FinishReason.TIMEOUT: RowErrorCode.REQUEST_TIMEOUT,
@@ -40,10 +43,11 @@ MESSAGES: Final = {
     FinishReason.ERROR: "the engine could not compute the answer",
 }
 
-
 CONTENT_FILTER: Final = "content_filter"
 """Finish reason of a choice whose text is withheld. As with OpenAI and Azure the response is none the less an answer,
 with its usage and its other choices: status 200, and no text where the text was."""
+
+logger = structlog.get_logger(__name__)
 
 
 def failure_of(completion: Completion, withheld: frozenset[int] = frozenset()) -> RowError | None:
@@ -71,7 +75,7 @@ class ResponseBuilder:
         self._form = find_tool_format(tokenizer)
 
     def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
-        """One result for each row and each copy."""
+        """One result for each row and each copy. A row whose result can't be made has failed."""
         answered: list[ComputedRow] = []
         results: list[ResultRow] = []
         for row in rows:
@@ -80,17 +84,26 @@ class ResponseBuilder:
             elif (error := failure_of(row.completion, row.withheld)) is not None:
                 results += _failed(row, error, envelope)
             elif isinstance(row.prepared.body, EmbeddingBody):
-                results += embedding_results(row, envelope)
+                results += _made(row, envelope, partial(embedding_results, row, envelope))
             else:
                 answered.append(row)
-        for row, texts in zip(answered, self.answer_texts(answered), strict=True):
-            try:
-                withheld = withheld_choices(row, texts)
-            except RowError as error:
-                results += _failed(row, error, envelope)
-            else:
-                results += self.answered(row, texts, withheld, envelope)
+        for row, texts in zip(answered, self._texts_together(answered), strict=True):
+            results += _made(row, envelope, partial(self._answer, row, texts, envelope))
         return results
+
+    def _texts_together(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
+        """The texts of each row; None: one of them can't be read, so each is to be read by itself."""
+        try:
+            return self.answer_texts(rows)
+        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
+            logger.warning("answers can't be read together", rows=len(rows), error=type(error).__name__)
+            return [None] * len(rows)
+
+    def _answer(self, row: ComputedRow, texts: list[str] | None, envelope: Envelope) -> list[ResultRow]:
+        """The results of a row with an answer. Raises `RowError` where it can't be judged."""
+        if texts is None:
+            (texts,) = self.answer_texts([row])
+        return self.answered(row, texts, withheld_choices(row, texts), envelope)
 
     def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
         """The text of each choice of each row, calls and all."""
@@ -226,6 +239,19 @@ def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, A
     message = {"role": "assistant", "content": None, "refusal": None}
     what: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
     return {"index": index, **what, "logprobs": None, "finish_reason": CONTENT_FILTER}
+
+
+def _made(row: ComputedRow, envelope: Envelope, make: Callable[[], list[ResultRow]]) -> list[ResultRow]:
+    """The results of a row; those of its failure, if they can't be made."""
+    try:
+        return make()
+    except RowError as error:
+        return _failed(row, error, envelope)
+    except MemoryError:  # the machine's, and no row's
+        raise
+    except Exception as error:  # noqa: BLE001 - the row's own
+        name = f"{envelope.job}/{row.prepared.names[0].row}"
+        return _failed(row, unforeseen(error, "a result could not be made", name), envelope)
 
 
 def _failed(row: ComputedRow, error: RowError, envelope: Envelope) -> list[ResultRow]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import structlog
 from pydantic import ValidationError
 
 from pipeline.worker_api import ShardWork
@@ -25,6 +26,7 @@ from workers.resumption import resume
 from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import TokenIds
 from workers.translate import PRIORITIES, JobRules, RowHints, Translator
+from workers.unforeseen import unforeseen
 
 HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
@@ -32,6 +34,8 @@ COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
 CONDEMNED_AFTER: Final = 2
 """Deaths of a process that computed one row and no other, after which the row isn't tried any more. Once may be chance:
 somebody pulled the plug just then."""
+
+logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ class ShardReader:
         for line in lines:
             if line.error is None:
                 self._read(line, work, translator, embeddings)
-        self._encode(lines, embeddings)
+        self._encode(lines, work, embeddings)
         waiting: list[PreparedRow] = []
         refused: list[RefusedRow] = []
         now = self.model.engine.clock()
@@ -206,6 +210,10 @@ class ShardReader:
                     guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
         except RowError as error:
             line.error = error
+        except (ModelMismatchError, MemoryError):  # the run's, and no row's
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be read", line, work)
 
     def _check_model(self, name: str, work: ShardWork) -> None:
         pin = work.job.model_named(name)
@@ -223,7 +231,26 @@ class ShardReader:
                 param="model",
             )
 
-    def _encode(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
+    def _encode(self, lines: list[_Line], work: ShardWork, embeddings: EmbeddingReader) -> None:
+        """Token ids for all prompts; where that fails, for each by itself, to find the row that is to blame."""
+        try:
+            self._encode_together(lines, embeddings)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
+            logger.warning("prompts can't be encoded together", rows=len(lines), error=type(error).__name__)
+            for line in lines:
+                self._encode_alone(line, work, embeddings)
+
+    def _encode_alone(self, line: _Line, work: ShardWork, embeddings: EmbeddingReader) -> None:
+        try:
+            self._encode_together([line], embeddings)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be encoded", line, work)
+
+    def _encode_together(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
         """Token ids for all prompts that are text; templates bring their special tokens, completions get BOS."""
         embedded = [line for line in lines if line.inputs]
         for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
@@ -242,6 +269,7 @@ class ShardReader:
         if line.error is not None or line.parsed is None:
             return None
         request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
+        logged = work.history.running.get(line.names[0].row)
         try:
             if isinstance(line.parsed, EmbeddingBody):
                 prompts = [given for given in line.inputs if not isinstance(given, str)]
@@ -249,11 +277,15 @@ class ShardReader:
             else:
                 assert isinstance(line.prompt, np.ndarray), "prompts are encoded by now"
                 request = translator.request(request_id, line.parsed, line.prompt, line.hints)
+            request = request if logged is None else resume(request, logged)
         except RowError as error:
             line.error = error
             return None
-        logged = work.history.running.get(line.names[0].row)
-        request = request if logged is None else resume(request, logged)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be prepared", line, work)
+            return None
         return PreparedRow(line.names, line.parsed, request, line.guard)
 
 
@@ -262,6 +294,10 @@ def died_alone(times: int) -> str:
     return (
         f"the process died {times} times while it computed this row and no other; see the system's log for the reason"
     )
+
+
+def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:
+    return unforeseen(error, what, f"{work.job.id}/{line.names[0].row}")
 
 
 def _parse(url: str, data: str) -> Body:

@@ -1,7 +1,8 @@
 """From the text of an answer to the calls in it, piece by piece as it grows or all at once.
 
 The same reader serves a finished answer and a stream: what is told of an answer in pieces is what its end says. A
-call's arguments are the model's own text, not a copy of it.
+call's arguments are the model's own text, not a copy of it. A model may write anything (a grammar lets ordinary tokens
+spell a marker that is a special one), so no text is an error: what begins as a call and has no name is content.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class ToolCallReader:
         self._opening = form.opening.strip()
         self._at = _At.CONTENT
         self._text = ""  # read, but not yet understood
+        self._before = ""  # what stood before it since the last call: content, unless one follows
         self._calls = 0
         self._depth = 0
         self._quoted = False
@@ -79,20 +81,14 @@ class ToolCallReader:
                 return False
             case _At.BETWEEN:
                 start = self._text.find("{")
-                self._text = self._text[start:] if start >= 0 else ""
+                end = start if start >= 0 else len(self._text)
+                self._before, self._text = self._before + self._text[:end], self._text[end:]
                 if start < 0:
                     return False
                 self._at = _At.HEAD
                 return True
             case _At.HEAD:
-                head = _HEAD.match(self._text)
-                if head is None:
-                    return False
-                self._text = self._text[head.end() :]
-                found.append(Delta(call=self._calls, name=json.loads(head[1])))
-                self._calls += 1
-                self._at, self._depth = _At.ARGUMENTS, 0
-                return True
+                return self._read_head(found)
             case _At.ARGUMENTS:
                 return self._read_arguments(found)
 
@@ -116,7 +112,25 @@ class ToolCallReader:
         if start < 0:
             self._text = text[end:]
             return False
-        self._text, self._at = text[start + len(self._opening) :], _At.BETWEEN
+        behind = start + len(self._opening)
+        self._before, self._text, self._at = text[end:behind], text[behind:], _At.BETWEEN
+        return True
+
+    def _read_head(self, found: list[Delta]) -> bool:
+        """Up to the arguments. Where the name is none, nothing from here on is a call."""
+        head = _HEAD.match(self._text)
+        if head is None:
+            return False
+        name = _name(head[1])
+        if name is None:
+            start = self._before.find(self._opening) if self._calls else 0
+            found.append(Delta(content=self._before[start:] if start >= 0 else ""))
+            self._before, self._at = "", _At.TEXT
+            return True
+        self._text = self._text[head.end() :]
+        found.append(Delta(call=self._calls, name=name))
+        self._calls += 1
+        self._before, self._at, self._depth = "", _At.ARGUMENTS, 0
         return True
 
     def _read_arguments(self, found: list[Delta]) -> bool:
@@ -141,6 +155,16 @@ class ToolCallReader:
         if piece:
             found.append(Delta(call=self._calls - 1, arguments=piece))
         return self._at is _At.BETWEEN
+
+
+def _name(text: str) -> str | None:
+    """A call's name, from JSON; None: it is none, or holds half a surrogate pair, which no answer could say."""
+    try:
+        name: str = json.loads(text)
+        name.encode()
+    except ValueError:
+        return None
+    return name
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +105,54 @@ def test_names_may_be_escaped_and_keys_within_arguments_are_no_calls() -> None:
     text = '<tool_call>\n{"name": "look\\u005fup", "arguments": {"name": "x", "arguments": {}}}\n</tool_call>'
     (call,) = split_answer(HERMES, text, IDS).calls
     assert call["function"] == {"name": "look_up", "arguments": '{"name": "x", "arguments": {}}'}
+
+
+KEYS = ["arguments", "parameters"]
+PIECES = [
+    "[TOOL_CALLS]", "<tool_call>\n", "\n</tool_call>", "<|tool_call|>", "[", "]", "{", "}", ", ", '"', "\\", "\n",
+    "\x00", '{"name": "', '", "arguments": {', '", "parameters": {', "look\\_up", "\\u005f", "\\ud800", "\\udc00",
+    "é", " ",
+]  # fmt: skip
+pieces = st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=6).map("".join)
+heads = st.builds('{}{{"name": "{}", "{}": {{'.format, st.sampled_from(["", "["]), pieces, st.sampled_from(KEYS))
+near_calls = st.lists(st.sampled_from(PIECES) | heads | pieces, max_size=8).map("".join)
+
+
+@given(
+    form=st.sampled_from([HERMES, MISTRAL, BARRED, LLAMA]),
+    opened=st.booleans(),
+    text=st.text(max_size=30) | near_calls,
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+)
+def test_no_text_is_an_error_and_in_pieces_it_says_what_it_says_as_a_whole(
+    form: ToolFormat, opened: bool, text: str, cuts: list[int]
+) -> None:
+    text = form.opening + text if opened else text
+    reader = ToolCallReader(form)
+    deltas: list[Delta] = []
+    edges = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]
+    for start, end in pairwise(edges):
+        deltas += reader.push(text[start:end])
+    deltas += reader.close()
+    split = split_answer(form, text, IDS)
+    content, found = joined(deltas)
+    assert (content, reader.whole) == (split.content, split.whole)
+    assert list(found.values()) == [[c["function"]["name"], c["function"]["arguments"]] for c in split.calls]
+    orjson.dumps([split.content, split.calls])  # it can be told
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, BARRED, LLAMA], ids=lambda form: form.name)
+@pytest.mark.parametrize("name", ["look\\_up", "look\nup", "look\x00up", "\\ud800", "\\u12"])
+def test_given_a_call_whose_name_is_not_json_then_it_is_content_as_it_stands(form: ToolFormat, name: str) -> None:
+    begin, end = ("[", "]") if form.listed else ("", "")
+    call = f'{form.opening}{begin}{{"name": "{name}", "{form.arguments}": {{"a": 1}}}}{end}{form.closing}'
+    for text in (call, f"Let me see. \n{call}") if form.opening else (call,):
+        assert split_answer(form, text, IDS) == (text, [], False)
+
+
+def test_given_a_second_call_whose_name_is_not_json_then_the_first_one_stands() -> None:
+    good = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+    bad = '<tool_call>\n{"name": "a\\_b", "arguments": {}}\n</tool_call>'
+    split = split_answer(HERMES, f"{good}\n{bad}", IDS)
+    assert [call["function"]["name"] for call in split.calls] == ["a"]
+    assert (split.content, split.whole) == (bad, False)
