@@ -34,7 +34,7 @@ class LaneSettings:
         lifetime: after this long without a sign (`LaneWorker.hold`, `emit`) a worker has lost its requests.
         longest: a request without a deadline is wanted for so long.
         retention: events are kept for so long after the last one.
-        most_waiting: requests of a model that no worker has begun to answer.
+        most_waiting: requests of a model that no worker has begun to answer; only first attempts are refused for it.
         most_events: of a request, that are kept for its reader.
         most_bytes: of a request.
     """

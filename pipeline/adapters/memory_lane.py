@@ -54,7 +54,7 @@ class MemoryLane:
             if known is not None and known.request.attempt >= request.attempt:
                 return
             waiting = sum(call.waits and call.request.model == request.model for call in self._calls.values())
-            if waiting >= self._settings.most_waiting:
+            if request.attempt == 1 and waiting >= self._settings.most_waiting:
                 raise LaneFull(f"{waiting} requests wait for model {request.model}; try again later")
             events: deque[LaneEvent] = known.events if known is not None else deque(maxlen=self._settings.most_events)
             self._calls.pop(request.id, None)

@@ -3,6 +3,7 @@
     requests:MODEL   stream   requests whose answer hasn't begun; workers take them as a consumer group
     wanted:ID        hash     the attempt that counts, who answers it, whether it ended; it is there as long as somebody
                               wants the answer: its TTL is the deadline, and a cancel removes it
+    entry:ID         string   where in requests:MODEL it lies; outlives the deadline, so that it can be taken out
     alive:ID         string   a worker has the request; its TTL is the lifetime
     events:ID        stream   the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order, drops
                               repeats, and refuses a worker that goes on with an attempt that another has followed
@@ -63,8 +64,15 @@ class RedisLane:
         kept = milliseconds(self._settings.longest + self._settings.retention)
         with self._client.told("send a request"):
             outcome: Any = self._send(
-                keys=[keys.wanted, keys.requests],
-                args=[request.attempt, body, wanted, max(kept, 2 * wanted), self._settings.most_waiting],
+                keys=[keys.wanted, keys.requests, keys.entry],
+                args=[
+                    request.attempt,
+                    body,
+                    wanted,
+                    max(kept, 2 * wanted),
+                    self._settings.most_waiting,
+                    milliseconds(self._settings.retention),
+                ],
             )
         if outcome == b"full":
             raise LaneFull(f"{self._settings.most_waiting} requests wait for model {request.model}; try again later")
@@ -90,7 +98,7 @@ class RedisLane:
         """Nobody wants the answer any more; its worker learns it with the next thing that it tells."""
         keys = keys_of(self._client, request.id, request.model)
         with self._client.told("cancel a request"):
-            self._cancel(keys=[keys.wanted, keys.requests, keys.alive])
+            self._cancel(keys=[keys.wanted, keys.requests, keys.alive, keys.entry])
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
         """Those that nobody will answer."""

@@ -6,12 +6,14 @@ from typing import Final
 
 GROUP: Final = "workers"
 
-# KEYS: 1 wanted, 2 requests.
-# ARGV: 1 attempt, 2 request, 3 ms that it is wanted, 4 ms that the stream of requests is kept, 5 most that may wait.
+# KEYS: 1 wanted, 2 requests, 3 entry.
+# ARGV: 1 attempt, 2 request, 3 ms that it is wanted, 4 ms that the stream of requests is kept, 5 most that may wait,
+# 6 ms that its place in the stream is known beyond (3).
+# A later attempt goes on with an answer that may have begun: it is never refused for others that wait.
 SEND: Final = """
 local known = redis.call('HGET', KEYS[1], 'attempt')
 if known and tonumber(known) >= tonumber(ARGV[1]) then return 'known' end
-if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[5]) then return 'full' end
+if tonumber(ARGV[1]) == 1 and redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[5]) then return 'full' end
 local old = redis.call('HGET', KEYS[1], 'entry')
 if old then
   redis.pcall('XACK', KEYS[2], 'workers', old)
@@ -21,18 +23,20 @@ local entry = redis.call('XADD', KEYS[2], '*', 'request', ARGV[2])
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'attempt', ARGV[1], 'entry', entry)
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('SET', KEYS[3], entry, 'PX', tonumber(ARGV[3]) + tonumber(ARGV[6]))
 if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[2], ARGV[4]) end
 return 'sent'
 """
 
-# KEYS: 1 wanted, 2 requests, 3 alive.
+# KEYS: 1 wanted, 2 requests, 3 alive, 4 entry.
+# Behind its deadline a request is no longer wanted, but may still lie in the stream.
 CANCEL: Final = """
-local entry = redis.call('HGET', KEYS[1], 'entry')
+local entry = redis.call('GET', KEYS[4])
 if entry then
   redis.pcall('XACK', KEYS[2], 'workers', entry)
   redis.call('XDEL', KEYS[2], entry)
 end
-return redis.call('DEL', KEYS[1], KEYS[3])
+return redis.call('DEL', KEYS[1], KEYS[3], KEYS[4])
 """
 
 # KEYS: 1 wanted, 2 requests, 3 alive.  ARGV: 1 attempt.  Returns 1 when nobody will answer.

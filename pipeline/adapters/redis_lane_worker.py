@@ -28,6 +28,7 @@ class LaneKeys:
     requests: str
     alive: str
     events: str
+    entry: str
 
 
 def keys_of(client: RedisClient, request: str, model: str) -> LaneKeys:
@@ -37,6 +38,7 @@ def keys_of(client: RedisClient, request: str, model: str) -> LaneKeys:
         client.key("lane", "requests", model),
         client.key("lane", "alive", request),
         client.key("lane", "events", request),
+        client.key("lane", "entry", request),
     )
 
 

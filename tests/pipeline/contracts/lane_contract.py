@@ -267,6 +267,38 @@ class LaneContract:
         worker.emit([tokens("r0", 0)])
         lane.send(request("r3"))
 
+    def test_a_later_attempt_is_taken_however_many_wait(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=1))
+        worker = lane.worker("w1")
+        lane.send(request("r0"))
+        assert len(worker.take([MODEL], 1, 2.0)) == 1
+        worker.emit([tokens("r0", 0)])
+        lane.send(request("r1"))
+        again = request("r0", attempt=2, tokens=((0, 7),))
+        lane.send(again)
+        assert again in worker.take([MODEL], 2, 2.0)
+        with pytest.raises(LaneFull):
+            lane.send(request("r2"))
+
+    def test_what_is_cancelled_behind_its_deadline_leaves_room(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=2))
+        deadline = datetime.now(UTC) + timedelta(seconds=0.3)
+        late = [request(name, deadline=deadline) for name in ("r0", "r1")]
+        for one in late:
+            lane.send(one)
+        with pytest.raises(LaneFull):
+            lane.send(request("r2"))
+        until = time.monotonic() + 5
+        while lane.lost(late) != {"r0", "r1"}:  # nobody wants them any more
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        for one in late:
+            lane.cancel(one)
+        lane.send(request("r2"))
+        lane.send(request("r3"))
+        with pytest.raises(LaneFull):
+            lane.send(request("r4"))
+
     def test_a_slow_reader_loses_only_itself(self, make_lane: MakeLane) -> None:
         lane = make_lane(LaneSettings(lifetime=LIFETIME, most_events=8))
         worker = lane.worker("w1")
