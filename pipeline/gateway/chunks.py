@@ -88,6 +88,8 @@ class Chunks:
 def error_of(event: ErrorEvent) -> ApiError:
     """Why there is no (more of an) answer, as HTTP would say it."""
     headers = {"Retry-After": "5"} if event.status in (429, 503) else {}
+    if event.status == 408:  # OpenAI's clients would ask again, and have it computed again for as long
+        headers = {"x-should-retry": "false"}
     return ApiError(event.status, event.code, event.message, param=event.param, headers=headers)
 
 

@@ -54,7 +54,7 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
         "There is none, or it is another tenant's.",
     ),
     405: Refusal(("method_not_allowed",), "The path is known by other methods.", ("Allow",)),
-    408: Refusal(("request_timeout",), "The request stopped coming, or its time is over."),
+    408: Refusal(("request_timeout",), "The request stopped coming, or its time is over.", ("x-should-retry?",)),
     409: Refusal(
         ("file_in_use", "batch_ended", "nothing_to_retry", "idempotency_key_reused"), "It can't be done as things are."
     ),

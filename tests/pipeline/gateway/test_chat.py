@@ -153,6 +153,18 @@ def test_whoever_goes_away_is_computed_for_no_longer(house: HttpHouse) -> None:
     assert len(house.bridge) == 0
 
 
+def test_a_request_whose_time_is_over_is_computed_once(house: HttpHouse) -> None:
+    house.worker.pause = 0.02
+    client = house.client().with_options(max_retries=2)
+    with pytest.raises(openai.APIStatusError) as late:
+        client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=50_000, extra_body={"tokenmill": {"timeout": 0.3}}
+        )
+    assert late.value.status_code == 408
+    assert late.value.response.headers["x-should-retry"] == "false"
+    assert len(house.worker.asked) == 1
+
+
 def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
     with http_house(
         tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 10**9}), streams=StreamSettings(buffer_bytes=64 * 1024)
