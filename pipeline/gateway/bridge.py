@@ -67,8 +67,15 @@ class LaneBridge:
             self.forget(request.id)
             raise bad_request(str(error)) from None
         except asyncio.CancelledError:  # the caller went away while it is sent: it can be cancelled when it is
-            sending.add_done_callback(lambda _: self.cancel(request.id))
+            sending.add_done_callback(lambda sent: self._cancel_sent(request.id, sent))
             raise
+
+    def _cancel_sent(self, request_id: str, sent: asyncio.Future[bool]) -> None:
+        """Nobody wants what was sent just now, whether or not it was known here then that nobody does."""
+        self.cancel(request_id)
+        if sent.cancelled() or sent.exception() is not None:
+            return  # it was never sent
+        asyncio.get_running_loop().run_in_executor(None, self._calls.cancel, request_id)
 
     def cancel(self, request_id: str) -> None:
         """Nobody wants the answer any more."""

@@ -20,6 +20,7 @@ from pipeline.gateway.answers import StreamSettings
 from pipeline.gateway.asking import AskSettings
 from pipeline.gateway.keys import Scope
 from schemas.job import Tier
+from schemas.lane import LaneRequest
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.gateway.waiting import until
@@ -151,6 +152,30 @@ def test_whoever_goes_away_is_computed_for_no_longer(house: HttpHouse) -> None:
         client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, timeout=0.3)
     until(lambda: len(house.worker.unwanted) == 2, "the request was not cancelled")
     assert len(house.bridge) == 0
+
+
+def test_whoever_goes_away_while_the_request_is_sent_is_cancelled_when_it_is(
+    house: HttpHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, let, sent = house.worker.lane, threading.Event(), list[LaneRequest]()
+    send = lane.send
+
+    def slow(request: LaneRequest) -> None:
+        assert let.wait(20)
+        send(request)
+        sent.append(request)
+
+    monkeypatch.setattr(lane, "send", slow)
+    house.worker.stop_taking()
+    with pytest.raises(openai.APITimeoutError):
+        house.client().chat.completions.create(model="tiny", messages=HELLO, timeout=0.3)
+    until(lambda: len(house.bridge) == 0, "it was not noticed")
+    let.set()
+    until(lambda: sent, "it was not sent")
+    until(lambda: lane.lost(sent), "it was not cancelled")
+    house.worker.hold.clear()
+    house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+    assert len(house.worker.asked) == 1
 
 
 def test_a_request_whose_time_is_over_is_computed_once(house: HttpHouse) -> None:
