@@ -160,7 +160,7 @@ class Answers:
         self._settings = settings or StreamSettings()
         self._kept: dict[str, Stream] = {}
         self._streams: set[Stream] = set()
-        self._waiting: set[asyncio.Future[EndEvent | ErrorEvent]] = set()
+        self._waiting: dict[str, asyncio.Future[EndEvent | ErrorEvent]] = {}  # whole answers, by request
 
     async def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
         """What the body asks for, to be handed to `whole` or `stream`; raises `ApiError`."""
@@ -184,7 +184,7 @@ class Answers:
             if isinstance(event, EndEvent | ErrorEvent) and not ended.done():
                 ended.set_result(event)
 
-        self._waiting.add(ended)
+        self._waiting[asked.request.id] = ended
         try:
             await self.bridge.start(asked.request, take_in)
             event = await ended
@@ -192,7 +192,7 @@ class Answers:
             self.bridge.cancel(asked.request.id)
             raise
         finally:
-            self._waiting.discard(ended)
+            self._waiting.pop(asked.request.id, None)
             if ended.done():
                 self.bridge.forget(asked.request.id)
             await _settled(self._over(asked, _event_of(ended)))
@@ -277,8 +277,9 @@ class Answers:
         """Nothing that is still under way comes to its end here."""
         for stream in list(self._streams):
             stream.fail(error)
-        for ended in list(self._waiting):
+        for name, ended in list(self._waiting.items()):
             if not ended.done():
+                self.bridge.cancel(name)
                 ended.set_result(ErrorEvent("x", 1, 0, error.code, error.message, error.status))
 
     def _full(self, tenant: str) -> str | None:

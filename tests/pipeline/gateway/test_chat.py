@@ -395,3 +395,29 @@ def refused_at_length(url: str) -> bytes:
         while data := client.recv(65_536):
             answer += data
     return answer
+
+
+def test_what_is_cut_off_by_the_word_to_stop_is_computed_for_no_longer(tmp_path: Path) -> None:
+    asking = AskSettings(caps={Tier.INTERACTIVE: 100_000})
+    with http_house(tmp_path, drain_seconds=0.3, asking=asking) as house:
+        house.worker.pause = 0.02
+        codes = dict[bool, Any]()
+
+        def read(stream: bool) -> None:
+            try:
+                made = house.client().chat.completions.create(
+                    model="tiny", messages=HELLO, max_tokens=50_000, stream=stream
+                )
+                codes[stream] = list(made) and None
+            except openai.APIError as error:
+                codes[stream] = error.code
+
+        threads = [threading.Thread(target=read, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(house.worker.asked) == 2, "they did not begin")
+        house.stop.set()
+        for thread in threads:
+            thread.join(10)
+        assert codes == {False: "draining", True: "draining"}
+        until(lambda: len(house.worker.unwanted) == 2, "they are still computed")
