@@ -10,16 +10,17 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 import structlog
 
-from pipeline.gateway.errors import ApiError, bad_request, unavailable
+from pipeline.gateway.errors import ApiError, bad_request, internal_error, unavailable
 from pipeline.gateway.figures import HttpFigures
 from pipeline.lane import Lane, LaneFull
 from pipeline.lane_caller import CallSettings, LaneCalls
 from pipeline.ports import Clock, PipelineError
-from schemas.lane import LaneEvent, LaneRequest
+from schemas.lane import ErrorEvent, LaneEvent, LaneRequest
 
 _IDLE_SECONDS: Final = 0.2
 _TAKING_SECONDS: Final = 30.0
@@ -112,9 +113,20 @@ class LaneBridge:
                 self.figures.heard(event)
                 sink = self._sinks.get(event.request)
                 if sink is not None:
-                    sink(event)
+                    self._hand_over(event, sink)
         finally:
             taken.set_result(None)
+
+    def _hand_over(self, event: LaneEvent, sink: Sink) -> None:
+        """An event that can't be taken in ends its own request, and keeps nothing from others."""
+        try:
+            sink(event)
+        except Exception as error:  # noqa: BLE001 - its own, and nobody else's
+            logger.error("an event can't be taken in", request=event.request, error=type(error).__name__)
+            self.cancel(event.request)
+            broken = internal_error()
+            with suppress(Exception):  # it has no end then but its connection's
+                sink(ErrorEvent(event.request, event.attempt, event.sequence, broken.code, broken.message, 500))
 
 
 def draining() -> ApiError:
