@@ -10,13 +10,16 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from pipeline.gateway.errors import ApiError, bad_request, disconnected
-from pipeline.planner.reader import nested_deeper
+from pipeline.gateway.json_bounds import check_bounds
 
 IDLE_SECONDS: Final = 30.0
 """A sender that is silent for so long in the middle of a request is not waited for."""
 
 LEAST_BYTES_PER_SECOND: Final = 500
 """Whoever sends less, when the first idle time is over, holds a place for nothing."""
+
+_LARGE: Final = 64 << 10
+"""Bytes of JSON that are not parsed on the event loop."""
 
 _END = object()
 
@@ -64,14 +67,20 @@ async def read_object(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
-    return parse_object(bytes(data), max_depth)
+    return await parse_aside(bytes(data), max_depth)
+
+
+async def parse_aside(data: bytes | str, max_depth: int) -> dict[str, Any]:
+    """`parse_object`, without holding up the event loop for what is large."""
+    if len(data) <= _LARGE:
+        return parse_object(data, max_depth)
+    return await asyncio.to_thread(parse_object, data, max_depth)
 
 
 def parse_object(data: bytes | str, max_depth: int) -> dict[str, Any]:
     """A JSON object; raises `ApiError`."""
     raw = data.encode(errors="surrogatepass") if isinstance(data, str) else data
-    if nested_deeper(raw, max_depth):
-        raise bad_request(f"the body nests brackets deeper than {max_depth}; flatten it", code="invalid_json")
+    check_bounds(raw, max_depth)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import Any, Final
 
 import orjson
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse
 from pipeline.gateway.answers import Answers, Stream
 from pipeline.gateway.app_errors import answer_to, api_error
 from pipeline.gateway.auth import Caller, need
-from pipeline.gateway.bodies import parse_object
+from pipeline.gateway.bodies import parse_aside
 from pipeline.gateway.chunks import DONE
 from pipeline.gateway.errors import ApiError, bad_request
 from pipeline.gateway.keys import Scope
@@ -29,6 +30,7 @@ from pipeline.ports import PipelineError
 from schemas.requests import CHAT_URL, COMPLETIONS_URL
 
 _URLS: Final = (CHAT_URL, COMPLETIONS_URL)
+_CANCEL = re.compile(r'\s{0,9}\{\s{0,9}"type"\s{0,9}:\s{0,9}"cancel"\s{0,9}\}\s{0,9}')
 _LARGE: Final = 1009
 """WebSocket's code for a message that is too large."""
 
@@ -74,16 +76,22 @@ class _Connection:
                 message = await self._socket.receive()
                 if message["type"] == "websocket.disconnect":
                     return
-                text = message.get("text") or message.get("bytes") or ""
+                text = message.get("text") or (message.get("bytes") or b"").decode(errors="replace")
                 if len(text) > self._settings.most_body_bytes:
                     await self._socket.close(_LARGE)
                     return
                 try:
-                    await self._take(parse_object(text, self._settings.limits.max_json_depth + 1))
+                    await self._hear(text)
                 except PipelineError as error:
                     await self._send({"type": "error", **api_error(error).body()})
         finally:
             await self._stop()
+
+    async def _hear(self, text: str) -> None:
+        """What the client says. It counts as a request before anything of it is parsed, but for the word to stop."""
+        if _CANCEL.fullmatch(text) is None:
+            await run_in_threadpool(self._rates.take_request, self._caller)
+        await self._take(await parse_aside(text, self._settings.limits.max_json_depth + 1))
 
     async def _take(self, message: dict[str, Any]) -> None:
         kind = message.get("type")
@@ -131,7 +139,6 @@ class _Connection:
             raise bad_request(f"url must be {' or '.join(_URLS)}", "url")
         if not isinstance(body, dict):
             raise bad_request("body must be an object, as OpenAI's API takes it", "body")
-        await run_in_threadpool(self._rates.take_request, self._caller)
         asked = await self._answers.read(self._caller, url, body | {"stream": True})
         return await self._answers.stream(asked), -1
 

@@ -1,0 +1,123 @@
+"""Bodies of any kind are judged and parsed without holding up anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from websockets.sync.client import connect
+
+from pipeline.gateway.bodies import parse_aside, parse_object
+from pipeline.gateway.errors import ApiError
+from pipeline.gateway.json_bounds import MOST_PLACES, MOST_VALUES, check_bounds
+from pipeline.gateway.rate_limits import RateSettings
+from pipeline.planner.reader import nested_deeper
+from schemas.limits import RateLimits
+from tests.pipeline.gateway.http_house import http_house
+
+SIZE = 10 << 20
+BODIES = {
+    "lists": b'{"a":[' + b"[]," * (SIZE // 3) + b"[]]}",
+    "objects": b'{"a":[' + b"{}," * (SIZE // 3) + b"{}]}",
+    "strings": b'{"a":[' + b'"",' * (SIZE // 3) + b'""]}',
+    "quotes": b'"' * SIZE,
+    "numbers": b'{"a":[' + b"1," * (SIZE // 2) + b"1]}",
+    "keys": b"{" + b'"":1,' * (SIZE // 5) + b'"":1}',
+    "closing": b"]" * SIZE,
+    "backslashes": b'{"a":"' + b"\\\\" * (SIZE // 2) + b'"}',
+    "quoted quotes": b'{"a":"' + b'\\"' * (SIZE // 2) + b'"}',
+    "text": b'{"a":"' + "é😀[,".encode() * (SIZE // 8) + b'"}',
+    "as many numbers as may be": b'{"a":[' + b"12345," * (MOST_VALUES - 1) + b"1]}",
+    "as many strings as may be": b'{"a":[' + b'"ab",' * (MOST_VALUES - 1) + b'"a"]}',
+    "as many lists as may be": b'{"a":[' + b"[]," * (MOST_PLACES - 4) + b"[]]}",
+    "as many keys as may be": b"{" + b",".join(b'"%d":1' % n for n in range(MOST_PLACES - 1)) + b"}",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_event_loop_goes_on_while_a_body_is_parsed(name: str) -> None:
+    """Less than 50 ms on a machine that does nothing else; seconds, where a body is parsed as it is."""
+    gap = min(_worst_gap(BODIES[name]) for _ in range(3))
+    assert gap < 0.25, f"{1000 * gap:.0f} ms"
+
+
+def _worst_gap(data: bytes) -> float:
+    """Seconds for which the event loop does nothing else, at most."""
+
+    async def run() -> float:
+        worst, over = 0.0, False
+
+        async def tick() -> None:
+            nonlocal worst
+            before = time.perf_counter()
+            while not over:
+                await asyncio.sleep(0.001)
+                now = time.perf_counter()
+                worst, before = max(worst, now - before), now
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.02)
+        with contextlib.suppress(ApiError):
+            await parse_aside(data, 64)
+        await asyncio.sleep(0.01)
+        over = True
+        await ticking
+        return worst
+
+    return asyncio.run(run())
+
+
+def test_more_than_a_parser_should_make_is_refused() -> None:
+    for name in ("lists", "objects", "strings", "quotes", "numbers", "keys"):
+        with pytest.raises(ApiError) as refused:
+            parse_object(BODIES[name], 64)
+        assert (refused.value.status, refused.value.code) == (413, "body_too_large"), name
+    for name in ("text", "backslashes", "quoted quotes", *(name for name in BODIES if name.startswith("as many"))):
+        assert parse_object(BODIES[name], 64) == orjson.loads(BODIES[name]), name
+
+
+def _texts() -> st.SearchStrategy[bytes]:
+    strings = st.text(st.sampled_from('a\\"[]{},:\n'), max_size=20)
+
+    def around(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+        return st.lists(inner, max_size=4) | st.dictionaries(strings, inner, max_size=3)
+
+    return st.recursive(strings | st.integers(0, 9), around).map(orjson.dumps)
+
+
+@given(_texts(), st.integers(0, 8), st.integers(1, 9))
+def test_depth_is_counted_as_elsewhere_wherever_windows_end(text: bytes, depth: int, window: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.gateway.json_bounds._WINDOW", window)
+        try:
+            check_bounds(text, depth)
+            deeper = False
+        except ApiError:
+            deeper = True
+    assert deeper is nested_deeper(text, depth)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with http_house(tmp_path, rates=RateSettings(tenant=RateLimits(requests_per_minute=3), window=86_400)) as house:
+        yield house.url.replace("http", "ws") + "/v1/stream"
+
+
+def test_each_message_of_a_websocket_counts_before_it_is_parsed(url: str) -> None:
+    with connect(url) as socket:
+        for said, code in (
+            ("{", "invalid_json"), ("[" * 99, "invalid_json"), ('{"type": "resume"}', "invalid_request"),
+            ("{", "rate_limit_exceeded"), ("[" * 99, "rate_limit_exceeded"),
+        ):  # fmt: skip
+            socket.send(said)
+            assert orjson.loads(socket.recv(10))["error"]["code"] == code
+        socket.send('{"type": "cancel"}')
+        with pytest.raises(TimeoutError):
+            socket.recv(0.2)
