@@ -131,6 +131,8 @@ class GatewayOptions(BaseModel):
         stream_bytes: of a stream, that wait for its reader; one that lets more pile up ends with an error.
         unsent_bytes: of any answer, that wait in the kernel beyond what is on its way.
         write_seconds: who takes nothing of an answer for so long is cut off.
+        hosts: names, without ports, by which a gateway that needs no keys may be asked, besides localhost, the one that
+            it listens at, and addresses.
         tls_certificate, tls_key: PEM files; both or none.
         tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
         key_limits: of each key that brings none of its own.
@@ -151,6 +153,7 @@ class GatewayOptions(BaseModel):
     stream_bytes: Positive = 1 << 20
     unsent_bytes: Positive = 64 << 10
     write_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tenant_limits: RateLimits = RateLimits()

@@ -119,7 +119,7 @@ class Gateway:
             batches=Batches(root.world, intake, files, self._finalizer, self._together),
             models=Models(root.world.store),
             status=status,
-            settings=_bounds(settings),
+            settings=_bounds(settings, host),
             rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
             figures=figures,
             metrics=Metrics([sources.build, *self.sources]),
@@ -194,7 +194,7 @@ def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
         )
 
 
-def _bounds(settings: Settings) -> GatewaySettings:
+def _bounds(settings: Settings, host: str) -> GatewaySettings:
     from pipeline.gateway.parts import GatewaySettings
 
     chosen = settings.gateway
@@ -204,6 +204,7 @@ def _bounds(settings: Settings) -> GatewaySettings:
         most_body_bytes=chosen.max_body_bytes,
         idle_seconds=chosen.idle_seconds,
         requests_at_once=chosen.requests_at_once,
+        hosts=(*chosen.hosts, host),
         limits=settings.limits,
     )
 

@@ -23,6 +23,7 @@ from pipeline.gateway.inference_routes import inference_router
 from pipeline.gateway.metrics_routes import metrics_router
 from pipeline.gateway.openapi import Described
 from pipeline.gateway.openapi import answers as documented
+from pipeline.gateway.origins import HostGuard
 from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.parts import GatewayParts
 from pipeline.gateway.routes import batches_router, files_router, models_router
@@ -75,8 +76,9 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     routes = [route for router in routers for route in router.routes]
     app.add_exception_handler(HTTPException, partial(_on_http, routes))
     app.add_exception_handler(Exception, _on_anything)
+    hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
     most = parts.settings.requests_at_once
-    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.figures, most)
+    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.figures, hosts, most)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.figures import HttpFigures
-from pipeline.gateway.origins import check_origin
+from pipeline.gateway.origins import HostGuard, check_origin
 
 REQUEST_ID: Final = "x-request-id"
 _GIVEN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -49,6 +49,7 @@ class Edge:
         new_id: makes a request's id.
         draining: whether new requests are sent elsewhere.
         figures: count what is answered.
+        hosts: knows the names that may be asked for.
         most: requests at once; further ones are refused.
 
     Attributes:
@@ -63,6 +64,7 @@ class Edge:
         new_id: Callable[[], str],
         draining: Callable[[], bool],
         figures: HttpFigures,
+        hosts: HostGuard,
         most: int = 2_000,
     ) -> None:
         self.active = 0
@@ -70,6 +72,7 @@ class Edge:
         self.new_id = new_id
         self._figures = figures
         self._draining = draining
+        self._hosts = hosts
         self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +110,7 @@ class Edge:
             await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send_on)
 
         try:
-            self._check(scope)
+            await self._check(scope)
             await self.app(scope, receive, send_on)
         except ApiError as error:
             if "Connection" in error.headers:
@@ -139,7 +142,7 @@ class Edge:
                 milliseconds=round(1000 * (time.monotonic() - began)),
             )
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         """Raises `ApiError` for what isn't even looked at."""
         if scope["path"] in _HEALTH:
             return
@@ -156,6 +159,7 @@ class Edge:
             both.headers["Connection"] = "close"
             raise both
         check_origin(headers)
+        await self._hosts.check(headers)
 
 
 async def _read_away(receive: Receive) -> None:

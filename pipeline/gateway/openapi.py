@@ -48,7 +48,10 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
         "Correct what was sent.",
     ),
     401: Refusal(("invalid_api_key",), "No key, or one that is wrong, revoked or expired.", ("WWW-Authenticate",)),
-    403: Refusal(("missing_scope", "other_origin"), "The key lacks a scope, or a page of another site asks."),
+    403: Refusal(
+        ("missing_scope", "other_origin", "other_host"),
+        "The key lacks a scope, a page of another site asks, or another host is asked for.",
+    ),
     404: Refusal(
         ("file_not_found", "batch_not_found", "stream_not_found", "model_not_found", "not_found"),
         "There is none, or it is another tenant's.",

@@ -32,6 +32,7 @@ class GatewaySettings:
         most_body_bytes: of any other request.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         requests_at_once: further ones are refused, with 503.
+        hosts: names of the gateway besides "localhost": while no keys are needed, nothing is served under others.
     """
 
     most_upload_bytes: int = 2 << 30
@@ -39,6 +40,7 @@ class GatewaySettings:
     most_body_bytes: int = 10 << 20
     idle_seconds: float = 30.0
     requests_at_once: int = 2_000
+    hosts: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
 
