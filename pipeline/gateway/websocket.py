@@ -43,8 +43,7 @@ def websocket_router(answers: Answers) -> APIRouter:
     async def stream(socket: WebSocket) -> None:
         parts: GatewayParts = socket.app.state.parts
         try:
-            caller = await run_in_threadpool(parts.authority.caller, socket.headers.get("authorization"))
-            need(caller, Scope.INFERENCE)
+            caller = await run_in_threadpool(_caller, socket, parts)
             socket.scope["tokenmill.caller"] = caller
         except PipelineError as error:
             refused: JSONResponse = answer_to(api_error(error))
@@ -57,6 +56,13 @@ def websocket_router(answers: Answers) -> APIRouter:
     return router
 
 
+def _caller(socket: WebSocket, parts: GatewayParts) -> Caller:
+    """Who is at the other end, as its key says now; raises `ApiError`."""
+    caller = parts.authority.caller(socket.headers.get("authorization"))
+    need(caller, Scope.INFERENCE)
+    return caller
+
+
 class _Connection:
     """A client, and the stream that it reads now."""
 
@@ -64,8 +70,8 @@ class _Connection:
         self._socket = socket
         self._caller = caller
         self._answers = answers
+        self._parts = parts
         self._settings = parts.settings
-        self._rates = parts.rates
         self._reading: asyncio.Task[None] | None = None
         self._told = False  # the end of what is read is on its way: another may be asked for
 
@@ -88,10 +94,16 @@ class _Connection:
             await self._stop()
 
     async def _hear(self, text: str) -> None:
-        """What the client says. It counts as a request before anything of it is parsed, but for the word to stop."""
+        """What the client says. Before anything of it is parsed its key must still be good, and it counts as a
+        request, but for the word to stop."""
         if _CANCEL.fullmatch(text) is None:
-            await run_in_threadpool(self._rates.take_request, self._caller)
+            self._caller = await run_in_threadpool(self._admit)
         await self._take(await parse_aside(text, self._settings.limits.max_json_depth + 1))
+
+    def _admit(self) -> Caller:
+        caller = _caller(self._socket, self._parts)
+        self._parts.rates.take_request(caller)
+        return caller
 
     async def _take(self, message: dict[str, Any]) -> None:
         kind = message.get("type")

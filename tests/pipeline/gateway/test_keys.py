@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
 import pytest
+from websockets.sync.client import connect
 
 from pipeline.gateway.auth import Authority, need
 from pipeline.gateway.errors import ApiError
@@ -111,3 +113,33 @@ def test_pages_of_other_sites_may_not_ask(tmp_path: Path) -> None:
             answer = http.get("/v1/models", headers={"Origin": origin})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "other_origin"), origin
         assert http.get("/v1/models", headers={"Origin": house.url}).status_code == 200
+
+
+@pytest.mark.parametrize("ends", ["revoked", "expired"])
+def test_a_websocket_is_good_for_nothing_more_when_its_key_is(tmp_path: Path, ends: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    asked = {"type": "request", "url": "/v1/chat/completions", "body": body | {"tokenmill": {"resume": 30}}}
+    with http_house(tmp_path) as house:
+        until = house.clock.now() + timedelta(hours=1)
+        key, text = house.keys.create("acme", (Scope.INFERENCE,), expires_at=until)
+        headers = {"Authorization": f"Bearer {text}"}
+        with connect(house.url.replace("http", "ws") + "/v1/stream", additional_headers=headers) as socket:
+
+            def said(message: dict[str, Any]) -> list[dict[str, Any]]:
+                socket.send(orjson.dumps(message))
+                came = [orjson.loads(socket.recv(10))]
+                while came[-1]["type"] not in ("done", "error"):
+                    came.append(orjson.loads(socket.recv(10)))
+                return came
+
+            begun = said(asked)
+            assert begun[-1]["type"] == "done"
+            again = {"type": "resume", "stream": begun[0]["stream"]}
+            assert said(again)[-1]["type"] == "done"
+            if ends == "revoked":
+                house.keys.revoke(key.id)
+            else:
+                house.clock.ahead = 3_601
+            for message in (asked, again):
+                (refused,) = said(message)
+                assert refused["error"]["code"] == "invalid_api_key"
