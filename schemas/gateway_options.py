@@ -120,7 +120,8 @@ class GatewayOptions(BaseModel):
 
     Attributes:
         auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
-        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway; further ones are refused.
+        max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway, half of them of one tenant;
+            further ones are refused.
         max_body_bytes: of any other request.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         request_seconds: after which a request to a model is given up, or earlier if it says so.

@@ -16,7 +16,7 @@ IDLE_SECONDS: Final = 30.0
 """A sender that is silent for so long in the middle of a request is not waited for."""
 
 LEAST_BYTES_PER_SECOND: Final = 500
-"""Whoever sends less, when the first idle time is over, holds a place for nothing."""
+"""Whoever sends less in an idle time holds a place for nothing."""
 
 _LARGE: Final = 64 << 10
 """Bytes of JSON that are not parsed on the event loop."""
@@ -24,10 +24,13 @@ _LARGE: Final = 64 << 10
 _END = object()
 
 
-async def pieces(request: Request, idle_seconds: float = IDLE_SECONDS) -> AsyncIterator[bytes]:
-    """The body as it comes; raises `ApiError` when nothing comes any more."""
+async def pieces(
+    request: Request, idle_seconds: float = IDLE_SECONDS, least: float = LEAST_BYTES_PER_SECOND
+) -> AsyncIterator[bytes]:
+    """The body as it comes; raises `ApiError` when nothing comes any more, or fewer than `least` bytes a second in an
+    idle time, whatever came before."""
     stream, loop = request.stream(), asyncio.get_running_loop()
-    began, total = loop.time(), 0
+    began, total = loop.time(), 0  # of this idle time
     while True:
         try:
             async with asyncio.timeout(idle_seconds):
@@ -40,8 +43,10 @@ async def pieces(request: Request, idle_seconds: float = IDLE_SECONDS) -> AsyncI
             return
         assert isinstance(piece, bytes)
         total += len(piece)
-        if total < LEAST_BYTES_PER_SECOND * (loop.time() - began - idle_seconds):
-            raise _too_slow(f"fewer than {LEAST_BYTES_PER_SECOND} bytes of the request came a second; send it again")
+        if loop.time() - began >= idle_seconds:
+            if total < least * idle_seconds:
+                raise _too_slow(f"fewer than {least:g} bytes of the request came a second; send it again")
+            began, total = loop.time(), 0
         yield piece
 
 

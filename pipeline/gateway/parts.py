@@ -28,7 +28,8 @@ class GatewaySettings:
     """Bounds of what may be sent; bytes and seconds.
 
     Attributes:
-        most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503.
+        most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503,
+            and more than half of them of one tenant.
         most_body_bytes: of any other request.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         requests_at_once: further ones are refused, with 503.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -14,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.gateway.auth import Caller
-from pipeline.gateway.errors import ApiError, unavailable
+from pipeline.gateway.errors import ApiError
 from pipeline.gateway.files import Files
 from pipeline.gateway.idempotency import first_heard
 from pipeline.gateway.keys import Scope
@@ -25,6 +24,7 @@ from pipeline.gateway.papers import StoredFile, derived_file_id, new_file_id
 from pipeline.gateway.parts import GatewayParts, IdempotencyKey, Parts, calling, json_body
 from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.shapes import Batch, DeletedFile, File, Model, Models, Page
+from pipeline.gateway.upload_places import UploadPlaces
 from pipeline.gateway.uploads import Upload, receive
 from pipeline.ports import World
 
@@ -50,21 +50,17 @@ NDJSON: Final = "application/x-ndjson"
 def files_router(uploads_at_once: int) -> APIRouter:
     """`/v1/files`."""
     router = APIRouter(prefix="/v1/files", tags=["files"])
-    places = threading.BoundedSemaphore(uploads_at_once)
+    places = UploadPlaces(uploads_at_once)
 
     @router.post("", openapi_extra=_UPLOAD, responses=answers(File, *BODY, 409, 507))
     async def upload(
         request: Request, caller: FilesCaller, parts: Parts, idempotency_key: IdempotencyKey = None
     ) -> dict[str, Any]:
         """Upload a file of requests: JSONL or Parquet."""
-        if not places.acquire(blocking=False):
-            raise unavailable(f"{uploads_at_once} uploads are under way; send this one later", "too_many_uploads")
-        try:
-            settings = parts.settings
+        settings = parts.settings
+        with places.place(caller.tenant):
             async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
                 file = await run_in_threadpool(_add, parts.world, parts.files, caller.tenant, received, idempotency_key)
-        finally:
-            places.release()
         return file.document()
 
     @router.get("", responses=answers(Page[File]))
