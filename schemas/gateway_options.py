@@ -122,7 +122,8 @@ class GatewayOptions(BaseModel):
         auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
         max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway, half of them of one tenant;
             further ones are refused.
-        max_body_bytes: of any other request.
+        max_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together;
+            further ones are refused.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         request_seconds: after which a request to a model is given up, or earlier if it says so.
         drain_seconds: that requests have to come to their end when the gateway is told to stop.
@@ -146,6 +147,7 @@ class GatewayOptions(BaseModel):
     max_upload_bytes: Positive = 2 << 30
     uploads_at_once: Positive = 8
     max_body_bytes: Positive = 10 << 20
+    bodies_at_once: Positive = 1 << 30
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0

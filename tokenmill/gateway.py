@@ -202,6 +202,7 @@ def _bounds(settings: Settings, host: str) -> GatewaySettings:
         most_upload_bytes=chosen.max_upload_bytes,
         uploads_at_once=chosen.uploads_at_once,
         most_body_bytes=chosen.max_body_bytes,
+        bodies_at_once=chosen.bodies_at_once,
         idle_seconds=chosen.idle_seconds,
         requests_at_once=chosen.requests_at_once,
         hosts=(*chosen.hosts, host),

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from pipeline.gateway.answers import Answers
 from pipeline.gateway.app_errors import answer_to, api_error
 from pipeline.gateway.asked_shapes import shapes
+from pipeline.gateway.bodies import BodyBudget
 from pipeline.gateway.edge import Edge
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.inference_routes import inference_router
@@ -57,6 +58,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         redirect_slashes=False,
     )
     app.state.parts = parts
+    app.state.bodies = BodyBudget(parts.settings.bodies_at_once)
     routers = [
         files_router(parts.settings.uploads_at_once),
         batches_router(),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.gateway.errors import ApiError, bad_request, disconnected
+from pipeline.gateway.errors import ApiError, bad_request, disconnected, unavailable
 from pipeline.gateway.json_bounds import check_bounds
 
 IDLE_SECONDS: Final = 30.0
@@ -22,6 +22,28 @@ _LARGE: Final = 64 << 10
 """Bytes of JSON that are not parsed on the event loop."""
 
 _END = object()
+
+
+class BodyBudget:
+    """Bytes of bodies that are being read, of all requests together. For one event loop.
+
+    Args:
+        most: at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    def take(self, count: int) -> None:
+        """Hold so many more, to be given back; raises `ApiError` (503), and holds none of them, when it is too much."""
+        if self._held + count > self._most:
+            raise unavailable("too much is being sent here at once; send it again later", "too_many_requests")
+        self._held += count
+
+    def give_back(self, count: int) -> None:
+        """They aren't held any more."""
+        self._held -= count
 
 
 async def pieces(
@@ -51,28 +73,45 @@ async def pieces(
 
 
 async def read_object(
-    request: Request, most_bytes: int, max_depth: int, *, empty: bool = False, idle_seconds: float = IDLE_SECONDS
+    request: Request,
+    most_bytes: int,
+    max_depth: int,
+    budget: BodyBudget,
+    *,
+    empty: bool = False,
+    idle_seconds: float = IDLE_SECONDS,
 ) -> dict[str, Any]:
     """The body, which must be a JSON object; raises `ApiError`.
 
     Args:
+        budget: what is read counts against it until it is parsed.
         empty: no body at all stands for an object without anything.
     """
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told) > most_bytes:
         raise _too_large(most_bytes)
     data = bytearray()
-    async for piece in pieces(request, idle_seconds):
-        data += piece
-        if len(data) > most_bytes:
-            raise _too_large(most_bytes)
+    held = 0
+    try:
+        async for piece in pieces(request, idle_seconds):
+            budget.take(len(piece))
+            held += len(piece)
+            data += piece
+            if len(data) > most_bytes:
+                raise _too_large(most_bytes)
+        return await _object_of(request, bytes(data), max_depth, empty=empty)
+    finally:
+        budget.give_back(held)
+
+
+async def _object_of(request: Request, data: bytes, max_depth: int, *, empty: bool) -> dict[str, Any]:
     if empty and not data:
         return {}
     # Browsers send other types to other sites without asking: this one they don't.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "unsupported_media_type", "send JSON, with the header Content-Type: application/json")
-    return await parse_aside(bytes(data), max_depth)
+    return await parse_aside(data, max_depth)
 
 
 async def parse_aside(data: bytes | str, max_depth: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 
 from pipeline.gateway.auth import Authority, Caller, need
 from pipeline.gateway.batches import Batches
-from pipeline.gateway.bodies import read_object
+from pipeline.gateway.bodies import BodyBudget, read_object
 from pipeline.gateway.figures import HttpFigures
 from pipeline.gateway.files import Files
 from pipeline.gateway.keys import Scope
@@ -30,7 +30,7 @@ class GatewaySettings:
     Attributes:
         most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503,
             and more than half of them of one tenant.
-        most_body_bytes: of any other request.
+        most_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         requests_at_once: further ones are refused, with 503.
         hosts: names of the gateway besides "localhost": while no keys are needed, nothing is served under others.
@@ -39,6 +39,7 @@ class GatewaySettings:
     most_upload_bytes: int = 2 << 30
     uploads_at_once: int = 8
     most_body_bytes: int = 10 << 20
+    bodies_at_once: int = 1 << 30
     idle_seconds: float = 30.0
     requests_at_once: int = 2_000
     hosts: tuple[str, ...] = ()
@@ -109,7 +110,8 @@ def json_body(*, empty: bool = False) -> Any:
     async def read(request: Request, parts: Parts) -> dict[str, Any]:
         settings = parts.settings
         depth, idle = settings.limits.max_json_depth, settings.idle_seconds
-        return await read_object(request, settings.most_body_bytes, depth, empty=empty, idle_seconds=idle)
+        budget: BodyBudget = request.app.state.bodies
+        return await read_object(request, settings.most_body_bytes, depth, budget, empty=empty, idle_seconds=idle)
 
     made: Callable[..., Awaitable[dict[str, Any]]] = read
     return Depends(made)

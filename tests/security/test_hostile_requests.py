@@ -6,11 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pipeline.gateway.parts import GatewaySettings
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
+from tests.pipeline.gateway.waiting import until
 
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -162,3 +164,19 @@ def test_a_crowd_of_slow_connections_keeps_nobody_out(house: HttpHouse) -> None:
     for connection in slow:
         assert answer(connection) == b""
         connection.close()
+
+
+def test_bodies_have_a_bound_together(tmp_path: Path) -> None:
+    with http_house(tmp_path, settings=GatewaySettings(bodies_at_once=250_000)) as small:
+        held = [dial(small) for _ in range(2)]
+        for connection in held:
+            connection.sendall(HEAD + b"Content-Length: 190000\r\n\r\n" + b" " * 120_000)
+        time.sleep(0.2)
+        with small.http() as http:
+            large = HELLO | {"user": "x" * 50_000}
+            refused = http.post(CHAT, json=large)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
+            assert http.post(CHAT, json=HELLO).status_code == 200
+            for connection in held:
+                connection.close()
+            until(lambda: http.post(CHAT, json=large).status_code != 503, "it is held for good")
