@@ -275,5 +275,6 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         write_seconds=chosen.write_seconds,
         unsent_bytes=chosen.unsent_bytes,
         keep_alive_seconds=chosen.keep_alive_seconds,
+        most_message_bytes=chosen.max_body_bytes,
         most_connections=2 * chosen.requests_at_once,
     )

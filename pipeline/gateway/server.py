@@ -42,6 +42,7 @@ class ServerSettings:
         header_seconds: for which the headers of a request are waited for.
         write_seconds: for which a peer may take nothing of what there is for it.
         unsent_bytes: of a connection, that wait in the kernel for their turn (beside those that are on their way).
+        most_message_bytes: of a message over a WebSocket; whoever sends more is hung up on.
         most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
             are idle.
     """
@@ -55,6 +56,7 @@ class ServerSettings:
     header_seconds: float = 20.0
     write_seconds: float = 60.0
     unsent_bytes: int = 64 << 10
+    most_message_bytes: int = 10 << 20
     most_connections: int = 4_000
 
 
@@ -145,7 +147,7 @@ class GatewayServer:
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
             ws=cast(Any, partial(WebSocketProtocol, write_seconds=self._settings.write_seconds)),
-            ws_max_size=16 << 20,
+            ws_max_size=self._settings.most_message_bytes,
             loop="asyncio",
             http=cast(
                 Any,

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.auth import Authority
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
+from tests.pipeline.gateway.waiting import until
+
+SIZE = 40 << 20
 
 
 def dial(house: HttpHouse) -> socket.socket:
@@ -92,3 +95,31 @@ def test_a_websocket_that_is_refused_is_told_why_as_any_request_is(
             assert good.response is not None
             assert good.response.headers["x-request-id"].startswith("req-")
             assert house.app.active == 1
+
+
+def test_a_reader_who_takes_nothing_is_hung_up_on_and_a_slow_one_is_not(tmp_path: Path) -> None:
+    with http_house(tmp_path, write_seconds=0.5) as house, house.http() as http:
+        form: Any = {"files": {"file": ("a.jsonl", b"x" * SIZE)}, "data": {"purpose": "batch"}}
+        file = http.post("/v1/files", **form).json()["id"]
+        wanted = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        with dial(house) as idle, dial(house) as slow:
+            for connection in (idle, slow):
+                connection.sendall(wanted)
+            until(lambda: house.app.active == 2, "they did not begin")
+            came, began = 0, time.monotonic()
+            while piece := slow.recv(1 << 20):
+                came += len(piece)
+                time.sleep(0.05)
+            assert came > SIZE
+            assert time.monotonic() - began > 1.5, "it was not slow"
+            until(lambda: not house.app.active, "it is waited for")
+
+
+def test_a_message_that_is_too_large_is_not_waited_for(tmp_path: Path) -> None:
+    """It is hung up on as soon as it says how large it is."""
+    with http_house(tmp_path) as house, connect(house.url.replace("http", "ws") + "/v1/stream") as socket:
+        socket.socket.sendall(b"\x81\xff" + (11 << 20).to_bytes(8) + bytes(4))
+        with pytest.raises(ConnectionClosedError) as closed:
+            socket.recv(5)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
