@@ -276,5 +276,6 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         unsent_bytes=chosen.unsent_bytes,
         keep_alive_seconds=chosen.keep_alive_seconds,
         most_message_bytes=chosen.max_body_bytes,
+        message_seconds=chosen.idle_seconds,
         most_connections=2 * chosen.requests_at_once,
     )

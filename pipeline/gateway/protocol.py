@@ -18,6 +18,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from pipeline.gateway.edge import REQUEST_ID
 from pipeline.gateway.errors import bad_request, unavailable
 
+_POLICY = 1008
+"""WebSocket's code for a peer that doesn't keep to what is asked of it."""
+
 
 class _Impatient(asyncio.Protocol):
     """A connection that is cut off when its peer takes nothing for a while. What waits for the peer in this process is
@@ -152,8 +155,46 @@ class WebSocketProtocol(_Impatient, WebSocketsSansIOProtocol):
 
     Args:
         write_seconds: for which a peer may take nothing of what there is for it.
+        message_seconds: from a message's first byte until it must be whole, pings or no pings.
     """
 
-    def __init__(self, *args: Any, write_seconds: float, **more: Any) -> None:
+    def __init__(self, *args: Any, write_seconds: float, message_seconds: float, **more: Any) -> None:
         super().__init__(*args, **more)
         self.write_seconds = write_seconds
+        self._message_seconds = message_seconds
+        self._unfinished: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a message, of which the rest is waited for."""
+        super().data_received(data)
+        if not (self.frames or self.conn.reader.buffer):
+            self._message_over()
+        elif self._unfinished is None:
+            self._wait_for_message()
+
+    def send_receive_event_to_app(self) -> None:
+        """The message is whole."""
+        self._message_over()
+        super().send_receive_event_to_app()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._message_over()
+        super().connection_lost(exc)
+
+    def _wait_for_message(self) -> None:
+        self._unfinished = self.loop.call_later(self._message_seconds, self._message_late)
+
+    def _message_over(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
+
+    def _message_late(self) -> None:
+        if self.read_paused:  # it is we who don't read
+            self._wait_for_message()
+            return
+        self._unfinished = None
+        self.conn.fail(_POLICY, "a message took too long")
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.close()

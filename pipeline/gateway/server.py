@@ -43,6 +43,7 @@ class ServerSettings:
         write_seconds: for which a peer may take nothing of what there is for it.
         unsent_bytes: of a connection, that wait in the kernel for their turn (beside those that are on their way).
         most_message_bytes: of a message over a WebSocket; whoever sends more is hung up on.
+        message_seconds: that a message over a WebSocket may take to come.
         most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
             are idle.
     """
@@ -57,6 +58,7 @@ class ServerSettings:
     write_seconds: float = 60.0
     unsent_bytes: int = 64 << 10
     most_message_bytes: int = 10 << 20
+    message_seconds: float = 30.0
     most_connections: int = 4_000
 
 
@@ -146,7 +148,14 @@ class GatewayServer:
             timeout_graceful_shutdown=_LAST_SECONDS,
             ssl_certfile=None if certificate is None else str(certificate),
             ssl_keyfile=None if key is None else str(key),
-            ws=cast(Any, partial(WebSocketProtocol, write_seconds=self._settings.write_seconds)),
+            ws=cast(
+                Any,
+                partial(
+                    WebSocketProtocol,
+                    write_seconds=self._settings.write_seconds,
+                    message_seconds=self._settings.message_seconds,
+                ),
+            ),
             ws_max_size=self._settings.most_message_bytes,
             loop="asyncio",
             http=cast(

@@ -115,6 +115,7 @@ def http_house(
     drain_seconds: float = 5.0,
     header_seconds: float = 20.0,
     write_seconds: float = 60.0,
+    message_seconds: float = 30.0,
     most_connections: int = 4_000,
     s3: tuple[S3Store, S3Settings] | None = None,
     rates: RateSettings | None = None,
@@ -166,6 +167,7 @@ def http_house(
             drain_seconds=drain_seconds,
             header_seconds=header_seconds,
             write_seconds=write_seconds,
+            message_seconds=message_seconds,
             most_connections=most_connections,
         )
         server = GatewayServer(chosen, listen(chosen))

@@ -123,3 +123,24 @@ def test_a_message_that_is_too_large_is_not_waited_for(tmp_path: Path) -> None:
             socket.recv(5)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1009
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"\x81\xa0abcd" + b"x" * 5, b"\x01\x81abcdx"], ids=["of a frame", "of fragments"]
+)
+def test_a_message_that_does_not_come_to_its_end_is_not_waited_for(tmp_path: Path, beginning: bytes) -> None:
+    with (
+        http_house(tmp_path, message_seconds=0.5) as house,
+        connect(house.url.replace("http", "ws") + "/v1/stream") as socket,
+    ):
+        for fragment in (["{", "}"], ["{}"]):  # both are whole in time, and told what is wrong with them
+            socket.send(fragment)
+            assert json.loads(socket.recv(5))["type"] == "error"
+            time.sleep(0.3)
+        began = time.monotonic()
+        socket.socket.sendall(beginning)
+        with pytest.raises(ConnectionClosedError) as closed:
+            socket.recv(5)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "a message took too long")
+        assert 0.4 < time.monotonic() - began < 3
