@@ -36,7 +36,8 @@ def share(axes: Any, runs: list[Run], itl: float) -> None:
         for run in (run for run in runs if run["name"] == name):
             axes.plot(1000 * run["itl"]["p95"], run["bulk_tokens_per_second"], mark, color=OTHER, ms=7, label=label)
     axes.axvline(1000 * itl, color=INK, ls="--", lw=1, label="promised")
-    axes.set(xlabel="time between tokens, p95 (ms)", ylabel="bulk tokens/s", xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel="time between tokens, p95 (ms)", ylabel="bulk tokens/s", xlim=(0, None))
+    axes.set_ylim(0, 1.1 * max(run["bulk_tokens_per_second"] for run in runs))
     axes.legend(fontsize=7, frameon=False, loc="lower right")
     axes.set_title("What batch work keeps", loc="left", fontsize=10)
 

@@ -42,7 +42,7 @@ from tokenmill.job_options import choose_model
 from tokenmill.settings import read_settings
 from workers.model_host import model_path
 
-SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "16384", "TOKENMILL_GATEWAY__UNSENT_BYTES": "8192"}
+SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "4096", "TOKENMILL_GATEWAY__UNSENT_BYTES": "4096"}
 CHOICES = 4  # of those who will stop reading: their buffers are full sooner
 WARM_UP = 20  # streams
 TOGETHER = 3.0  # seconds from the last arrival until the first disturbance
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--stalled", type=int, default=100, help="of the second run: stop reading")
     parser.add_argument("--gone", type=int, default=100, help="of the second run: hang up")
     parser.add_argument("--tokens", type=int, default=300, help="of each answer; all must fit into the cache")
-    parser.add_argument("--step-ms", type=float, default=60.0, help="that a step of the worker takes at least")
+    parser.add_argument("--step-ms", type=float, default=80.0, help="that a step of the worker takes at least")
     parser.add_argument("--ramp", type=float, default=5.0, help="seconds over which the clients come")
     parser.add_argument("--wake", type=float, default=15.0, help="seconds until the stalled read what there is left")
     parser.add_argument("--rounds", type=int, default=3)
