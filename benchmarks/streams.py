@@ -45,6 +45,7 @@ from workers.model_host import model_path
 SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "4096", "TOKENMILL_GATEWAY__UNSENT_BYTES": "4096"}
 CHOICES = 4  # of those who will stop reading: their buffers are full sooner
 WARM_UP = 20  # streams
+FREE_SECONDS = 1.0  # after which the worker must have let go of who is gone
 TOGETHER = 3.0  # seconds from the last arrival until the first disturbance
 STALLED_BYTES = 100_000  # of a stream that isn't read: both buffers, twice, and what a piece may be larger
 OTHER_BYTES = 8_000_000  # by which the gateway may grow meanwhile for any other reason
@@ -146,6 +147,9 @@ def disturbed(seen: Sequence[Seen], looks: Sequence[Look], log: str) -> dict[str
         raise SystemExit(f"error: the stalled ended by {set(codes)}; {least} rows for {len(reads)} who read")
     if growth > len(codes) * STALLED_BYTES + OTHER_BYTES:
         raise SystemExit(f"error: the gateway grew by {growth / 1e6:.1f} MB for {len(codes)} who don't read")
+    late = [seconds for name, at in gone.items() if (seconds := freed[name] - passed - at) > FREE_SECONDS]
+    if late:
+        raise SystemExit(f"error: {len(late)} who are gone were computed for up to {max(late):.1f} s more")
     return {
         "gone": len(gone),
         "stalled": len(codes),
