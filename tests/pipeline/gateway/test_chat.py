@@ -222,7 +222,9 @@ def ask_and_read_little(house: HttpHouse, **more: Any) -> socket.socket:
 
 
 def test_who_takes_nothing_for_long_is_cut_off(tmp_path: Path) -> None:
-    with http_house(tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 10**9}), write_seconds=0.5) as house:
+    asking = AskSettings(caps={Tier.INTERACTIVE: 10**9})
+    large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
+    with http_house(tmp_path, asking=asking, streams=large, write_seconds=0.5) as house:
         house.worker.text = "x" * 2_000
         url = house.url.replace("http", "ws") + "/v1/stream"
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100_000}
