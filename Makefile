@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
@@ -13,6 +13,8 @@ SEED ?=
 FAULTS ?= 40
 EXAMPLES ?= 200
 WORKER ?= null
+GPU_PYTHON ?= $(PYTHON)
+GPU_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -20,10 +22,10 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-page test-servers chaos cluster cluster-faults simulate fuzz-http infra infra-apply lint format bench fleet streams clean
+.PHONY: help install run test test-models test-all test-bench test-page test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.run.stamp  ## make .venv and install tokenmill in it
 
@@ -31,7 +33,8 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
 	@$(PY) examples/show_results.py $(OUT)
 
-# Two processes of tests share the machine: OpenMP threads that wait for each other spin, and each would hold the others up.
+# Several processes of tests share the machine (many a test waits for servers, so one more than there are cores): OpenMP
+# threads that wait for each other spin, and each would hold the others up.
 test test-all test-models: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
@@ -43,8 +46,15 @@ test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long
 test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
 	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(PYTEST_ARGS)
 
+test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on a CPU with torch 2.11, the oldest we take, and its Triton
+	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \
+		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
+
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
+
+test-bench: $(VENV)/.dev.stamp  ## the long tests of benchmarks: environments of peers, the GPU benchmark's dry run as on a bare machine
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/benchmarks $(PYTEST_ARGS)
 
 test-page: $(VENV)/.browser.stamp  ## try the page in headless Chromium, which must be installed, and make its pictures in docs/images
 	$(PY) -m pytest tests/tokenmill/test_page.py $(PYTEST_ARGS)
@@ -60,14 +70,27 @@ cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes 
 cluster-faults: $(VENV)/.dev.stamp  ## strike such a cluster with FAULTS=n faults drawn by SEED=n (WORKER=null|demo), and judge what is left
 	OMP_NUM_THREADS=1 $(PY) -m tests.cluster.faults $(if $(SEED),--seed $(SEED)) --faults $(FAULTS) --worker $(WORKER)
 
+releases: $(VENV)/.dev.stamp  ## a rolling release on real processes: a bad version of a model is rolled back, a good one promoted
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/test_releases.py $(PYTEST_ARGS)
+
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of whole roots, with crashes, races and power cuts
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/simulation
+
+alerts:  ## check the alert rules and Prometheus's settings, and try each alert on made-up series (needs promtool)
+	promtool check config infra/prometheus/prometheus.yml
+	promtool check rules infra/prometheus/alerts.yml
+	promtool test rules infra/prometheus/alerts_test.yml
+
+observability: $(VENV)/.dev.stamp alerts  ## let Prometheus watch real processes: each dashboard's questions, each alert that can be brought about (needs prometheus)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive -s tests/tokenmill/test_observability.py $(PYTEST_ARGS)
 
 infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml: fmt, validate, tests with mocks, checkov, hadolint (needs terraform)
 	infra/check.sh
 	$(VENV)-infra/linters/bin/checkov --quiet --compact --skip-download --framework terraform --directory infra/terraform
 	$(VENV)-infra/linters/bin/hadolint infra/images/*.Dockerfile
+	@if command -v promtool >/dev/null; then $(MAKE) --no-print-directory alerts; \
+	else echo "skipped: alert rules, since promtool is not installed"; fi
 	@if docker compose version >/dev/null 2>&1; then docker compose config --quiet; \
 	elif command -v docker-compose >/dev/null; then docker-compose config --quiet; \
 	else echo "skipped: compose.yaml, since docker compose is not installed"; fi
@@ -88,6 +111,9 @@ format: $(VENV)/.dev.stamp  ## let ruff fix and format what it can
 bench: $(VENV)/.run.stamp  ## measure this machine: scheduler and pipeline alone, then the engine
 	@$(PY) -m tokenmill bench --model demo
 
+gpu-bench:  ## measure the engine on this machine's GPU, which needs torch, triton and transformers (GPU_PYTHON, GPU_ARGS=--dry-run)
+	PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu --stage all --out out/gpu $(GPU_ARGS)
+
 fuzz-http: $(VENV)/.dev.stamp  ## let schemathesis ask a gateway all that its OpenAPI document allows, and what it doesn't (EXAMPLES=n a route, SEED=n)
 	OMP_NUM_THREADS=1 $(PY) -m tests.pipeline.gateway.fuzzing --examples $(EXAMPLES) $(if $(SEED),--seed $(SEED))
 
@@ -99,7 +125,7 @@ streams: $(VENV)/.dev.stamp  ## a thousand streams on one gateway, real processe
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.streams --model demo --json benchmarks/results/streams.json
 
 clean:  ## remove what was built; keeps the model cache
-	rm -rf $(VENV) $(VENV)-infra out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-infra $(VENV)-torch211 out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.pip.stamp:
@@ -120,6 +146,14 @@ $(VENV)/.dev.stamp: $(VENV)/.run.stamp
 
 $(VENV)/.browser.stamp: $(VENV)/.dev.stamp
 	PIP_CONSTRAINT=$(CONSTRAINT) $(PIP) --group browser
+	@touch $@
+
+# Beside torch and what goes with it (numpy: Triton 3.6's interpreter) all packages are those of $(VENV), found behind its own.
+$(VENV)-torch211/.stamp: $(VENV)/.dev.stamp tests/cuda_stand_ins.py
+	$(PY) -m venv --clear $(VENV)-torch211
+	$(VENV)-torch211/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps torch==2.11.0 triton==3.6.0 "numpy<2.4"
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)-torch211/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+	$(PY) tests/cuda_stand_ins.py $$($(VENV)-torch211/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 	@touch $@
 
 $(VENV)-infra/%.stamp: infra/%.txt

@@ -46,11 +46,15 @@ Settings that are no options come from `TOKENMILL_` variables or from `tokenmill
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
 `TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … All of them are in
 `schemas/settings.py` and `schemas/limits.py`. `TOKENMILL_INSTRUCTION_SET` (`avx2`, `avx512`, `avx512_bf16`, `amx`) has
-the native kernels compute with less than the processor has.
+the native kernels compute with less than the processor has; `TOKENMILL_ATTENTION` names what attends on a GPU, and
+`TOKENMILL_KV_BLOCK_SIZE` the tokens of a block of its cache ([architecture.md](architecture.md#attention-on-a-gpu)). On
+a CUDA device `TOKENMILL_GPU__MEMORY_UTILIZATION` (0.9) bounds what is taken of its memory,
+`TOKENMILL_GPU__CUDA_GRAPHS=false` launches every step anew, `TOKENMILL_GPU__GRAPH_TOKENS` (512) says up to which size
+steps are recorded as graphs, and `TOKENMILL_GPU__PLAN_AHEAD=false` computes one step after the other.
 
 `--quantize` and `--kv-dtype` change answers, so they belong to the order like `--dtype`: the same command with another
-value is refused, and `jobs retry` keeps them. `--kv-dtype int8` needs the native kernels; `--quantize` does not.
-`--content-policy` belongs to the order, too; `jobs retry` judges by what it is given itself
+value is refused, and `jobs retry` keeps them. `--kv-dtype int8` needs the native kernels, `fp8` a GPU; `--quantize`
+needs neither. `--content-policy` belongs to the order, too; `jobs retry` judges by what it is given itself
 ([content-policy.md](content-policy.md)).
 
 This page is what `--help` says; docs/make_cli.py writes it.

@@ -26,6 +26,11 @@ class RunningBatch:
         priority, serial: int64 [R], of the owner.
         expected: int32 [R], known tokens the owner is expected to end with.
         confirmed: int32 [R], positions before this one led to finite outputs.
+        promised: int32 [R], 1 where a step that is under way will give a token that the row goes on from; else 0.
+            The planner counts it as known, though nobody on the host can name it.
+        promises: whether steps are planned ahead, so that there may be such rows.
+        awaited: bool [R], the host must see what a step gives the row before the next one can be planned
+            (`Request.awaited`).
         scores_prompt: bool [R], logits of all prompt positions are wanted.
         watched: bool [R], the owner has a `TokenWatcher`.
         last_token_at: float64 [R], when the owner's latest token was sampled (seconds); NaN: none was here.
@@ -45,6 +50,9 @@ class RunningBatch:
         self.serial = np.zeros(num_rows, dtype=np.int64)
         self.expected = np.zeros(num_rows, dtype=np.int32)
         self.confirmed = np.zeros(num_rows, dtype=np.int32)
+        self.promised = np.zeros(num_rows, dtype=np.int32)
+        self.promises = False
+        self.awaited = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
         self.last_token_at = np.full(num_rows, np.nan)
@@ -66,6 +74,11 @@ class RunningBatch:
         sequence = self.owners[row]
         assert sequence is not None, f"row {row} has no owner"
         return sequence
+
+    def known(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [len(rows)], tokens that each row can compute: those it knows, and one that is promised."""
+        known = self.rows.num_known[rows]
+        return np.asarray(known + self.promised[rows]) if self.promises else known
 
     def order(self) -> NDArray[np.int32]:
         """Occupied rows, int32: highest class first, within a class by arrival."""
@@ -92,6 +105,8 @@ class RunningBatch:
         self.serial[row] = sequence.serial
         self.expected[row] = expected
         self.confirmed[row] = rows.num_computed[row]
+        self.promised[row] = 0
+        self.awaited[row] = sequence.request.awaited
         self.scores_prompt[row] = params.prompt_logprobs is not None
         self.watched[row] = sequence.request.watcher is not None
         self.last_token_at[row] = sequence.last_token_at
@@ -120,6 +135,7 @@ class RunningBatch:
             self.cache.withdraw(row)
         self.cache.release(row, 0 if poisoned else int(self.confirmed[row]))
         rows.num_known[row] = rows.num_computed[row] = rows.num_drafts[row] = rows.prompt_len[row] = 0
+        self.promised[row] = 0
         self.owners[row] = None
         self.epoch[row] += 1
         self._occupied[row] = False
@@ -134,7 +150,7 @@ class RunningBatch:
     def expected_positions(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """int32 [len(rows)], positions each row is expected to be computed to. A row that has outlived its guess is
         expected to go on for a quarter of what it has generated, or a block."""
-        known = self.rows.num_known[rows]
+        known = self.known(rows)
         more = np.maximum((known - self.rows.prompt_len[rows]) // 4, self.rows.block_size)
         expected = np.where(self.expected[rows] > known, self.expected[rows], known + more)
         positions: NDArray[np.int32] = np.maximum(np.minimum(expected, self.stops.max_known[rows]) - 1, known)
@@ -153,7 +169,8 @@ class RunningBatch:
         rows = self.rows
         for row in seated:
             owner = self.owner(row)
-            computed, known = int(rows.num_computed[row]), int(rows.num_known[row] + rows.num_drafts[row])
+            computed = int(rows.num_computed[row])
+            known = int(rows.num_known[row] + rows.num_drafts[row] + self.promised[row])
             held = int(self.cache.length[row]) * rows.block_size
             if owner.row != row or owner.state is not SequenceState.RUNNING:
                 raise AssertionError(f"row {row}: its owner is {owner.state} on row {owner.row}")

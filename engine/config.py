@@ -8,7 +8,7 @@ from typing import Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
-KVDType = Literal["auto", "int8"]
+KVDType = Literal["auto", "int8", "fp8"]
 Speculate = Literal["off", "ngram", "draft", "eagle3", "auto"]
 
 
@@ -18,7 +18,10 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens a block holds.
-        memory_bytes: most bytes for all pools; None: `memory_fraction` of what the machine has free after loading.
+        memory_bytes: most bytes for all pools; None: `memory_fraction` of what the machine has free after loading, and
+            on CUDA what weights and the largest step leave of `gpu_memory_utilization`.
+        gpu_memory_utilization: share of a CUDA device's memory that we may take with all others on it; the rest is for
+            graphs, and for what libraries allocate.
         num_blocks: blocks of the full-attention pool; overrides both (tests, and who knows better).
         prefix_caching: reuse blocks between requests with the same leading tokens and salt.
         sequences, tokens_per_sequence: the work at hand, when known; the pool is no larger than it can use.
@@ -27,6 +30,7 @@ class CacheConfig:
     block_size: int = 32
     memory_bytes: int | None = None
     memory_fraction: float = 0.5
+    gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
     prefix_caching: bool = True
     sequences: int | None = None
@@ -102,13 +106,22 @@ class EngineConfig:
         dtype: of weights, activations and KV; "auto": bfloat16 where the CPU multiplies it natively, else float32.
         max_model_len: most tokens of one sequence; None: the model's own limit.
         threads: for compute; None: torch's choice.
-        attention: name of the backend; "auto" picks the best one for the device.
+        attention: name of the backend (`engine.attention.backend_names`); "auto" picks the best one for the device.
         instruction_set: of the native CPU kernels ("avx2", "avx512", "avx512_bf16", "amx"); "auto": the most there is.
         quantize: weights at load. "none": as the checkpoint has them; quantized ones stay so where the device has a
             kernel for their form. "dense": dequantized to `dtype`. "int8": with activations quantized row by row
             (W8A8), where that is faster; "int8-weight-only": activations stay as they are (W8A16). "int4" and "fp8":
             weights only, rounded to nearest in groups of 32 and by rows.
-        kv_dtype: of the cache; "int8" halves it, with one scale per token and head.
+        kv_dtype: of the cache; "int8" (on a CPU) and "fp8" (on a GPU) halve it, with one scale per token and head.
+        tensor_parallel: devices of this machine that share the model, each computed on by a process of its own. On a
+            CPU they are processes that share `threads`; what is said of memory is for all of them together.
+        rank_seconds: seconds that one of them waits for the others in a step; then the engine is lost.
+        plan_ahead: plan and submit a step while the device computes the one before; None: on CUDA. Rows with masks,
+            penalties or log-probabilities, rows whose prompt is scored or pooled, and steps with drafts make the next
+            step wait for the results.
+        cuda_graphs: record the forward passes of steps of some shapes when the engine starts; None: on CUDA, where
+            model and attention allow it. True: refuse to start where that can't be.
+        graph_tokens: most tokens of a step that takes a graph; larger ones take longer to compute than to launch.
     """
 
     dtype: DType = "auto"
@@ -119,6 +132,11 @@ class EngineConfig:
     instruction_set: str = "auto"
     quantize: Quantize = "none"
     kv_dtype: KVDType = "auto"
+    tensor_parallel: int = 1
+    rank_seconds: float = 120.0
+    plan_ahead: bool | None = None
+    cuda_graphs: bool | None = None
+    graph_tokens: int = 512
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import structlog
 import torch
 
-from engine.attention import AttentionBackend, KVLayout, make_backend
+from engine.attention import AttentionBackend, KVLayout, keeps_fp8, make_backend, say_choice
 from engine.collect import Collector
 from engine.config import EngineConfig, KVDType, SpeculationConfig
+from engine.device.graphs import graphs_of
+from engine.device.loop import StepLoop, give_back
+from engine.device.memory import cache_budget, measure
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
-from engine.latency import ClassStats, Histogram, LatencyCounts
+from engine.latency import ClassStats, LatencyCounts
+from engine.logs import get_logger
 from engine.memory import plan_cache
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
 from engine.models.load import is_encoder, load_model, wanted_cache
@@ -27,11 +30,14 @@ from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
 from engine.null_runner import NullRunner
 from engine.pacing import PaceStats
+from engine.parallel.lead import load_parallel
+from engine.parallel.team import Team
 from engine.plan import CacheGroup, RowState
+from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import ANSWERED
-from engine.runner import ModelRunner, StateReader, StepRunner
+from engine.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.sampling.rows import check_params
 from engine.scheduler import Scheduler
 from engine.sequence import FinishedSequence
@@ -42,7 +48,7 @@ from engine.speculative.lengths import lengths_of, longest_of
 from engine.speculative.ngram import NgramProposer
 from engine.speculative.tally import SpeculationStats
 
-logger = structlog.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,10 @@ class EngineStats:
         free_blocks, total_blocks: of all pools.
         speculation: drafts and what became of them.
         pace: how requests of class 0 fare; None: nothing is promised to them.
+        steps_ahead: steps planned before the results of the one before were there.  steps_awaited: those whose results
+            had to be there first, where steps are planned ahead.
+        steps_recorded: steps that took a graph.
+        steps_out_of_memory: steps that the device had no room for; their sequences were computed again.
     """
 
     computed: int
@@ -77,6 +87,10 @@ class EngineStats:
     step_rows: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     pace: PaceStats | None = None
+    steps_ahead: int = 0
+    steps_awaited: int = 0
+    steps_recorded: int = 0
+    steps_out_of_memory: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -85,20 +99,26 @@ class EngineStats:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device to run on; "auto" is the CPU, the one that this engine is built and tested for so far.
+    """The device to run on; "auto" is a CUDA device where there is one, else the CPU.
 
     Raises:
-        EngineError: the device is not supported.
+        EngineError: the device is not there, or not supported.
     """
-    if name not in ("auto", "cpu"):
-        raise EngineError(f"device {name!r} is not supported yet; use cpu")
-    return torch.device("cpu")
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise EngineError("device 'cuda' is not there: torch sees no CUDA device (or was built without CUDA); use cpu")
+    if name not in ("auto", "cpu", "cuda"):
+        raise EngineError(f"device {name!r} is not supported; use cpu or cuda")
+    return torch.device("cuda", torch.cuda.current_device()) if there and name != "cpu" else torch.device("cpu")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is bfloat16 where the CPU multiplies it natively, float32 elsewhere."""
+    """The dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU and
+    float16 on a CUDA device."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     features = torch.cpu.get_capabilities()
     native = features.get("amx_bf16") or features.get("avx512_bf16")
     return torch.bfloat16 if native else torch.float32
@@ -114,22 +134,25 @@ def resolve_model_dtype(path: str | Path, name: str, device: torch.device) -> to
     return resolve_dtype("float32" if name == "auto" and is_encoder(path) else name, device)
 
 
-def decoder_builder(config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype) -> DecoderBuilder:
+def decoder_builder(
+    config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype, device: torch.device
+) -> DecoderBuilder:
     """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere."""
     if native is None:
-        if config.quantize in AT_LOAD:
+        if config.quantize in AT_LOAD and not fast_at_load(config.quantize, device):
             logger.warning("weights are dequantized at each product, which is slow", quantize=config.quantize)
-        return TorchBuilder(config.quantize)
+        return TorchBuilder(config.quantize, dtype)
     return NativeBuilder(native, config.quantize, ShapeTable(native, dtype) if config.quantize == "int8" else None)
 
 
-def _cache_dtype(config: EngineConfig, wanted: str | None, native: bool) -> KVDType:
+def _cache_dtype(config: EngineConfig, wanted: KVDType | None, native: bool, device: torch.device) -> KVDType:
     """Of the KV cache: as the settings say, else as the checkpoint wants it (`wanted`), where that can be had."""
     if config.kv_dtype != "auto" or wanted is None:
         return config.kv_dtype
-    if wanted == "int8" and native:
-        logger.info("the KV cache is int8, as the model's config wants it", option="kv_dtype")
-        return "int8"
+    fp8 = not native and config.attention in ("auto", "triton") and device.type == "cuda" and keeps_fp8(device)
+    if (wanted == "int8" and native) or (wanted == "fp8" and fp8):
+        logger.info(f"the KV cache is {wanted}, as the model's config wants it", option="kv_dtype")
+        return wanted
     logger.warning("the KV cache is not quantized as the model's config wants it: no kernel here does", wanted=wanted)
     return "auto"
 
@@ -151,10 +174,11 @@ class Engine:
         attention_name: str = "none",
         make_proposer: Callable[[RowState], Proposer] | None = None,
         weight_bytes: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`attention_name`: of the backend that serves, with the instruction set of native kernels. `make_proposer`:
         makes what guesses tokens, where the settings want that and n-grams are not meant. `weight_bytes`: that the
-        weights take, by their form, where the model can say so."""
+        weights take, by their form, where the model can say so. `device`: that computes the steps; None: the CPU."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -180,23 +204,36 @@ class Engine:
                 self._runner.show(proposer)
         self._collector = Collector()
         self._ready: list[Completion] = []
-        self._step_times = Histogram()
+        device = device or torch.device("cpu")
+        overlapped = device.type == "cuda" if config.plan_ahead is None else config.plan_ahead
+        if overlapped and not isinstance(self._runner, AheadRunner):
+            if config.plan_ahead:
+                raise EngineError(
+                    "plan_ahead can't be had: this engine's runner is not told of steps ahead; leave it out"
+                )
+            overlapped = False
+        self._loop = StepLoop(self.scheduler, self._collector, clock, overlapped=overlapped, recover=give_back(device))
 
     @classmethod
-    def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
+    def load(cls, path: str | Path, config: EngineConfig | None = None, team: Team | None = None) -> Engine:
         """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
+
+        Args:
+            team: ranks that run already, for a model that several share; None: they are started where they are needed.
 
         Raises:
             ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message names why.
-            OutOfMemory: the cache does not fit.
+            OutOfMemory: the cache does not fit.  EngineLost: a rank has ended.
         """
         config = config or EngineConfig()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
+        if team is not None or config.tensor_parallel != 1:
+            return cls._load_shared(path, config, dtype, device, team)
         native = native_library(config, dtype, device)
-        builder = decoder_builder(config, native, dtype)
+        builder = decoder_builder(config, native, dtype, device)
         loads = partial(load_model, dtype=dtype, device=device, builder=builder)
         model = loads(path, max_positions=config.max_model_len)
         spec = model.spec
@@ -205,26 +242,34 @@ class Engine:
             if config.max_model_len > limit:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
-        kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None)
+        kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None, device)
         draft = load_draft(config.speculation, spec, limit, loads)
         head = load_eagle(config.speculation, model, limit, device)
         guesses = draft or head
+        cache = config.cache
+        if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+            use = measure(model, config.schedule, device)
+            cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
         groups = plan_cache(
-            spec, config.cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
+            spec, cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
         )
         kv_kind = Kind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
-            return make_backend(config.attention, layout, dtype, device, native, kv_kind)
+            return make_backend(config.attention, layout, dtype, device, native, kv_kind, fp8=kv_dtype == "fp8")
 
         def compute(model: CausalModel, attention: AttentionBackend, rows: RowState) -> StepRunner:
+            return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
+
+        def compute_recorded(rows: RowState) -> StepRunner:
+            graphs = graphs_of(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
-                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs,
-                max_num_batched_tokens=config.schedule.max_num_batched_tokens, device=device,
-            )  # fmt: skip
+                model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs
+            )
 
         block_size = config.cache.block_size
         attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
+        say_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
             beside = DraftBeside(draft, groups, block_size, config.schedule.max_num_batched_tokens)
@@ -234,10 +279,31 @@ class Engine:
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(
-            config, spec, groups, limit, lambda scheduler: compute(model, attention, scheduler.rows),
+            config, spec, groups, limit, lambda scheduler: compute_recorded(scheduler.rows),
             attention_name=name, make_proposer=make_proposer,
-            weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None,
+            weight_bytes=model.weight_bytes() if isinstance(model, WeighedModel) else None, device=device,
         )  # fmt: skip
+
+    @classmethod
+    def _load_shared(
+        cls, path: str | Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, team: Team | None
+    ) -> Engine:
+        """As `load`, of a model that several devices share."""
+        for wanted in ("plan_ahead", "cuda_graphs"):
+            if getattr(config, wanted):
+                raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
+        loaded = load_parallel(path, config, dtype, device, team)
+        # As on a CPU without native kernels: shared caches keep the dtype of the model.
+        _cache_dtype(config, wanted_cache(path), native=False, device=torch.device("cpu"))
+        model, schedule = loaded.model, config.schedule
+
+        def compute(scheduler: Scheduler) -> StepRunner:
+            return ModelRunner(
+                model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
+            )
+
+        # No device is named: ranks compute each step when it is told to them, and none is tried again.
+        return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)
 
     @classmethod
     def without_model(
@@ -311,7 +377,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another `step` is due."""
-        return self.scheduler.has_work or bool(self._ready)
+        return self.scheduler.has_work or bool(self._ready) or self._loop.busy
 
     @property
     def max_num_seqs(self) -> int:
@@ -332,28 +398,9 @@ class Engine:
         Raises:
             EngineError: the step could not be computed. The rows of the step have ended with reason "error" and
                 come with the next call; the engine can go on.
+            EngineLost: it can't.
         """
-        begun = time.perf_counter()
-        plan = self.scheduler.schedule(self.clock())
-        if plan is None:
-            return self._end([])
-        self._collector.begin(plan)
-        try:
-            output = self._runner.execute(plan)
-        except BaseException as error:
-            reason = f"the step failed: {type(error).__name__}: {error}"
-            self.scheduler.fail(plan, reason, self.clock())
-            if not isinstance(error, Exception):
-                raise  # an interrupt of the whole process, not a failure of the step
-            raise EngineError(reason) from error
-        self._collector.take(output)
-        finished = self.scheduler.update(
-            plan, output.token_ids, output.failed, self.clock(), output.reasons, output.accepted, output.tainted
-        )
-        seconds = time.perf_counter() - begun
-        self._step_times.add(seconds)
-        self.scheduler.timed(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
-        return self._end(finished)
+        return self._end(self._loop.step(self._runner))
 
     def take_ended(self) -> list[Completion]:
         """Requests that ended outside a step that worked: with one that failed, or cancelled. Else they come with the
@@ -363,7 +410,8 @@ class Engine:
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
         """Completions that these, with what ended outside steps, bring about."""
         ready, self._ready = self._ready, []
-        return ready + self._collector.finish([*self.scheduler.take_finished(), *finished], self.clock())
+        ended = [*self._loop.take_kept(), *self.scheduler.take_finished(), *finished]
+        return ready + self._collector.finish(ended, self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Complete all requests, in the order in which they end."""
@@ -386,7 +434,7 @@ class Engine:
             generated=stats.generated_tokens,
             steps=stats.steps,
             step_rows=stats.step_rows,
-            step_times=self._step_times.counts,
+            step_times=self._loop.step_times.counts,
             preemptions=stats.preemptions,
             running=stats.running,
             waiting=stats.waiting,
@@ -394,6 +442,10 @@ class Engine:
             total_blocks=sum(stats.total_blocks),
             speculation=stats.speculation,
             pace=stats.pace,
+            steps_ahead=self._loop.stats.ahead,
+            steps_awaited=self._loop.stats.awaited,
+            steps_recorded=getattr(self._runner, "graph_steps", 0),
+            steps_out_of_memory=self._loop.stats.out_of_memory,
         )
 
     def classes(self) -> tuple[ClassStats, ...]:

@@ -43,5 +43,10 @@ class ContextLengthExceeded(RequestRefused):
         self.limit = limit
 
 
+class EngineLost(EngineError):
+    """Raised when a part of the engine is gone for good, such as a rank's process: no step will ever work again. Nobody
+    should go on with it, or blame the requests."""
+
+
 class OutOfMemory(EngineError):
     """Raised when weights or the smallest useful KV cache do not fit the memory given."""

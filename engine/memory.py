@@ -55,8 +55,9 @@ def _control_group(name: str) -> int | None:
 
 
 def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
-    """Bytes of one token's keys and values in one layer; in int8 each head's K and V have a float32 scale."""
-    head = spec.head_dim + torch.float32.itemsize if kv_dtype == "int8" else spec.head_dim * spec.dtype.itemsize
+    """Bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32 scale."""
+    small = kv_dtype in ("int8", "fp8")
+    head = spec.head_dim + torch.float32.itemsize if small else spec.head_dim * spec.dtype.itemsize
     return 2 * spec.num_kv_heads * head
 
 

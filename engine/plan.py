@@ -94,6 +94,8 @@ class StepPlan:
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
         drafts: int32 [B], how many of the row's last positions hold guesses instead of known tokens; None: none do.
+        ahead: bool [B], rows whose last position holds the token that the step before this one samples: the host does
+            not know it yet, and the device does by then; None: there are none.
     """
 
     rows: NDArray[np.int32]
@@ -106,6 +108,7 @@ class StepPlan:
     new_rows: tuple[NewRow, ...] = ()
     zero_blocks: tuple[BlockRef, ...] = ()
     drafts: NDArray[np.int32] | None = None
+    ahead: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)

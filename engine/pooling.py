@@ -29,16 +29,17 @@ def pool_padded(hidden: Tensor, lengths: Sequence[int], mode: Pooling, skips: Se
     Returns:
         float32 [rows, hidden].
     """
-    count = torch.tensor(lengths)
+    device = hidden.device
+    count = torch.tensor(lengths, device=device)
     if mode == "cls":
         return hidden[:, 0].float()
     if mode == "last":
-        return hidden[torch.arange(len(lengths)), count - 1].float()
-    places = torch.arange(hidden.shape[1])
+        return hidden[torch.arange(len(lengths), device=device), count - 1].float()
+    places = torch.arange(hidden.shape[1], device=device)
     inside = places < count[:, None]
     if mode == "max":
         return hidden.float().masked_fill(~inside[..., None], -torch.inf).amax(dim=1)
-    first = torch.tensor(skips)
+    first = torch.tensor(skips, device=device)
     weights = (inside & (places >= first[:, None])).float()
     if mode == "weightedmean":
         weights *= places + 1
@@ -73,7 +74,8 @@ class _Row:
             first = max(0, self.skip - start)
             part = hidden[first:].float()
             if self.mode == "weightedmean":
-                part = part * torch.arange(start + first + 1, start + len(hidden) + 1)[:, None]
+                places = torch.arange(start + first + 1, start + len(hidden) + 1, device=part.device)
+                part = part * places[:, None]
             self.state = part.sum(dim=0) if self.state is None else self.state + part.sum(dim=0)
 
     def vector(self, length: int) -> Tensor:

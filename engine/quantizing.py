@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from engine.errors import UnsupportedModel
 from engine.models.checkpoint import DERIVED, WeightSource
@@ -143,6 +142,8 @@ def write_quantized(
 
 def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str], list[str]]:
     """Names of the linear layers between embedding and head, and the head's, from a model without weights."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+
     with usable(opened.path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(opened.config)
     head = model.get_output_embeddings()

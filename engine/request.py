@@ -209,6 +209,20 @@ class Request:
     more_prompts: tuple[NDArray[np.int32], ...] = ()
     partial: tuple[PartialChoice, ...] = ()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether the host must have each of its tokens before the next one can be computed, because a mask or a
+        penalty depends on it, or wants more of each step than tokens (log-probabilities, pooled states)."""
+        params = self.params
+        return (
+            self.mask is not None
+            or self.pooling is not None
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or params.repetition_penalty != 1
+            or bool(params.frequency_penalty or params.presence_penalty)
+        )
+
 
 def check_request(request: Request) -> None:
     """Refuse what no model could compute; raises `RequestRefused`."""

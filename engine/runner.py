@@ -1,12 +1,14 @@
 """From a plan to sampled tokens: row state -> persistent input buffers -> forward -> logits of the rows that need them.
 
-The host side is a handful of numpy operations over the whole step, whatever the number of rows; the tensors that the
-model reads are views of buffers made once.
+The host side is a handful of numpy operations over the whole step, whatever the number of rows. A step has two halves:
+`submit` queues all that the device has to do, `result` waits for what came of it. What was sampled stays on the device
+as well, so that the next step can be submitted before the host knows the tokens that it begins with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
+from engine.device.graphs import Graphs
+from engine.device.transfer import Download, transfer_of
 from engine.models.base import CausalModel, LayeredModel
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.pooling import Pooler
@@ -33,15 +37,49 @@ class StepRunner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A step that the device has been told to compute.
+
+    Attributes:
+        plan: of the step.
+        output: what it gave, where the host had to look already.
+        places: int64 [S], rows of the plan that sample.  packed: what they sampled, as `Sampler.pack` has it.
+    """
+
+    plan: StepPlan
+    output: StepOutput | None = None
+    places: NDArray[np.int64] | None = None
+    packed: Download | None = None
+
+
+@runtime_checkable
+class AheadRunner(StepRunner, Protocol):
+    """A runner whose steps can be told to the device before the results of the last one are known."""
+
+    def submit(self, plan: StepPlan) -> Submitted:
+        """Let the device compute the plan. Its rows that are `ahead` go on from what the step before samples."""
+        ...
+
+    def result(self, submitted: Submitted) -> StepOutput:
+        """What came of it; waits until it is there, and not for steps submitted later. Once for each, in order."""
+        ...
+
+
 def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows, positions and token ids of the step's tokens, each int64 [T], in plan order."""
+    """Rows, positions and token ids of the step's tokens, each int64 [T], in plan order. For a token that is not known
+    yet (`StepPlan.ahead`) stands -1 - row."""
     if plan.num_decodes == len(plan.rows):
         at_row, positions = plan.rows.astype(np.int64), plan.starts.astype(np.int64)
     else:
         first = np.cumsum(plan.counts) - plan.counts
         at_row = np.repeat(plan.rows, plan.counts).astype(np.int64)
         positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(plan.starts - first, plan.counts)
-    return at_row, positions, rows.token_ids[at_row, positions].astype(np.int64)
+    token_ids = rows.token_ids[at_row, positions].astype(np.int64)
+    if plan.ahead is not None:
+        last = np.cumsum(plan.counts)[plan.ahead] - 1
+        token_ids[last] = -1 - at_row[last]
+    return at_row, positions, token_ids
 
 
 def step_batch(
@@ -76,7 +114,14 @@ class StateReader(Protocol):
 
 
 class ModelRunner:
-    """Runs the steps of one model on one device."""
+    """Runs the steps of one model on one device.
+
+    Args:
+        graphs: the model's forward passes for steps of some shapes, recorded; None: all are launched anew.
+
+    Attributes:
+        graph_steps: steps that took a graph.
+    """
 
     def __init__(
         self,
@@ -85,9 +130,13 @@ class ModelRunner:
         rows: RowState,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
         device: torch.device,
+        graphs: Graphs | None = None,
     ) -> None:
+        self.graph_steps = 0
+        self._graphs = graphs
+        self._transfer = transfer_of(device)
+        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # each row's latest token
         self._model = model
         self._attention = attention
         self._rows = rows
@@ -97,9 +146,6 @@ class ModelRunner:
         self._pooler = Pooler()
         self._reader: StateReader | None = None
         self._prompt_logprobs: dict[int, int] = {}
-        self._input_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_num_batched_tokens, dtype=torch.int64, device=device)
-        self._device = device
 
     def show(self, reader: StateReader) -> None:
         """Let `reader` read each step's states from now on; the model must be a `LayeredModel`."""
@@ -107,21 +153,101 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
+        return self._outputs(plan, self._forward(plan))
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Submitted:
+        """See `AheadRunner`. A step of which the host must see more than tokens is over when this returns."""
+        hidden = self._forward(plan)
+        places = np.flatnonzero(plan.samples)
+        rows = plan.rows[places]
+        seen = plan.drafts is not None or self._scores(plan) or self._pooler.active
+        if seen or self._sampler.awaited(rows).any():
+            return Submitted(plan, self._outputs(plan, hidden))
+        if not len(places):
+            return Submitted(plan, self._nothing(plan))
+        packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
+        (at,) = self._transfer.up(rows.astype(np.int64))
+        # What a row draws from values that are not finite is no token, and is never looked at; but it is looked up.
+        self._sampled.index_copy_(0, at, packed[0].clamp(0, self._model.spec.vocab_size - 1))
+        return Submitted(plan, None, places, self._transfer.down(packed))
+
+    def result(self, submitted: Submitted) -> StepOutput:
+        """See `AheadRunner`."""
+        if submitted.output is not None:
+            return submitted.output
+        assert submitted.places is not None
+        assert submitted.packed is not None
+        output = self._nothing(submitted.plan)
+        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.places])
+        output.token_ids[submitted.places] = sampled.token_ids
+        output.failed[submitted.places] = sampled.failed
+        output.reasons.update((row, why) for row, why in sampled.reasons.items() if why != NON_FINITE)
+        return output
+
+    @staticmethod
+    def _nothing(plan: StepPlan) -> StepOutput:
+        """A step in which no row samples."""
+        rows = len(plan.rows)
+        return StepOutput(np.full(rows, NO_TOKEN, dtype=np.int32), np.zeros(rows, dtype=np.bool_), {}, {}, {})
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """The step's last hidden states [T, hidden_size], valid until the next step's."""
         self._take_rows(plan)
         at_row, positions, token_ids = flatten(plan, self._rows)
-        step = self._attention.prepare(step_batch(plan, self._rows, at_row, positions, self._wanted(plan)))
-        count = plan.num_tokens
-        self._input_ids[:count].copy_(torch.from_numpy(token_ids))
-        self._positions[:count].copy_(torch.from_numpy(positions))
+        batch = step_batch(plan, self._rows, at_row, positions, self._wanted(plan))
+        input_ids, places = self._transfer.up(token_ids, positions)
+        if plan.ahead is not None:
+            input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
         lengths = self._rope_lengths(at_row, positions)
-        attend = AttentionStep(self._attention, step)
-        inputs = self._input_ids[:count], self._positions[:count], attend, lengths
+        if self._graphs is not None and lengths is None and self._recordable(plan):
+            shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
+            if shape is not None:
+                self.graph_steps += 1
+                return self._graphs.forward(shape, input_ids, places, batch)
+        inputs = input_ids, places, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
         if self._reader is None:
-            return self._outputs(plan, self._model.forward(*inputs))
+            return self._model.forward(*inputs)
         assert isinstance(self._model, LayeredModel), "states are read of models that show them"
         hidden, states = self._model.forward_with_states(*inputs, self._reader.layers)
         self._reader.read(plan, states)
-        return self._outputs(plan, hidden)
+        return hidden
+
+    def _recordable(self, plan: StepPlan) -> bool:
+        """Whether all that is wanted of a step is what a graph gives. Prompts that are scored or pooled come in long
+        chunks, which would seldom find one, and their hidden states are wanted for longer than until the next step."""
+        return self._reader is None and not self._pooler.active and not self._scores(plan)
+
+    def _scores(self, plan: StepPlan) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted of this step."""
+        wanted = self._prompt_logprobs
+        if not wanted:
+            return False
+        in_prompt = plan.rows[plan.starts < self._rows.prompt_len[plan.rows] - 1]
+        return any(row in wanted for row in in_prompt.tolist())
+
+    def _last_hidden(self, plan: StepPlan, hidden: Tensor, places: NDArray[np.int64]) -> Tensor:
+        """Of these rows of the plan, the hidden states of their last tokens [S, hidden_size]."""
+        if len(places) == plan.num_tokens:
+            return hidden
+        (last,) = self._transfer.up(np.cumsum(plan.counts)[places] - 1)
+        return hidden.index_select(0, last)
+
+    def _draw(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> Tensor:
+        """As `_sample`, left on the device: int64 [3, S] of `Sampler.pack`."""
+        num_outputs = at - self._rows.prompt_len[rows]
+        plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
+        if self._greedy is None or not plain.any():
+            return self._sampler.draw(self._model.logits(hidden), rows, at, num_outputs)
+        packed = torch.empty(3, len(rows), dtype=torch.int64, device=hidden.device)
+        easy, rest = np.flatnonzero(plain), np.flatnonzero(~plain)
+        to_easy, to_rest = self._transfer.up(easy, rest)
+        tokens, alive = self._greedy(hidden[to_easy] if len(rest) else hidden)
+        packed[:, to_easy] = self._sampler.pack(tokens, alive, alive)
+        if len(rest):
+            logits = self._model.logits(hidden[to_rest])
+            packed[:, to_rest] = self._sampler.draw(logits, rows[rest], at[rest], num_outputs[rest])
+        return packed
 
     def _take_rows(self, plan: StepPlan) -> None:
         """Zero what must be zeroed and load the parameters of rows with a new owner."""
@@ -153,7 +279,7 @@ class ModelRunner:
         if self._model.spec.rope_original_max is None:
             return None
         lengths = np.maximum(self._rows.prompt_len[at_row].astype(np.int64), positions + 1)
-        return torch.from_numpy(lengths).to(self._device)
+        return self._transfer.up(lengths)[0]
 
     def _outputs(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
         """Sample, score and pool from the last hidden states [T, hidden_size]."""
@@ -166,12 +292,8 @@ class ModelRunner:
         sampled = np.flatnonzero(plan.samples if plan.drafts is None else plan.samples & (plan.drafts == 0))
         if len(sampled):
             rows = plan.rows[sampled]
-            if len(sampled) == plan.num_tokens:
-                last = hidden
-            else:
-                last = hidden.index_select(0, torch.from_numpy(ends[sampled] - 1).to(self._device))
             at = plan.starts[sampled] + plan.counts[sampled]
-            out = self._sample(last, rows, at)
+            out = self._sample(self._last_hidden(plan, hidden, sampled), rows, at)
             token_ids[sampled], failed[sampled] = out.token_ids, out.failed
             logprobs = {row: [line] for row, line in out.logprobs.items()}
             reasons = out.reasons

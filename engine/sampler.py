@@ -11,13 +11,13 @@ when the chain leaves it no token to choose, and when its mask raises; the other
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.transfer import transfer_of
 from engine.plan import NO_TOKEN
 from engine.request import Request
 from engine.sampling import chain
@@ -75,6 +75,8 @@ class Sampler:
         self._params = RowParams(max_num_seqs, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._device = device
+        self._transfer = transfer_of(device)
+        self._asks = device.type == "cpu"  # elsewhere the host would have to wait for the answer
         self._buffers: Workspace | None = None
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
@@ -111,25 +113,51 @@ class Sampler:
         if not len(rows):
             return SampleOutput(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
         special = self._params.special[rows]
-        peaks = block_max(logits)
+        asked = self._asked(logits, rows) if special.any() else None
+        tokens, alive, sound = self._take(logits, rows, positions, num_outputs)
+        output = self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
         if not special.any():
-            tokens, alive = self._choose(logits, peaks, rows, positions)
-            return self._output(tokens, alive, alive, rows)
-        asked = self._asked(logits, rows)
-        sound = torch.isfinite(peaks.amax(-1))
-        lines = chain.modified_lines(self._params, rows, num_outputs)
-        if len(lines):
-            chain.modify(self._params, logits, rows, num_outputs, lines)
-            index = torch.from_numpy(lines).to(self._device)
-            peaks[index] = block_max(logits if len(lines) == len(rows) else logits[index])
-        tokens, alive = self._choose(logits, peaks, rows, positions)
-        output = self._output(tokens, alive & sound, sound, rows)
+            return output
         taken = special & ~output.failed
         self._params.record(rows[taken], output.token_ids[taken])
         self._fail_broken(output, rows)
         if asked is not None:
             self._add_logprobs(output, asked, tokens, rows)
         return output
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        num_outputs: NDArray[np.int32],
+    ) -> Tensor:
+        """As `sample`, of rows that the host need not see (`awaited`): int64 [3, S] on the device, for `unpack`.
+        Nothing here waits for the device."""
+        assert not self.awaited(rows).any(), "what the host must see is sampled by `sample`"
+        return self.pack(*self._take(logits, rows, positions, num_outputs))
+
+    def _take(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        num_outputs: NDArray[np.int32],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens int64 [S]; bool [S] where there was one to choose; bool [S] where the logits are finite."""
+        peaks = block_max(logits)
+        if not self._params.special[rows].any():
+            tokens, alive = self._choose(logits, peaks, rows, positions)
+            return tokens, alive, alive
+        sound = torch.isfinite(peaks.amax(-1))
+        lines = chain.modified_lines(self._params, rows, num_outputs)
+        if len(lines):
+            chain.modify(self._params, logits, rows, num_outputs, lines, self._transfer)
+            (index,) = self._transfer.up(lines)
+            peaks[index] = block_max(logits if len(lines) == len(rows) else logits[index])
+        tokens, alive = self._choose(logits, peaks, rows, positions)
+        return tokens, alive & sound, sound
 
     def plain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         """bool [S]: rows that take the likeliest token, and ask for nothing else of their logits."""
@@ -140,9 +168,14 @@ class Sampler:
         are sampled one position after the other."""
         return np.asarray(self._params.special[rows])
 
+    def awaited(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows whose next token can't be drawn before the host has seen the last one, or with whose token the
+        host wants more than it (penalties, masks, log-probabilities)."""
+        return np.asarray(self._params.awaited[rows])
+
     def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
         """The output of `plain` rows whose likeliest tokens (int64 [S]) are known already; alive: bool [S]."""
-        return self._output(tokens, alive, alive, rows)
+        return self.unpack(self.pack(tokens, alive, alive).cpu().numpy(), rows)
 
     def _choose(
         self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
@@ -156,7 +189,7 @@ class Sampler:
             return argmax(logits, peaks), alive
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         if greedy.any():
-            index = self._upload(np.flatnonzero(greedy))
+            (index,) = self._transfer.up(np.flatnonzero(greedy))
             tokens[index] = argmax(logits[index], peaks[index])
         self._draw(logits, peak[:, None], alive, tokens, rows, positions, np.flatnonzero(~greedy))
         return tokens, alive
@@ -174,16 +207,23 @@ class Sampler:
         """Write drawn tokens into `tokens` for these lines (int64 [n])."""
         params, row = self._params, rows[lines]
         top_k, top_p, min_p = params.top_k[row], params.top_p[row], params.min_p[row]
-        u, inner = (
-            self._upload(uniforms(params.seed[row], params.choice[row], positions[lines].astype(np.int64), lane))
-            for lane in (0, 1)
-        )
-        columns = (self._upload(column)[:, None] for column in (params.scale[row], top_k, top_p, min_p))
-        Draws(logits, peak, alive, tokens, lines, Filters(*columns), u, inner, self._space()).run(top_k, top_p, min_p)
+        at = positions[lines].astype(np.int64)
+        drawn = [uniforms(params.seed[row], params.choice[row], at, lane) for lane in (0, 1)]
+        u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
+        filters = Filters(*(column[:, None] for column in columns))
+        space, asks = self._space(), self._asks
+        draws = Draws(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
+        draws.run(top_k, top_p, min_p)
 
-    def _output(self, tokens: Tensor, alive: Tensor, sound: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
-        """To the host: tokens int64 [S]; alive bool [S], lines with a token; sound bool [S], with finite logits."""
-        packed = torch.stack((tokens, alive.long(), sound.long())).cpu().numpy()
+    @staticmethod
+    def pack(tokens: Tensor, alive: Tensor, sound: Tensor) -> Tensor:
+        """int64 [3, S], one small tensor to bring to the host: tokens int64 [S]; alive bool [S], lines with a token;
+        sound bool [S], with finite logits."""
+        return torch.stack((tokens, alive.long(), sound.long()))
+
+    @staticmethod
+    def unpack(packed: NDArray[np.int64], rows: NDArray[np.int32]) -> SampleOutput:
+        """What `pack` made, on the host."""
         failed = packed[1] == 0
         token_ids = np.where(failed, NO_TOKEN, packed[0]).astype(np.int32)
         reasons = {int(rows[i]): NOTHING_LEFT if packed[2, i] else NON_FINITE for i in np.flatnonzero(failed)}
@@ -203,10 +243,10 @@ class Sampler:
         lines = np.flatnonzero(self._params.logprobs[rows] != OFF)
         if not len(lines):
             return None
-        return _Asked(lines, RawDistribution.of(logits[self._upload(lines)], self._space()))
+        return _Asked(lines, RawDistribution.of(logits[self._transfer.up(lines)[0]], self._space()))
 
     def _add_logprobs(self, output: SampleOutput, asked: _Asked, tokens: Tensor, rows: NDArray[np.int32]) -> None:
-        chosen = asked.raw.chosen(tokens[self._upload(asked.lines)].clamp(0, self._vocab_size - 1))
+        chosen = asked.raw.chosen(tokens[self._transfer.up(asked.lines)[0]].clamp(0, self._vocab_size - 1))
         counts = self._params.logprobs[rows[asked.lines]]
         ids, top = asked.raw.top(int(counts.max()))
         for i, line in enumerate(asked.lines.tolist()):
@@ -217,6 +257,3 @@ class Sampler:
         if self._buffers is None:
             self._buffers = Workspace(self._vocab_size, self._device)
         return self._buffers
-
-    def _upload(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

@@ -13,8 +13,12 @@ Guesses at the next tokens are computed behind the known ones, and taken back wh
 lowered again (speculative/drafting.py).
 
 `num_computed` advances when a step is planned, `num_known` when its tokens come back; so a second step can be planned
-while the first one computes. Blocks that the step will fill are published when it is planned: keys are written before
-they are read, so a sequence admitted later in the same step already hits them.
+while the first one computes. Rows that sample in the first one are in the second one too when they are promised their
+token (`promise`): it is planned as if it were known, and only the device can tell which it is. A row that turns out to
+have ended with it has computed one position for nothing; its results come back to nobody, as those of any row whose
+owner has left (`RunningBatch.epoch`). Blocks that the step will fill are published when it is planned: keys are written
+before they are read, so a sequence admitted later in the same step already hits them. A block with a promised token in
+it has no name before that token is known, and is published with the row's next step.
 
 One step, highest class first, within a class by arrival (or as the waiting queue orders it, see waiting.py):
 1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
@@ -39,6 +43,7 @@ from numpy.typing import NDArray
 
 from engine.admission import LazyHeap, LengthEstimator
 from engine.batch import RunningBatch
+from engine.budget import TokenBudget
 from engine.cache.demand import BlockDemand
 from engine.cache.prefix import Digest, chain_digest
 from engine.cache.tables import CacheTables
@@ -61,6 +66,9 @@ from engine.waiting import WaitingQueue
 
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
+NEVER = -1
+"""How many endings had been counted when a sequence was put back, where that keeps it from nothing."""
+
 Ended = dict[int, FinishedSequence]
 """Sequences that end with a step, by their place in the plan."""
 
@@ -108,9 +116,11 @@ class Scheduler:
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
         self._latencies = Latencies(self._batch)
         self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
+        self._budget = TokenBudget(budget)
         self._planner = StepPlanner(
-            self._batch, self._waiting, self._lengths, self._demand, budget=budget, pace=self._pace
+            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, pace=self._pace
         )
+        self._promised = False
         self._drafting: Drafting | None = None
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
@@ -242,6 +252,22 @@ class Scheduler:
             self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.paced))
         return plan
 
+    def promise(self) -> bool:
+        """Count on the tokens that the step under way will give, so that the next one can be planned before they are
+        here. False: what comes of it must be seen first, because a row of it is `awaited`, it holds drafts, or the next
+        one may."""
+        ((plan, epochs, _),) = self._in_flight
+        if plan.drafts is not None or (self._drafting is not None and not self._drafting.idle):
+            return False
+        batch = self._batch
+        if batch.awaited[plan.rows].any():
+            return False
+        rows = plan.rows[plan.samples & (batch.epoch[plan.rows] == epochs)]
+        # Whose last token this is needs none computed; who stops at it, nobody knows yet.
+        batch.promised[rows[self.rows.num_known[rows] + 1 < self._stops.max_known[rows]]] = 1
+        batch.promises = self._promised = True
+        return True
+
     def update(
         self,
         plan: StepPlan,
@@ -267,6 +293,8 @@ class Scheduler:
         self._now = now
         expected_plan, epochs, paced = self._in_flight.popleft()
         assert expected_plan is plan, "plans come back in the order they were made"
+        self._keep_promises()
+        self._budget.worked()
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
         if self._pace is not None and paced is not None:
             self._pace.note(plan, good & plan.samples & ~failed, paced, now)
@@ -312,7 +340,41 @@ class Scheduler:
                 sequence = self._batch.owner(row)
                 self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
         self._in_flight.clear()
+        self._keep_promises()
         self._cache.forget()
+
+    def retract(self, plan: StepPlan, now: float) -> bool:
+        """Take back a step that the device had no room for, and plan smaller ones from now on: its sequences, and those
+        of steps planned after it, wait again with all that they know. What they have published was not computed, so
+        nothing stays in the prefix cache.
+
+        Returns:
+            False: steps are as small as can be, and nothing was done.
+        """
+        self._now = now
+        assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
+        if not self._budget.shrink():
+            return False
+        for lost, epochs, _ in self._in_flight:
+            for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
+                sequence = self._batch.owner(row)
+                self._planner.put_back(sequence)
+                sequence.put_back_at = NEVER  # smaller steps are what keeps this from happening again
+        self._in_flight.clear()
+        self._keep_promises()
+        self._cache.forget()
+        return True
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, now."""
+        return self._budget.tokens
+
+    def _keep_promises(self) -> None:
+        """What was promised is here, or will never be."""
+        if self._promised:
+            self._batch.promised[:] = 0
+            self._promised = False
 
     def timed(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
         """Say how long a step took, from before it was planned until after its update, and how many of its drafts

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.admission import LengthEstimator
 from engine.batch import RunningBatch
+from engine.budget import TokenBudget
 from engine.cache.demand import BlockDemand, BlockOutlook
 from engine.cache.prefix import PrefixNode
 from engine.pacing import URGENT, Pace, Paced
@@ -27,7 +28,7 @@ class StepPlanner:
     """Plans steps over a running batch and a waiting queue.
 
     Args:
-        budget: most tokens of a step.
+        budget: tokens of a step.
         pace: bounds what a step holds beside urgent rows; None: nothing does.
 
     Attributes:
@@ -42,7 +43,7 @@ class StepPlanner:
         lengths: LengthEstimator,
         demand: BlockDemand,
         *,
-        budget: int,
+        budget: TokenBudget,
         pace: Pace | None = None,
     ) -> None:
         self.counters = Counters()
@@ -55,12 +56,13 @@ class StepPlanner:
         self._waiting = waiting
         self._lengths = lengths
         self._demand = demand
-        self._budget = budget
+        self._all = budget
         self._short_of_blocks = False  # the last head had to wait for some
         self._begin()
 
     def _begin(self) -> None:
         """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end."""
+        self._budget = self._all.tokens
         self._left = self._budget
         self._held = 0  # tokens of the budget that nobody may have
         self._answers_first = False
@@ -102,7 +104,7 @@ class StepPlanner:
         """Plan class 0, and take from the budget what nobody else may have. Returns how many rows of it are answering,
         and how many have yet to begin."""
         urgent = self._order[self._batch.priority[self._order] == URGENT]
-        answering = self._rows.num_known[urgent] > self._rows.prompt_len[urgent]
+        answering = self._batch.known(urgent) > self._rows.prompt_len[urgent]
         streams = int(np.count_nonzero(answering))
         if streams:
             self._hold_back(streams + pace.chunk())
@@ -135,7 +137,7 @@ class StepPlanner:
 
     def _order_waiting(self) -> None:
         """Let the queue see how much there is left to do, and how many do it together."""
-        known = self._rows.num_known[self._order]
+        known = self._batch.known(self._order)
         left = int((self._batch.expected_positions(self._order) + 1 - known).sum())
         self._waiting.order(left, len(self._order) if self._short_of_blocks else len(self._batch.owners))
 
@@ -154,7 +156,7 @@ class StepPlanner:
         self._outlook = None
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
-        pending = self._rows.num_known[rows] - starts
+        pending = self._batch.known(rows) - starts
         counts = np.clip(pending, 0, 1)  # negative while drafts are under way
         visit = np.flatnonzero(self._needs_visit(rows, starts, pending))
         if visit.size:
@@ -196,8 +198,12 @@ class StepPlanner:
         batch, rows, cache = self._batch, self._rows, self._cache
         sequence = batch.owner(row)
         start, known = int(rows.num_computed[row]), int(rows.num_known[row])
+        named = known
         chain = self._waiting.chain(sequence)
         confirmed = int(batch.confirmed[row])
+        if batch.promises:
+            known += int(batch.promised[row])
+            cache.publish(row, chain, start)  # what a promised token filled has a name by now
         if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
             hits = cache.match(chain, rows.token_ids[row, :known], row)
             if hits:
@@ -210,7 +216,7 @@ class StepPlanner:
         while not cache.grow(row, cache.blocks_for(start + count)):
             if self._preempt_last() is sequence:
                 return 0
-        cache.publish(row, chain, start + count)
+        cache.publish(row, chain, min(start + count, named))
         self._note_recomputed(sequence, start, count)
         return count
 
@@ -324,7 +330,7 @@ class StepPlanner:
         more had to be computed again because expectations were wrong, the more is kept back."""
         if self._outlook is None:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
-            known, positions = self._rows.num_known[rows], self._batch.expected_positions(rows)
+            known, positions = self._batch.known(rows), self._batch.expected_positions(rows)
             pending = known - self._rows.num_computed[rows]
             self._outlook = BlockOutlook(self._demand, rows, self._rows.block_tables, known, positions, pending)
         known_tokens, count = len(sequence.token_ids), len(hits)
@@ -379,7 +385,8 @@ class StepPlanner:
             drafts = None if drafts is None else drafts[order]
         ends = self._rows.num_computed[rows]
         starts = ends - counts
-        known = self._rows.num_known[rows]
+        known = self._batch.known(rows)
+        promised = self._batch.promised[rows] > 0 if self._batch.promises else None
         samples = (ends >= known) & (self._batch.stops.max_known[rows] > known)
         num_logits = samples.astype(np.int32) if drafts is None else samples + drafts
         of_prompt = self._rows.prompt_len[rows] - starts
@@ -402,4 +409,5 @@ class StepPlanner:
             new_rows=tuple(self._new),
             zero_blocks=self._cache.take_dirty(),
             drafts=drafts,
+            ahead=promised if promised is not None and promised.any() else None,
         )

@@ -252,11 +252,11 @@ def _try_pipeline(example: str, made: Installation, model: Path, report: Report)
 
         made.start("gateway")
         report.check(True, try_gateway(made, model, MODEL))
-    seconds, wanted = pipeline_check.wake_from_none(made, model, MODEL, place, workers[0])
+    wished, wanted = pipeline_check.wake_from_none(made, model, MODEL, place, workers[0])
     report.check(
         wanted >= 1,
-        f"with no worker, CloudWatch was told of {seconds:.1f} s of work, for which the policy starts {wanted}; it was "
-        "done when one was there",
+        f"with no worker, CloudWatch was told of a wish for {wished:.0f}, for which the policy starts {wanted}; it "
+        "was done when one was there",
     )
     if made.outputs["processes"][workers[0]]["environment"]["TOKENMILL_SPOT_NOTICE"] == "true":
         took = pipeline_check.take_the_spot_instance(made, workers[0])

@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from schemas.prices import PriceBookError, read_price_book
+
 HOURS_A_MONTH: Final = 730
 PRICES: Final = json.loads(Path(__file__).with_name("prices.json").read_text(encoding="utf-8"))
+"""Of services."""
+BOOK: Final = read_price_book()
+"""Of machines that workers run on: the same that their jobs' costs are worked out with."""
 _FREE_DISK_GIB: Final = 20
 
 
 class UnknownPrice(Exception):
-    """Raised when prices.json says nothing of a kind of machine. Names it."""
+    """Raised when there is no price of a kind of machine. Names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,11 @@ def _machine(address: str, values: Mapping[str, Any], all_of_them: Mapping[str, 
     disk = template["block_device_mappings"][0]["ebs"][0]["volume_size"] * _monthly("gp3_gib")
     spot = policy["instances_distribution"][0]["on_demand_percentage_above_base_capacity"] == 0
     how = "at its price on demand; as spot it is less" if spot else "on demand"
-    return Cost(f"the pool {values['name']}", f"{machine} {how}", _hourly(machine) + disk, True, values["max_size"])
+    try:
+        price = BOOK.must(machine, PRICES["region"], "on-demand").per_hour
+    except PriceBookError as error:
+        raise UnknownPrice(str(error)) from error
+    return Cost(f"the pool {values['name']}", f"{machine} {how}", price + disk, True, values["max_size"])
 
 
 def _hourly(name: str) -> float:
@@ -165,7 +174,7 @@ def main() -> int:
     except UnknownPrice as error:
         sys.exit(f"error: {error}")
     print("\n".join(table(found)))
-    print(f"Prices of {PRICES['region']}, {PRICES['as_of']}: infra/prices.json.")
+    print(f"Prices of {PRICES['region']}, {PRICES['as_of']}: infra/prices.json; of machines: schemas/prices.toml.")
     return 0
 
 

@@ -222,22 +222,22 @@ def drop_a_file(made: Installation, model: Path, name: str, place: str) -> str:
 
 
 def wake_from_none(made: Installation, model: Path, name: str, place: str, worker: str) -> tuple[float, int]:
-    """A file dropped while no worker lives: the seconds of work that CloudWatch is told of, and how many workers the
-    applied policy starts for them; one is started, and does it. Raises `AssertionError`."""
+    """A file dropped while no worker lives: the workers that CloudWatch is told to be wished for, and how many the
+    applied policy starts for that; one is started, and does it. Raises `AssertionError`."""
     code, _, _ = made.stop(worker)
     assert code == 0, f"{worker} ended with {code}"
     data, bodies = requests(name)
     ended = set(made.outcomes())
     made.aws.client("s3").put_object(Bucket=made.bucket, Key=f"{place}later.jsonl", Body=data)
-    seconds = float(made.wait(lambda: backlog_was_told(made, name), "CloudWatch was told of no work"))
+    wished = float(made.wait(lambda: workers_were_wished_for(made, name), "CloudWatch was told of no wish"))
     made.start(worker)
     (job,) = made.wait(lambda: set(made.outcomes()) - ended, "the job did not end")
     check_results(made, str(job), Answers(model).texts(bodies))
-    return seconds, workers_for(made, seconds)
+    return wished, workers_for(made, wished)
 
 
-def workers_for(made: Installation, seconds: float) -> int:
-    """What the applied step policy sets, for so many seconds of work above its alarm's threshold of none."""
+def workers_for(made: Installation, wished: float) -> int:
+    """What the applied step policy sets, for so many workers above its alarm's threshold of none."""
     policies = made.aws.moto.client("application-autoscaling").describe_scaling_policies(ServiceNamespace="ecs")
     (policy,) = (one for one in policies["ScalingPolicies"] if one["PolicyName"].endswith("-work"))
     configuration = policy["StepScalingPolicyConfiguration"]
@@ -245,18 +245,20 @@ def workers_for(made: Installation, seconds: float) -> int:
     return next(
         int(step["ScalingAdjustment"])
         for step in configuration["StepAdjustments"]
-        if step["MetricIntervalLowerBound"] <= seconds < step.get("MetricIntervalUpperBound", math.inf)
+        if step["MetricIntervalLowerBound"] <= wished < step.get("MetricIntervalUpperBound", math.inf)
     )
 
 
-def backlog_was_told(made: Installation, model: str) -> float:
-    """The most seconds of work that CloudWatch heard of; 0: of none."""
+def workers_were_wished_for(made: Installation, model: str) -> float:
+    """The most workers of the model's pool that CloudWatch heard of; 0: of none."""
     settings = made.outputs["processes"]["dispatcher"]["environment"]
-    dimensions = {"Installation": settings["TOKENMILL_CLOUDWATCH__INSTALLATION"], "Model": model}
+    pools = json.loads(settings["TOKENMILL_AUTOSCALE__POOLS"])
+    pool = next(name for name, one in pools.items() if model in one["models"])
+    dimensions = {"Installation": settings["TOKENMILL_CLOUDWATCH__INSTALLATION"], "Pool": pool}
     now = datetime.now(UTC)
     answer = made.aws.client("cloudwatch").get_metric_statistics(
         Namespace=settings["TOKENMILL_CLOUDWATCH__NAMESPACE"],
-        MetricName="BacklogSeconds",
+        MetricName="DesiredWorkers",
         Dimensions=[{"Name": name, "Value": value} for name, value in dimensions.items()],
         StartTime=now - timedelta(hours=1),
         EndTime=now + timedelta(hours=1),

@@ -31,6 +31,7 @@ from pipeline.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.ports import Lease, ObjectStore, PipelineError, World
 from pipeline.results import read_part
+from pipeline.tracing import TRACEPARENT
 from schemas.events import JobChanged, ShardCommitted
 from schemas.job import Counts, Job, JobStatus, Manifest
 
@@ -172,7 +173,7 @@ class Announcer:
             self._tell_part(ledger, job, number, source)
             self._known[job.id].add(f"whole/{number}")
         closing = ledger.closing()
-        if closing is not None and closing.kind == "cancel":
+        if closing is not None and closing.kind != "expire":
             self._tell(job, "cancelling", JobStatus.CANCELLING, Counts(), closing.at)
         if manifest is None:
             return False
@@ -275,6 +276,7 @@ class Announcer:
         headers = [("result_id", number.encode()), ("job", job.id.encode())]
         if origin is not None and origin.place is not None:
             headers.append(("source", origin.place.encode()))
+        headers += _trace_headers(job)
         message = Message(topic, _value(job.id, number, result), key, tuple(headers))
         if message.size <= self._messages.most_bytes:
             return message
@@ -318,7 +320,7 @@ class Announcer:
 
     def _send_event(self, job: Job, event: JobChanged | ShardCommitted) -> None:
         value = event.model_dump_json(exclude_none=True).encode()
-        headers = (("event_id", event.id.encode()),)
+        headers = (("event_id", event.id.encode()), *_trace_headers(job))
         self._messages.send([Message(self._settings.events_topic, value, job.id.encode(), headers)])
 
     def _marker(self, kind: str, job: Job, name: str) -> str:
@@ -333,6 +335,11 @@ class Announcer:
     def _mark(self, job: Job, marker: str) -> None:
         self._store.create(marker, b"")
         self._known[job.id].add(marker)
+
+
+def _trace_headers(job: Job) -> list[tuple[str, bytes]]:
+    """What the job was sent for, as its papers have it: so a repeat says the same."""
+    return [] if job.traceparent is None else [(TRACEPARENT, job.traceparent.encode())]
 
 
 def result_id(job: str, row: int) -> str:

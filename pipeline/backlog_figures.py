@@ -5,19 +5,13 @@ How busy a GPU is says nothing of that: it is as busy with the last row of a nig
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import structlog
 
 from pipeline.catalog import Catalog
-from pipeline.open_work import OpenWork
-from pipeline.ports import Heartbeats, PipelineError, WorkerState, World
-
-logger = structlog.get_logger(__name__)
+from pipeline.open_work import OpenJob, OpenWork
+from pipeline.ports import Heartbeats, WorkerState, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +44,14 @@ class BacklogFigures:
     models: tuple[ModelBacklog, ...]
 
 
-class BacklogTarget(Protocol):
-    """Where figures are told."""
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a look has found: the figures, and what they were made of. `names`: of models, by their `ModelPin.key`."""
 
-    def put(self, figures: BacklogFigures) -> None:
-        """Tell them. Raises `PipelineError`."""
+    figures: BacklogFigures
+    jobs: Sequence[OpenJob]
+    workers: Sequence[WorkerState]
+    names: Mapping[str, str]
 
 
 class BacklogLook:
@@ -71,7 +68,20 @@ class BacklogLook:
         self._assumed = assumed
         self._speeds: dict[str, float] = {}  # the last that was measured, by name: it holds when the workers are gone
 
+    @property
+    def speeds(self) -> dict[str, float]:
+        """What workers of each model measured last, tokens a second."""
+        return dict(self._speeds)
+
+    def remember(self, speeds: Mapping[str, float]) -> None:
+        """What was measured before, by name; what is known here is newer."""
+        self._speeds = {**speeds, **self._speeds}
+
     def look(self) -> BacklogFigures:
+        """How it stands. Raises as `observe`."""
+        return self.observe().figures
+
+    def observe(self) -> Observation:
         """How it stands. Raises `PipelineError` when the store or the heartbeats can't be read: a fleet whose
         heartbeats aren't heard is not a fleet of none."""
         workers = self._heartbeats.workers()
@@ -85,32 +95,10 @@ class BacklogLook:
         for name in sorted({*names.values(), *tokens}):
             serving = [worker for worker in workers if any(names.get(key) == name for key in worker.models)]
             models.append(ModelBacklog(name, tokens[name], len(serving), self._speed(name, serving)))
-        return BacklogFigures(len(work.jobs), tuple(models))
+        return Observation(BacklogFigures(len(work.jobs), tuple(models)), work.jobs, workers, names)
 
     def _speed(self, name: str, serving: Collection[WorkerState]) -> float:
         measured = [worker.tokens_per_second for worker in serving if worker.tokens_per_second]
         if measured:
             self._speeds[name] = sum(measured) / len(measured)
         return self._speeds.get(name, self._assumed)
-
-
-class BacklogTeller:
-    """Looks and tells, again and again. Several may tell the same.
-
-    Args:
-        every: seconds between two looks.
-    """
-
-    def __init__(self, look: BacklogLook, target: BacklogTarget, every: float) -> None:
-        self._look = look
-        self._target = target
-        self._every = every
-
-    def run(self, stop: threading.Event) -> None:
-        """Until `stop`. A look or a word that fails is logged, and the next one comes in its turn."""
-        while not stop.is_set():
-            try:
-                self._target.put(self._look.look())
-            except PipelineError as error:
-                logger.warning("backlog_not_told", reason=str(error))
-            stop.wait(self._every)

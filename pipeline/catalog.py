@@ -2,6 +2,10 @@
 
 Doors pin a job to what stands here when it comes in, so the control side never reads weights. An entry stays when its
 workers go: a job for it waits until one comes back.
+
+`versions/*.json` holds each version of each model that was ever served, by its digest: `NAME@sha256:…` names one
+wherever a model is named. What NAME alone means is the last that a worker published, or what releases have decided
+(`pipeline.releases`).
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import structlog
 
 from pipeline.ledger import LedgerError, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
-from schemas.job import CatalogEntry
+from schemas.job import CatalogEntry, ModelPin
 
 CATALOG: Final = "catalog/"
+VERSIONS: Final = "versions/"
+BY_DIGEST: Final = "@sha256:"
 
 logger = structlog.get_logger(__name__)
 
@@ -38,8 +44,22 @@ class Catalog:
         if standing is None or not standing.same(entry) or (standing.published_at is None and entry.published_at):
             self._store.replace(_key(entry.pin.name), entry.to_json())
 
+    def publish_version(self, entry: CatalogEntry) -> None:
+        """The version is there under its digest, whatever its name alone means; one without a digest has no such
+        name."""
+        if entry.pin.digest is not None:
+            pin = entry.pin.model_copy(update={"name": version_name(entry.pin)})
+            self.publish(entry.model_copy(update={"pin": pin}))
+
+    def versions(self, name: str) -> list[CatalogEntry]:
+        """All versions of the model that were ever served, each under its digest, by that."""
+        beginning = f"{VERSIONS}{_hash(name)}/"
+        found = [self._read(info.key) for info in self._store.list(beginning)]
+        mine = [entry for entry in found if entry is not None and entry.pin.name.startswith(name + BY_DIGEST)]
+        return sorted(mine, key=lambda entry: entry.pin.name)
+
     def find(self, name: str) -> CatalogEntry | None:
-        """The model of this name, if there is one."""
+        """The model of this name (or NAME@sha256:… of one version), if there is one."""
         return self._find(name)
 
     def entries(self) -> list[CatalogEntry]:
@@ -61,6 +81,17 @@ class Catalog:
         return read_paper(self._store.locate(key), data, CatalogEntry)
 
 
+def version_name(pin: ModelPin) -> str:
+    """What the version is called. The pin must have a digest."""
+    assert pin.digest is not None
+    return f"{pin.name}@{pin.digest}"
+
+
 def _key(name: str) -> str:
     """Names hold slashes and worse, so the key is a hash."""
-    return f"{CATALOG}{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    model, mark, _ = name.rpartition(BY_DIGEST)
+    return f"{VERSIONS}{_hash(model)}/{_hash(name)}.json" if mark and model else f"{CATALOG}{_hash(name)}.json"
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]

@@ -20,6 +20,7 @@ from pipeline.ledger import JobLedger, work_key
 from pipeline.ports import ObjectNotFound
 from pipeline.records import AttemptRecord, NoteRecord
 from schemas.checkpoints import FINISHED_SCHEMA, Checkpoint, DamagedCheckpoint, LoggedChoice, decode, join
+from schemas.job import Worked
 
 _CHECKPOINT = re.compile(r"([0-9a-f]{16})-(\d{6,})")
 _NOTE = re.compile(r"note-([0-9a-f]{16})-(\d{6,})\.json")
@@ -47,6 +48,7 @@ class ShardHistory:
         running: row -> its choices, of rows that no attempt finished, each from its first token.
         logged: attempt id -> tokens that it is known to have sampled.
         exposed: attempt id -> the most tokens that its engine sampled between two checkpoints.
+        worked: attempt id -> what it is known to have taken of its worker.
         attempts: all that began, in order.
         silent: how many of the latest attempts died in a row before they had got any further.
         cornered: the rows, and no others, that were being computed when the latest attempt died.
@@ -58,6 +60,7 @@ class ShardHistory:
     running: Mapping[int, tuple[LoggedChoice, ...]] = field(default_factory=dict)
     logged: Mapping[str, int] = field(default_factory=dict)
     exposed: Mapping[str, int] = field(default_factory=dict)
+    worked: Mapping[str, Worked] = field(default_factory=dict)
     attempts: tuple[AttemptRecord, ...] = ()
     silent: int = 0
     cornered: frozenset[int] = frozenset()
@@ -91,6 +94,7 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
         running=_running(by_attempt.values(), done),
         logged={name: max((p.head.generated for p in found), default=0) for name, found in by_attempt.items()},
         exposed={name: max((p.head.exposed for p in found), default=0) for name, found in by_attempt.items()},
+        worked={name: found[-1].head.worked for name, found in by_attempt.items() if found},
         attempts=attempts,
         silent=_silent(attempts, by_attempt.keys() | ended),
         cornered=cornered,

@@ -1,9 +1,9 @@
-"""Ending a job before its time: cancelled by its user, or expired at its deadline.
+"""Ending a job before its time: cancelled by its user, expired at its deadline, or at its spending limit.
 
-Both are one object, created if absent; the first one counts. From then on nothing is handed out, and each part that is
-missing is made from what the shard's attempts logged as finished, with a row that says why for all the rest. The closer
-races for the part's name like any worker: whoever is first, each row has one result. So how a job ended follows from
-its parts alone: without a row that was closed it is completed, however late the closing came.
+All of them are one object, created if absent; the first one counts. From then on nothing is handed out, and each part
+that is missing is made from what the shard's attempts logged as finished, with a row that says why for all the rest.
+The closer races for the part's name like any worker: whoever is first, each row has one result. So how a job ended
+follows from its parts alone: without a row that was closed it is completed, however late the closing came.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ _REASONS: Final[dict[str, tuple[RowErrorCode, str]]] = {
         RowErrorCode.BATCH_EXPIRED,
         "the job's deadline passed before this row was answered; retry the job with more time to have it answered",
     ),
+    "spend": (
+        RowErrorCode.SPEND_LIMIT,
+        "the job's spending limit was reached before this row was answered; retry the job with a higher one to have it "
+        "answered",
+    ),
 }
 Ending = Literal[JobStatus.COMPLETED, JobStatus.EXPIRED, JobStatus.CANCELLED]
 
@@ -61,7 +66,7 @@ def close_shard(ledger: JobLedger, job: Job, shard: ShardRef, closing: Closing, 
     done = history.finished_rows
     code, reason = _REASONS[closing.kind]
     asked = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
-    error = RowError(code, reason)
+    error = RowError(code, reason if closing.reason is None else f"{reason} ({closing.reason})")
     rest = [
         ResultRow.refused(row, custom_id, error, model=model, created_at=job.created_at, finished_at=now)
         for row, custom_id, model in asked
@@ -90,7 +95,7 @@ def close_shard(ledger: JobLedger, job: Job, shard: ShardRef, closing: Closing, 
 
 def status_while(closing: Closing) -> JobStatus:
     """The status of a job that is being closed and has no outcome yet."""
-    return JobStatus.CANCELLING if closing.kind == "cancel" else JobStatus.FINALIZING
+    return JobStatus.FINALIZING if closing.kind == "expire" else JobStatus.CANCELLING
 
 
 def ending(counts: Counts) -> Ending:

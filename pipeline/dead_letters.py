@@ -173,7 +173,8 @@ class DeadLetters:
         )
         if kept:
             self._store.create(_original_key(made), kept)
-        self._store.create(_letter_key(made), letter.to_json())
+        if self._store.create(_letter_key(made), letter.to_json()):
+            self._world.letters.note(source.door)
         return made
 
     def open_source(self, source: LetterSource) -> LetterSource | None:

@@ -188,6 +188,7 @@ class Intake:
             tenant=draft.tenant,
             tier=tier,
             deadline=options.deadline,
+            max_cost=options.max_cost,
             refuse_late=options.refuse_late,
             output_expires_after=options.output_expires_after,
             metadata=options.metadata,

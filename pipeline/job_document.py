@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.jobs import summarize_job
 from pipeline.ledger import RESULTS, JobLedger
+from pipeline.spending import per_million
 from schemas.job import Closing, Counts, Job, JobStatus, Manifest, Usage
 
 _ENDED_AT = {
@@ -61,7 +62,9 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
             "progress": {"shards_done": summary.shards_done, "shards_total": summary.shards_total},
             "as_of": None if summary.as_of is None else summary.as_of.isoformat(),
             "eta": None if summary.eta is None else summary.eta.isoformat(),
-            "cost": None if manifest is None else manifest.cost,
+            "cost": summary.cost,
+            "max_cost": job.max_cost,
+            "cost_per_million_tokens": per_million(summary.cost, usage.prompt + usage.completion),
             "repeated_tokens": usage.repeated,
             "results": ledger.place(RESULTS),
             "results_expire_at": _expiry(job, manifest),
@@ -82,7 +85,7 @@ def _expiry(job: Job, manifest: Manifest | None) -> str | None:
 
 def _ends(status: JobStatus, manifest: Manifest | None, closing: Closing | None) -> dict[str, int | None]:
     moments: dict[str, int | None] = dict.fromkeys(("cancelling_at", *_ENDED_AT.values()))
-    if closing is not None and closing.kind == "cancel":
+    if closing is not None and closing.kind != "expire":
         moments["cancelling_at"] = _seconds(closing.at)
     if manifest is not None:
         moments[_ENDED_AT[status]] = _seconds(manifest.finished_at)

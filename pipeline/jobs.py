@@ -22,6 +22,7 @@ class JobSummary:
         place: where the job lies.  id: its name in its root, even when `job` can't be read.
         problem: why the job can't be read; the rest is then empty.
         counts, usage: of what is committed; true at `as_of`.
+        cost: of what is committed; None: not known.
         shards_done, shards_total: parts that hold computed rows.
         eta: when it should be done, as its dispatcher saw it last.
         results_removed_at: when the results went, if they did.
@@ -34,6 +35,7 @@ class JobSummary:
     status: JobStatus | None = None
     counts: Counts | None = None
     usage: Usage | None = None
+    cost: float | None = None
     shards_done: int = 0
     shards_total: int = 0
     manifest: Manifest | None = None
@@ -99,7 +101,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         tombstone = ledger.tombstone()
         return JobSummary(
             job.id, ledger.place(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
-            shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
+            cost=manifest.cost, shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
             results_removed_at=None if tombstone is None else tombstone.at,
         )  # fmt: skip
     status, cached = ledger.status(), ledger.progress()
@@ -108,6 +110,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     if cached is not None and not exact:
         return JobSummary(
             job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage,
+            cost=cached.cost,
             shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
         )  # fmt: skip
     segments = list(ledger.segments())
@@ -122,6 +125,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         status=status,
         counts=tally.counts(_total(segments)),
         usage=tally.usage(),
+        cost=None if cached is None else cached.cost,
         shards_done=sum(number in shards for number in parts),
         shards_total=len(shards),
         eta=None if cached is None else cached.eta,

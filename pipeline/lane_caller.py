@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -15,7 +15,8 @@ import structlog
 from pipeline.availability import ServiceUnavailable
 from pipeline.lane import Lane, LaneFull, LaneStream
 from pipeline.ports import Clock, PipelineError
-from schemas.lane import HandBackEvent, LaneEvent, LaneRequest
+from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces
+from schemas.lane import ErrorEvent, HandBackEvent, LaneEvent, LaneRequest
 
 LANE_UNAVAILABLE: Final = "lane_unavailable"
 LANE_FULL: Final = "lane_full"
@@ -47,10 +48,12 @@ class CallSettings:
 
 @dataclass(slots=True)
 class _Call:
-    """A call that has no end yet. `heard`: when an event came last, or it was asked what had become of it."""
+    """A call that has no end yet. `heard`: when an event came last, or it was asked what had become of it. `span`: from
+    its start until its end."""
 
     stream: LaneStream
     heard: float
+    span: Span = NO_SPAN
     sent: bool = False
     losses: int = 0
 
@@ -62,8 +65,11 @@ class LaneCalls:
     the request it is sent again with the tokens that came; the events go on as if nothing had been.
     """
 
-    def __init__(self, lane: Lane, clock: Clock, settings: CallSettings | None = None) -> None:
+    def __init__(
+        self, lane: Lane, clock: Clock, settings: CallSettings | None = None, traces: Traces = NO_TRACES
+    ) -> None:
         self._lane = lane
+        self._traces = traces
         self._clock = clock
         self._settings = settings or CallSettings()
         self._changed = threading.Condition()
@@ -79,21 +85,34 @@ class LaneCalls:
 
         Raises `LaneFull`, and `PipelineError` for a request that the lane refuses.
         """
-        call = _Call(LaneStream(request), self._clock.monotonic())
         with self._changed:
             if request.id in self._calls:
                 return False
+        call = self._begun(request)
+        request = call.stream.request
         try:
             self._lane.send(request)
             call.sent = True
         except ServiceUnavailable as error:
             logger.warning("request not sent yet", request=request.id, reason=str(error))
+        except PipelineError as error:
+            call.span.end(type(error).__name__)
+            raise
         with self._changed:
             if not self._calls:
                 self._reached = self._clock.monotonic()
             self._calls[request.id] = call
             self._changed.notify_all()
         return True
+
+    def _begun(self, request: LaneRequest) -> _Call:
+        """With a span of its own, to which what the worker does belongs, where there are traces."""
+        span = NO_SPAN
+        if self._traces.on:
+            about = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
+            span = self._traces.begin("lane", about, kind="client", parent=request.traceparent)
+            request = replace(request, traceparent=span.traceparent)
+        return _Call(LaneStream(request), self._clock.monotonic(), span)
 
     def wait(self, seconds: float) -> None:
         """Until there is a call, or so long."""
@@ -105,6 +124,7 @@ class LaneCalls:
         with self._changed:
             call = self._calls.pop(request_id, None)
         if call is not None:
+            call.span.end("cancelled")
             self._cancel(call)
 
     def leave(self) -> None:
@@ -186,6 +206,7 @@ class LaneCalls:
                 continue
             if call.stream.ended:
                 self._forget(call)
+                call.span.end(counted.code if isinstance(counted, ErrorEvent) else None)
             yield counted
 
     def _lost(self, call: _Call) -> Iterator[LaneEvent]:
@@ -197,11 +218,13 @@ class LaneCalls:
 
     def _again(self, call: _Call, why: str) -> None:
         request = call.stream.again()
+        call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
         logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
         call.sent = False
 
     def _fail(self, call: _Call, code: str, message: str, status: int) -> LaneEvent:
         self._forget(call)
+        call.span.end(code)
         return call.stream.fail(code, message, status)
 
     def _forget(self, call: _Call) -> None:

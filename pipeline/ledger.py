@@ -302,7 +302,7 @@ class JobLedger:
         self.job()
         closing = self.closing()
         if closing is not None:
-            return JobStatus.CANCELLING if closing.kind == "cancel" else JobStatus.FINALIZING
+            return JobStatus.FINALIZING if closing.kind == "expire" else JobStatus.CANCELLING
         if not self.has_part(REJECTS):
             return JobStatus.VALIDATING
         wanted = self.wanted_parts()

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
 import pyarrow as pa
 
@@ -17,12 +18,14 @@ from pipeline.checkpoints import read_history
 from pipeline.closing import CLOSER, ending
 from pipeline.ledger import JobLedger, part_key
 from pipeline.ports import PipelineError
-from pipeline.records import EngineFacts
+from pipeline.records import EngineFacts, PartSummary
 from pipeline.results import PartEntry
-from schemas.job import Counts, FileEntry, Job, Manifest, PlanSegment, Usage
+from pipeline.spending import Spent, by_model, per_million, work_of
+from schemas.job import Counts, FileEntry, Job, Manifest, PlanSegment, Usage, Worked
 from schemas.results import RowStatus
 
 Interval = tuple[datetime, datetime]
+NOTHING: Final = Worked()
 
 
 class BrokenInvariant(PipelineError):
@@ -91,8 +94,14 @@ def build_manifest(
     ordered = [parts[number] for number in sorted(parts)]
     tally = Tally(ordered)
     counts, usage = tally.counts(), tally.usage()
-    repeated, at_most = _repeated(ledger, ordered)
+    models = {shard.number: shard.model for segment in segments for shard in segment.shards}
+    repeated, at_most, lost = _repeated(ledger, ordered)
     usage += repeated
+    more = [(models[number], worked) for number, worked in lost]
+    computed = [(models[part.number], part.summary) for part in ordered if part.number in models]
+    spending = by_model(computed, more, price_per_hour)
+    spent = _spent(computed, more, price_per_hour)
+    closing = ledger.closing() if counts.cancelled or counts.expired else None
     finished_at = max(part.summary.committed_at for part in ordered)
     wall = _seconds(_run_intervals(ledger, job, ordered, finished_at))
     engine_seconds = _seconds(_engine_intervals(ordered))
@@ -108,8 +117,11 @@ def build_manifest(
         engine_seconds=engine_seconds,
         tokens_per_second=usage.completion / engine_seconds if engine_seconds else None,
         total_tokens_per_second=(usage.prompt + usage.completion) / engine_seconds if engine_seconds else None,
-        price_per_hour=price_per_hour,
-        cost=None if price_per_hour is None else price_per_hour * wall / 3600,
+        busy_seconds=spent.seconds,
+        price_per_hour=price_per_hour if spent.price_per_hour is None else spent.price_per_hour,
+        cost=None if price_per_hour is None and not spent.seconds else spent.known,
+        cost_per_million_tokens=per_million(spent.known, usage.prompt + usage.completion) if spent.cost else None,
+        spending=spending,
         files=tuple(
             FileEntry(path=part_key(part.number), rows=part.rows, size=part.size, sha256=ledger.hash_part(part.number))
             for part in ordered
@@ -117,30 +129,46 @@ def build_manifest(
         models=job.models,
         engine=_last_engine(ordered),
         versions=_versions(ordered),
+        ended_by=closing.kind if closing is not None else None,
     )
 
 
-def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int]:
-    """Tokens that were sampled for nothing and are in no part's usage, and a bound for what nobody logged.
+def _spent(
+    parts: Sequence[tuple[str, PartSummary]], more: Sequence[tuple[str, Worked]], price_per_hour: float | None
+) -> Spent:
+    spent = Spent()
+    for worked in (*(one for _, summary in parts for one in work_of(summary).values()), *(one for _, one in more)):
+        spent.add(worked, price_per_hour)
+    return spent
+
+
+def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int, list[tuple[int, Worked]]]:
+    """Tokens that were sampled for nothing and are in no part's usage, a bound for what nobody logged, and what the
+    former took of workers, each with its shard's number.
 
     An attempt that died lost what it had sampled since its last durable checkpoint: the interval whose checkpoint was
     being written, and the one after. Attempts of one session died together.
     """
-    repeated, dead = 0, set[str]()
+    repeated, dead, lost = 0, set[str](), list[tuple[int, Worked]]()
     troubled = ledger.troubled()
     for part in parts:
         summary = part.summary
         if part.number not in troubled and summary.attempt == 1 and summary.worker != CLOSER:
             continue
         history = read_history(ledger, part.number)
-        ended = {record.attempt_id: record.generated for record in ledger.ended(part.number)}
+        ended = {record.attempt_id: record for record in ledger.ended(part.number)}
+        accounted = work_of(summary)
         for attempt in history.attempts:
             name = attempt.attempt_id
-            sampled = max(ended.get(name, 0), history.logged.get(name, 0))
+            sampled = max(ended[name].generated if name in ended else 0, history.logged.get(name, 0))
             repeated += max(0, sampled - summary.accounted.get(name, 0))
+            worked = ended[name].worked if name in ended else history.worked.get(name, NOTHING)
+            if (beyond := worked.seconds - accounted.get(name, NOTHING).seconds) > 0:
+                lost.append((part.number, worked.model_copy(update={"seconds": beyond})))
             if name != summary.attempt_id and name not in ended:
                 dead.add(attempt.session)
-    return Usage(repeated=repeated), 2 * len(dead) * max((part.summary.exposed for part in parts), default=0)
+    exposed = max((part.summary.exposed for part in parts), default=0)
+    return Usage(repeated=repeated), 2 * len(dead) * exposed, lost
 
 
 def _run_intervals(ledger: JobLedger, job: Job, parts: Sequence[PartEntry], end: datetime) -> list[Interval]:

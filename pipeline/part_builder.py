@@ -17,6 +17,7 @@ from pipeline.ports import World
 from pipeline.records import PartSummary
 from pipeline.results import PartWriter, committed_tokens, part_schema, shard_results
 from pipeline.worker_api import ShardReport
+from schemas.job import Worked
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class PartMaker:
         attempt: its number among the attempts on the shard.  attempt_id: names it.  worker: who.
         started_at: when the shard was taken.
         report: what computing cost; all zero for who computes nothing.
+        price_per_hour: of who computes; None: unknown.
     """
 
     attempt: int
@@ -34,6 +36,7 @@ class PartMaker:
     worker: str
     started_at: datetime
     report: ShardReport
+    price_per_hour: float | None = None
 
 
 def commit_part(
@@ -60,6 +63,7 @@ def commit_part(
     writer = PartWriter(path, part_schema(shard.schema))
     usage = committed_tokens(rows)
     sampled = {**history.logged, maker.attempt_id: report.generated}
+    worked = Worked(seconds=report.busy_seconds, price_per_hour=maker.price_per_hour)
     repeated = max(0, sum(sampled.values()) - usage.completion)
     try:
         writer.append(shard_results(rows, shard))
@@ -80,6 +84,7 @@ def commit_part(
                 versions=dict(report.versions),
                 exposed=max([report.exposed, *history.exposed.values()]),
                 accounted=sampled,
+                worked={**history.worked, maker.attempt_id: worked},
             )
         )
     except BaseException:

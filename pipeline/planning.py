@@ -29,6 +29,7 @@ from pipeline.ports import StoreError, World
 from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter
+from pipeline.tracing import Span, trace_job, working_for
 from schemas.job import Counts, InputRef, Job, JobError, JobStatus, Manifest, PlanSegment
 from schemas.tables import result_schema
 
@@ -164,11 +165,26 @@ def plan_job(
         for segment in ledger.segments():
             commit_rejects(ledger, segment, world)
         return None
-    watched = open_input(job.input)
+    span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
+    with working_for(span):
+        return _plan(ledger, job, world, count_tokens, most_segments, open_input(job.input), span)
+
+
+def _plan(
+    ledger: JobLedger,
+    job: Job,
+    world: World,
+    count_tokens: TokenCounter | None,
+    most_segments: int | None,
+    watched: PinnedInput,
+    span: Span,
+) -> PlanSummary:
     source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
-        return plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
+        made = plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
+        span.end()
+        return made
     except InvalidInput as error:
         watched.check()  # else the lines may be another file's
         _end_as_failed(ledger, job, world, error.errors)
@@ -199,16 +215,16 @@ def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str)
 
 def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
     now = world.clock.now()
-    ledger.create_manifest(
-        Manifest(
-            job=job.id,
-            status=JobStatus.FAILED,
-            counts=Counts(),
-            created_at=job.created_at,
-            finished_at=now,
-            wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
-            models=job.models,
-            errors=errors,
-        )
+    manifest = Manifest(
+        job=job.id,
+        status=JobStatus.FAILED,
+        counts=Counts(),
+        created_at=job.created_at,
+        finished_at=now,
+        wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
+        models=job.models,
+        errors=errors,
     )
+    if ledger.create_manifest(manifest):
+        trace_job(world.traces, job, manifest)
     tidy(ledger)

@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from pipeline.letter_counts import LetterCounts
+from pipeline.tracing import NO_TRACES, Traces
 from schemas.figures import WorkerFigures
 
 
@@ -103,6 +105,7 @@ class WorkerState:
         waiting_tokens: expected of what it holds and has not computed.
         tokens_per_second: measured; None: not yet.
         draining: it takes nothing more.
+        price_per_hour: what it costs; None: it wasn't told.
     """
 
     name: str
@@ -111,6 +114,7 @@ class WorkerState:
     waiting_tokens: int = 0
     tokens_per_second: float | None = None
     draining: bool = False
+    price_per_hour: float | None = None
 
 
 class Heartbeats(Protocol):
@@ -183,6 +187,9 @@ class World:
     random: Randomness
     scratch: Path = field(default_factory=lambda: Path("."))
     """A local folder for files being built before they become objects."""
+    traces: Traces = NO_TRACES
+    letters: LetterCounts = field(default_factory=LetterCounts)
+    """Counts what could not become a request."""
 
 
 class PipelineError(Exception):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.job import Count, Counts, Paper, Usage
+from schemas.job import Count, Counts, Paper, Usage, Worked
 
 EngineFacts = dict[str, str | int | float | bool | None]
 
@@ -23,6 +23,7 @@ class PartSummary(Paper):
         engine, versions: the engine's settings and libraries.
         exposed: the most tokens that its engine sampled between two checkpoints: what a death can cost.
         accounted: attempt -> tokens that it sampled and that are in `usage`, as answers or as repeated.
+        worked: attempt -> what it took of its worker, of those that this part knows of.
     """
 
     version: Literal[1] = 1
@@ -41,6 +42,7 @@ class PartSummary(Paper):
     versions: dict[str, str] = Field(default_factory=dict)
     exposed: Count = 0
     accounted: dict[str, Count] = Field(default_factory=dict)
+    worked: dict[str, Worked] = Field(default_factory=dict)
 
 
 class AttemptRecord(Paper):
@@ -66,11 +68,13 @@ class NoteRecord(Paper):
 
 
 class EndRecord(Paper):
-    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, and all tokens it had sampled."""
+    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, all tokens it had sampled, and
+    what it took of its worker."""
 
     version: Literal[1] = 1
     attempt_id: str
     generated: Count
+    worked: Worked = Worked()
 
 
 class RunRecord(Paper):

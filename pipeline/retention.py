@@ -37,6 +37,7 @@ from pipeline.gateway.collecting import expired_files, old_words
 from pipeline.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ports import ObjectInfo, World
 from pipeline.records import Tombstone
+from pipeline.tenant_spending import old_spending
 from schemas.job import Job, Manifest
 
 INTAKE: Final = "intake/"
@@ -129,6 +130,7 @@ class Collector:
         self._collect_tickets()
         self._collect_files()
         self._collect_letters()
+        self._collect_spending()
         self._collect_markers()
         if isinstance(self._store, HoldsUploads) and not self._dry_run:
             self._collected.objects[Kind.UPLOAD] += self._store.abort_stale_uploads(
@@ -234,6 +236,10 @@ class Collector:
         for letter in self._unless_stopped(old):
             for info in letter_objects(self._store, letter):
                 self._remove(Kind.LETTER, info)
+
+    def _collect_spending(self) -> None:
+        for info in self._unless_stopped(old_spending(self._store, self._now().date())):
+            self._remove(Kind.MARKER, info)
 
     def _collect_markers(self) -> None:
         """Of the root's own drop place: others' files can't be looked for from here, and their markers stay."""

@@ -60,6 +60,7 @@ class Wishes:
     tier: Tier | None = None
     deadline: timedelta | None = None
     max_output_tokens: int | None = None
+    max_cost: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,11 @@ def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings
     return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
 
 
+def limit_of_retry(job: Job, wishes: Wishes) -> float | None:
+    """What the retry alone may cost: as much as the first job might, unless something else is wished."""
+    return job.max_cost if wishes.max_cost is None else wishes.max_cost
+
+
 def submit_retry(
     first: Retry, ended: Manifest, wishes: Wishes, world: World, before: Callable[[str], None] = lambda _: None
 ) -> Submitted:
@@ -155,7 +161,9 @@ def submit_retry(
         PipelineError: it can't be made now; try again.
     """
     job, settings = first.job, retried_settings(first, wishes.max_output_tokens)
-    asked = (first.rows.bitmap, str(wishes.tier), str(wishes.deadline), str(wishes.max_output_tokens))
+    asked = [first.rows.bitmap, str(wishes.tier), str(wishes.deadline), str(wishes.max_output_tokens)]
+    if wishes.max_cost is not None:
+        asked.append(f"max_cost {wishes.max_cost}")
     for number in count():
         job_id = derived_job_id(ended.finished_at, "retry", job.id, *asked, str(number))
         ledger = JobLedger(world.store, f"{JOBS}{job_id}/")
@@ -169,7 +177,8 @@ def submit_retry(
             return Submitted(standing, created=False)
     order = Order(
         input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
-        deadline=wishes.deadline, output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
+        deadline=wishes.deadline, max_cost=limit_of_retry(job, wishes),
+        output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
     )  # fmt: skip
     before(job_id)
     return submit(order, ledger, world, job_id=job_id)

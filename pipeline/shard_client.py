@@ -25,7 +25,7 @@ from pipeline.records import AttemptRecord, EndRecord, NoteRecord
 from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.figures import WorkerFigures
-from schemas.job import Job, ShardRef, Tier
+from schemas.job import Job, ShardRef, Tier, Worked
 
 logger = structlog.get_logger(__name__)
 
@@ -55,6 +55,7 @@ class ShardClient:
         worker: the worker's name, unique among those that live.
         models: what it can serve (`ModelPin.key`).
         no_more: tells that no shard will ever come again.
+        price_per_hour: of the worker, for what its work costs; None: nobody has said.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardClient:
         no_more: Callable[[], bool],
         *,
         models: Collection[str],
+        price_per_hour: float | None = None,
     ) -> None:
         self.worker = worker
         self._world = world
@@ -75,6 +77,7 @@ class ShardClient:
         self._heartbeats = heartbeats
         self._no_more = no_more
         self._models = frozenset(models)
+        self._price = price_per_hour
         self._floor = BulkFloor()
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
@@ -144,10 +147,10 @@ class ShardClient:
         """Make the shard's part; False when another attempt's part stands. Raises `PipelineError`."""
         known = self._jobs[work.job.id]
         table = pa.concat_tables([work.history.finished, finished.table()])
-        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report)
+        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report, self._price)
         won = commit_part(known.ledger, self._world, work.job.id, work.shard, work.table, table, work.history, maker)
         if not won:
-            self._record_end(known.ledger, work, report.generated)
+            self._record_end(known.ledger, work, report.generated, report.busy_seconds)
         self._forget(known.ledger, work, won=won)
         return won
 
@@ -176,6 +179,7 @@ class ShardClient:
             final=new.final,
             generated=new.generated,
             exposed=new.exposed,
+            worked=self._worked(new.busy_seconds),
         )
         key = checkpoint_key(work.shard, work.attempt_id, head.sequence)
         known = self._jobs[work.job.id]
@@ -186,9 +190,9 @@ class ShardClient:
         key = note_key(work.shard, work.attempt_id, self._next(work))
         self._jobs[work.job.id].ledger.create(key, NoteRecord(rows=tuple(rows)).to_json())
 
-    def release(self, work: ShardWork, generated: int) -> None:
-        """Give the shard back undone; `generated` tokens were sampled by this attempt."""
-        self._record_end(self._jobs[work.job.id].ledger, work, generated)
+    def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
+        """Give the shard back undone; `generated` tokens were sampled by this attempt, in `busy_seconds`."""
+        self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
         self._sequences.pop(work.attempt_id, None)
         self._let_go(work.job.id, work.shard)
 
@@ -241,10 +245,14 @@ class ShardClient:
         as_tier = Tier.STANDARD if floor and tier is Tier.BULK else None
         return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history, as_tier)
 
-    def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int) -> None:
+    def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int, busy_seconds: float) -> None:
         """Of an attempt that had begun."""
         if work.attempt_id in self._sequences:
-            ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated))
+            worked = self._worked(busy_seconds)
+            ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated, worked=worked))
+
+    def _worked(self, busy_seconds: float) -> Worked:
+        return Worked(seconds=busy_seconds, price_per_hour=self._price)
 
     def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
         """Drop what is accounted for now: the checkpoints of this attempt and, if its part stands, of those it went on
@@ -303,4 +311,7 @@ class ShardClient:
             if shard is not None:
                 tokens = shard.prompt_tokens + shard.expected_tokens
                 waiting += tokens * self._load.unfinished.get((job, number), 1.0)
-        return WorkerState(self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second)
+        return WorkerState(
+            self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second,
+            price_per_hour=self._price,
+        )  # fmt: skip

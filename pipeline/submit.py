@@ -18,6 +18,7 @@ from pipeline.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, Led
 from pipeline.ports import PipelineError, Randomness, World
 from pipeline.records import RunRecord
 from pipeline.tenants import batches_of
+from pipeline.tracing import current_traceparent
 from schemas.job import InputRef, Job, JobSettings, JobStatus, ModelPin, Tier
 
 _NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
@@ -50,6 +51,7 @@ class Order:
     tenant: str = "default"
     tier: Tier = Tier.STANDARD
     deadline: datetime | timedelta | None = None
+    max_cost: float | None = None
     refuse_late: bool = False
     output_expires_after: timedelta | None = None
     retry_of: str | None = None
@@ -88,8 +90,8 @@ def submit(
         job = Job(
             id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
             models=order.models, settings=order.settings, created_at=now, deadline=deadline,
-            refuse_late=order.refuse_late, output_expires_after=order.output_expires_after,
-            retry_of=order.retry_of, metadata=order.metadata,
+            max_cost=order.max_cost, refuse_late=order.refuse_late, output_expires_after=order.output_expires_after,
+            retry_of=order.retry_of, traceparent=current_traceparent(), metadata=order.metadata,
         )  # fmt: skip
         mark(ledger)
         if ledger.in_root:
@@ -220,6 +222,7 @@ def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
     yield "settings.rows", order.settings.rows and str(order.settings.rows)
     yield "tenant", order.tenant
     yield "tier", order.tier.value
+    yield "max_cost", order.max_cost
     yield "output_expires_after", order.output_expires_after and str(order.output_expires_after)
     yield "retry_of", order.retry_of
     yield from _flat("metadata", order.metadata)

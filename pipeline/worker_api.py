@@ -58,6 +58,7 @@ class ShardReport:
     Attributes:
         generated: tokens that this attempt sampled, whatever became of them.
         exposed: the most tokens that its engine sampled between two checkpoints.
+        busy_seconds: of the engine's steps, the shard's share.
         engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
             (every row refused before the engine).
         engine: the engine's settings, for the manifest.
@@ -66,6 +67,7 @@ class ShardReport:
 
     generated: int = 0
     exposed: int = 0
+    busy_seconds: float = 0.0
     engine_started_at: datetime | None = None
     engine_finished_at: datetime | None = None
     engine: Mapping[str, EngineFact] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class CheckpointWork:
         generated: tokens that the attempt has sampled for the shard so far.
         exposed: tokens that the engine sampled in between, for all shards together.
         final: the attempt ends with this one.
+        busy_seconds: of the engine's steps, the shard's share so far.
     """
 
     finished: FinishedRows
@@ -109,6 +112,7 @@ class CheckpointWork:
     generated: int
     exposed: int
     final: bool = False
+    busy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +157,9 @@ class ShardSink(Protocol):
         end the process; none: they survived, and others are computed again."""
         ...
 
-    def release(self, work: ShardWork, generated: int) -> None:
+    def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:
         """Give the shard back undone (drain, or a model that this worker lacks): another may take it at once.
-        `generated`: tokens that this attempt sampled for it."""
+        `generated`: tokens that this attempt sampled for it.  `busy_seconds`: of the engine's steps, its share."""
         ...
 
     def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from schemas.job import Count, Paper, Usage
+from schemas.job import Count, Paper, Usage, Worked
 from schemas.results import ResultRow, results_table
 from schemas.tables import RESULT_FIELDS
 
@@ -61,6 +61,7 @@ class CheckpointHead(Paper):
         final: the attempt gave the shard back; it did not die.
         generated: tokens that the attempt has sampled so far; says what all earlier ones said, which may be gone.
         exposed: tokens that its engine sampled since then, for all shards together: what a death can cost.
+        worked: what the attempt has taken of its worker so far.
     """
 
     version: Literal[1] = 1
@@ -71,6 +72,7 @@ class CheckpointHead(Paper):
     final: bool = False
     generated: Count = 0
     exposed: Count = 0
+    worked: Worked = Worked()
 
 
 @dataclass(frozen=True, slots=True)

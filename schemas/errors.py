@@ -19,6 +19,7 @@ class RowErrorCode(StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     BATCH_EXPIRED = "batch_expired"
     BATCH_CANCELLED = "batch_cancelled"
+    SPEND_LIMIT = "spend_limit"
     ENGINE_ERROR = "engine_error"
 
 
@@ -34,6 +35,7 @@ STATUS_CODES: dict[RowErrorCode, int] = {
     RowErrorCode.REQUEST_TIMEOUT: 408,
     RowErrorCode.BATCH_EXPIRED: 408,
     RowErrorCode.BATCH_CANCELLED: 409,
+    RowErrorCode.SPEND_LIMIT: 402,
     RowErrorCode.ENGINE_ERROR: 500,
 }
 """The `status_code` an HTTP server would have answered with."""

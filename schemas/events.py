@@ -46,10 +46,32 @@ class ProgressMade(Event):
     usage: Usage
 
 
-AnyEvent = Annotated[JobChanged | ShardCommitted | ProgressMade, Field(discriminator="type")]
+class ReleaseEnded(Paper):
+    """A new version of a model was promoted, or rolled back.
+
+    Attributes:
+        stable, candidate: digests of the version that was served, and of the new one.
+        by: "comparison", "time" or "operator".
+    """
+
+    version: Literal[1] = 1
+    id: str
+    at: AwareDatetime
+    type: Literal["release.ended"] = "release.ended"
+    model: str
+    release: Count
+    stable: str | None
+    candidate: str | None
+    verdict: Literal["promoted", "rolled_back"]
+    by: str
+    reasons: tuple[str, ...] = ()
 
 
-def read_event(data: bytes | str) -> JobChanged | ShardCommitted | ProgressMade:
+SomeEvent = JobChanged | ShardCommitted | ProgressMade | ReleaseEnded
+AnyEvent = Annotated[SomeEvent, Field(discriminator="type")]
+
+
+def read_event(data: bytes | str) -> SomeEvent:
     """An event from its JSON; raises pydantic's ValidationError."""
-    adapter: TypeAdapter[JobChanged | ShardCommitted | ProgressMade] = TypeAdapter(AnyEvent)
+    adapter: TypeAdapter[SomeEvent] = TypeAdapter(AnyEvent)
     return adapter.validate_json(data)

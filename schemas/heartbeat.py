@@ -20,3 +20,4 @@ class HeartbeatPaper(Paper):
     waiting_tokens: Count = 0
     tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     draining: bool = False
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

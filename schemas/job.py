@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from schemas.limits import Limits, PlanSettings
-from schemas.names import Id
+from schemas.names import Id, Traceparent
 from schemas.selection import RowSelection
 
 Count = Annotated[int, Field(ge=0)]
@@ -107,7 +107,7 @@ class ModelPin(Paper):
     revision: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"]
     quantization: Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"] = "none"
-    kv_dtype: Literal["auto", "int8"] = "auto"
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
 
     @property
     def key(self) -> str:
@@ -171,8 +171,10 @@ class Job(Paper):
 
     Attributes:
         deadline: rows that have no answer by then expire.
+        max_cost: what it may cost; no shard is begun that would pass that. None: no limit.
         refuse_late: if it can't be done by then, as it looks before it is planned, nothing of it is done.
         output_expires_after: how long the results are kept after the end; None: as the installation says.
+        traceparent: what the job belongs to, where its door traces; no part of the order.
     """
 
     version: Literal[1] = 1
@@ -184,9 +186,11 @@ class Job(Paper):
     settings: JobSettings = JobSettings()
     created_at: AwareDatetime
     deadline: AwareDatetime | None = None
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     refuse_late: bool = False
     output_expires_after: timedelta | None = None
     retry_of: str | None = None
+    traceparent: Traceparent | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -304,12 +308,22 @@ class PlanSegment(Paper):
         return rejects | {shard.number: shard.rows for shard in self.shards}
 
 
+ClosedBy = Literal["cancel", "expire", "spend"]
+"""Its user wanted it, its deadline passed, or it would cost more than it may."""
+
+
 class Closing(Paper):
-    """`closing.json`: why the job ends before its time. The first one written counts."""
+    """`closing.json`: why the job ends before its time. The first one written counts.
+
+    Attributes:
+        kind: what ends it.
+        reason: more about that, for the rows that get no answer.
+    """
 
     version: Literal[1] = 1
-    kind: Literal["cancel", "expire"]
+    kind: ClosedBy
     at: AwareDatetime
+    reason: Annotated[str, Field(max_length=1_000)] | None = None
 
 
 class Counts(Paper):
@@ -342,6 +356,45 @@ class Usage(Paper):
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(**{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields})
+
+
+class Worked(Paper):
+    """What an attempt took of its worker.
+
+    Attributes:
+        seconds: of the engine's steps, its share of each: workers compute several shards side by side.
+        price_per_hour: of the worker; None: it doesn't say.
+    """
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    def cost(self, otherwise: float | None) -> float | None:
+        """What that is worth; `otherwise` is the price where the worker doesn't say. None: nobody knows."""
+        price = otherwise if self.price_per_hour is None else self.price_per_hour
+        if not self.seconds:
+            return 0.0
+        return None if price is None else self.seconds / 3600 * price
+
+
+class ModelSpending(Paper):
+    """What the shards of one model have cost.
+
+    Attributes:
+        model: its name.
+        busy_seconds: that workers computed for them, repeated work included.
+        prompt, completion: tokens of their results, as in `Usage`.
+        cost: None: of some of the time nobody knows what it cost.
+        cost_per_million_tokens: prompts and answers.  cost_per_million_output_tokens: all of the cost, over answers.
+    """
+
+    model: str
+    busy_seconds: Annotated[float, Field(ge=0)]
+    prompt: Count
+    completion: Count
+    cost: Annotated[float, Field(ge=0)] | None = None
+    cost_per_million_tokens: Annotated[float, Field(ge=0)] | None = None
+    cost_per_million_output_tokens: Annotated[float, Field(ge=0)] | None = None
 
 
 class FileEntry(Paper):
@@ -384,7 +437,11 @@ class Manifest(Paper):
         wall_seconds: from acceptance to the last part, without the time when no run was at it.
         engine_seconds: from the first step to the last.
         tokens_per_second: output tokens over engine seconds.  total_tokens_per_second: with prompt tokens.
-        cost: wall time times `price_per_hour`, when a price is set.
+        busy_seconds: that workers computed for it, each by itself: two that worked for a minute make two.
+        price_per_hour: what such an hour cost, on the mean.
+        cost: of each worker's busy time at its own price; None: of some of it nobody knows the price.
+        cost_per_million_tokens: prompts and answers.  spending: the same by model.
+        ended_by: of a job that ended before its time, what ended it.
         errors: for a failed job, why.
     """
 
@@ -400,12 +457,16 @@ class Manifest(Paper):
     engine_seconds: Annotated[float, Field(ge=0)] = 0.0
     tokens_per_second: Annotated[float, Field(ge=0)] | None = None
     total_tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+    busy_seconds: Annotated[float, Field(ge=0)] = 0.0
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     cost: Annotated[float, Field(ge=0)] | None = None
+    cost_per_million_tokens: Annotated[float, Field(ge=0)] | None = None
+    spending: tuple[ModelSpending, ...] = ()
     files: tuple[FileEntry, ...] = ()
     models: tuple[ModelPin, ...] = ()
     engine: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
+    ended_by: ClosedBy | None = None
     errors: tuple[JobError, ...] = ()
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AwareDatetime, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from schemas.job import Tier
-from schemas.names import Attempt, Id
+from schemas.names import Attempt, Id, Traceparent
 
 Text = Annotated[str, StringConstraints(max_length=4_096)]
 Sequence = Annotated[int, Field(ge=0, lt=2**53)]
@@ -40,6 +40,7 @@ class LaneRequest:
         attempt: from 1; only events of the last attempt that was sent count.
         deadline: nobody wants the answer after that; None: for as long as the lane keeps requests.
         tokens: token ids that earlier attempts gave, for each choice: the answer goes on behind them.
+        traceparent: what it belongs to, where its sender traces.
     """
 
     __pydantic_config__ = _STRICT
@@ -53,6 +54,7 @@ class LaneRequest:
     attempt: Attempt = 1
     deadline: AwareDatetime | None = None
     tokens: tuple[TokenIds, ...] = ()
+    traceparent: Traceparent | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,22 @@ class RateLimits(BaseModel):
         return others.model_copy(update=self.model_dump(exclude_none=True))
 
 
+class SpendLimits(BaseModel):
+    """What a tenant's jobs may cost, in the currency of the prices. None: no limit.
+
+    Attributes:
+        per_day, per_month: by the calendar, UTC. A shard counts when it is committed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    per_day: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    per_month: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    def __bool__(self) -> bool:
+        return self.per_day is not None or self.per_month is not None
+
+
 class PlanSettings(BaseModel):
     """How a job is cut into segments and shards.
 

@@ -24,3 +24,15 @@ class CloudWatchOptions(BaseModel):
     installation: Annotated[str, Field(min_length=1, max_length=255)] = "tokenmill"
     every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     worker_tokens_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1_000.0
+
+
+class TracingOptions(BaseModel):
+    """What traces hold. Whether there are any, and where they go, OpenTelemetry's own variables say.
+
+    Attributes:
+        step_seconds: between two steps of a worker's engine that get a span; 0: none does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0

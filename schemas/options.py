@@ -58,6 +58,8 @@ class SomeOptions(BaseModel):
         model: what rows run on that name no model of their own, by its name in the catalog. With it the job's rows may
             name no other; without it, any in the catalog.
         deadline: an amount of time ("6h"), which counts from the job's acceptance, or a moment with its zone.
+        max_cost: what the job may cost, in the currency of the installation's prices: no shard is begun that would pass
+            it. Rows without an answer then end with `spend_limit`.
         refuse_late: when the deadline can't be met, by what is open and how fast the workers are, the job fails at once
             with `deadline_unreachable` and nothing is computed.
         seed: of sampled requests that bring none.
@@ -84,6 +86,7 @@ class SomeOptions(BaseModel):
             }
         ),
     ] = None
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     refuse_late: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     on_invalid: OnInvalid | None = None

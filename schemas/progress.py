@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import AwareDatetime
+from pydantic import AwareDatetime, Field
 
 from schemas.job import Count, Counts, JobStatus, Paper, Usage
 
@@ -16,6 +16,7 @@ class Progress(Paper):
     Attributes:
         tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
             whole.
+        cost: of what is committed; None: nobody knows what an hour of its workers costs.
         eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
     """
 
@@ -24,6 +25,7 @@ class Progress(Paper):
     status: JobStatus
     counts: Counts
     usage: Usage = Usage()
+    cost: Annotated[float, Field(ge=0)] | None = None
     shards_total: Count = 0
     shards_done: Count = 0
     tokens_left: Count | None = None

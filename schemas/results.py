@@ -26,6 +26,7 @@ class RowStatus(StrEnum):
 STATUS_OF_ERROR: dict[RowErrorCode, RowStatus] = {
     RowErrorCode.BATCH_EXPIRED: RowStatus.EXPIRED,
     RowErrorCode.BATCH_CANCELLED: RowStatus.CANCELLED,
+    RowErrorCode.SPEND_LIMIT: RowStatus.CANCELLED,
 }
 """All other errors end a row as failed."""
 

@@ -31,14 +31,18 @@ from pydantic_settings import (
 from schemas.door_options import BucketOptions, CeleryOptions, KafkaOptions, S3Options
 from schemas.gateway_options import GatewayOptions
 from schemas.job import Tier
-from schemas.limits import Limits, PlanSettings, Positive
-from schemas.metric_options import CloudWatchOptions
+from schemas.limits import Limits, PlanSettings, Positive, SpendLimits
+from schemas.metric_options import CloudWatchOptions, TracingOptions
 from schemas.options import Amount
+from schemas.prices import ANY_REGION, Market
+from schemas.release_options import ReleaseRules, WarmupOptions
+from schemas.scaling import AutoscaleOptions
 
 CONFIG_VARIABLE = "TOKENMILL_CONFIG"
 DEFAULT_CONFIG = Path("tokenmill.toml")
 
 InstructionSet = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
+Attention = Literal["auto", "reference", "paged-sdpa", "native", "triton", "flash3", "flash2", "torch-varlen"]
 
 
 def check_speculate(given: str) -> str:
@@ -108,6 +112,26 @@ class LaneOptions(BaseModel):
     pace: PaceOptions = PaceOptions()
 
 
+class GpuOptions(BaseModel):
+    """How an engine uses a CUDA device.
+
+    Attributes:
+        memory_utilization: share of its memory that may be taken, where the KV cache's size is not given: what weights
+            and the largest step leave of it is the cache's.
+        cuda_graphs: record the forward passes of small steps when the engine starts, which takes seconds and saves
+            launches; None: where model and attention allow it. True: refuse to start where they don't.
+        graph_tokens: most tokens of a step that is recorded.
+        plan_ahead: plan a step while the one before it is computed; None: on a CUDA device.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    cuda_graphs: bool | None = None
+    graph_tokens: Positive = 512
+    plan_ahead: bool | None = None
+
+
 class MetricsOptions(BaseModel):
     """Figures for programs that watch.
 
@@ -143,13 +167,54 @@ class RetentionOptions(BaseModel):
     every: Amount = timedelta(days=1)
 
 
+class InstanceOptions(BaseModel):
+    """What a worker runs on, by the names of the price book.
+
+    Attributes:
+        type: such as g6.xlarge; None: its price isn't looked up.  region: such as us-east-1; "any" fits all.
+        market: how it is paid.
+        workers: that share it, and its price.
+        ask_ec2: a worker on Amazon's EC2 asks the instance for type, region and market.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Annotated[str, Field(min_length=1)] | None = None
+    region: Annotated[str, Field(min_length=1)] = ANY_REGION
+    market: Market = "on-demand"
+    workers: Positive = 1
+    ask_ec2: bool = False
+
+
+class SpendingOptions(SpendLimits):
+    """What tenants may spend.
+
+    Attributes:
+        per_day, per_month: of each tenant that `tenants` doesn't name.
+        tenants: limits of those that have their own; those of the others don't hold for them.
+        wait: jobs of a tenant that has reached its limit wait for its next day or month; else they end.
+    """
+
+    tenants: dict[str, SpendLimits] = Field(default_factory=dict)
+    wait: bool = False
+
+    @property
+    def of_each(self) -> SpendLimits:
+        """The limits of tenants that aren't named."""
+        return SpendLimits(per_day=self.per_day, per_month=self.per_month)
+
+
 class Settings(BaseSettings):
     """All settings. Make one with `load_settings`, which turns mistakes into one clear line.
 
     Attributes:
         default_max_tokens: tokens a request without max_tokens may generate (or what is left of the context, if less).
         max_output_tokens: the tiers' caps.
-        price_per_hour: of this machine, for the cost in summaries and estimates; in whatever currency.
+        price_per_hour: of a worker, for what its work costs; in whatever currency. None: as the price book says of
+            `instance`.
+        price_book: a file of prices; None: the one that comes with tokenmill.
+        instance: what a worker runs on.
+        spending: what tenants may spend.
         model_cache: where pulled weights are kept.
         root: the folder or s3:// URL that holds all jobs of this installation.
         s3: how to reach S3.  bucket, kafka, celery: the doors there.  gateway: HTTP.  lane: for requests whose callers
@@ -161,12 +226,18 @@ class Settings(BaseSettings):
         tenant_weights: in the sharing of what is computed; others have 1.
         planners: jobs planned at once by one dispatcher.
         retention: how long things are kept.  metrics: figures for programs that watch.
-        cloudwatch: where the backlog is told.
+        cloudwatch: where the backlog is told.  autoscale: how many workers are wished for.
+        tracing: what traces hold.  log_format: how long-running commands write their logs.
+        warmup: what a worker computes before it serves.  releases: when a new version of a model is promoted.
         checkpoint_seconds: between two checkpoints of what is being computed; what a kill costs at most.
         request_timeout: seconds that a request may compute; None: as long as it takes.
         stuck_seconds: a worker that has made no step for so long ends itself, to be started again.
+        rank_seconds: that a process waits in a step for others that share its model, before the engine ends.
         spot_notice: a worker ends in order when Amazon says that its spot instance will be taken away.
         instruction_set: of the native CPU kernels; "auto": the most that the processor has.
+        gpu: how an engine uses a CUDA device.
+        attention: what attends; "auto": the best that the device, the model and what is installed allow.
+        kv_block_size: tokens of a block of the KV cache; flash2 and torch-varlen take multiples of 256 only.
         speculate: how the next tokens are guessed, where a command doesn't say: off, ngram, draft:MODEL,
             eagle3:HEAD or auto.
         content_policies: judge prompts and answers, where a command doesn't say: NAME or NAME:ARGUMENT each.
@@ -181,11 +252,18 @@ class Settings(BaseSettings):
     default_max_tokens: Positive = 4_096
     max_output_tokens: TierCaps = TierCaps()
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    price_book: Path | None = None
+    instance: InstanceOptions = InstanceOptions()
+    spending: SpendingOptions = SpendingOptions()
     checkpoint_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     request_timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     stuck_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    rank_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     spot_notice: bool = False
     instruction_set: InstructionSet = "auto"
+    gpu: GpuOptions = GpuOptions()
+    attention: Attention = "auto"
+    kv_block_size: int = Field(default=32, ge=1, le=1024)
     speculate: Annotated[str, AfterValidator(check_speculate)] = "auto"
     content_policies: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     root: str | None = None
@@ -205,6 +283,11 @@ class Settings(BaseSettings):
     retention: RetentionOptions = RetentionOptions()
     metrics: MetricsOptions = MetricsOptions()
     cloudwatch: CloudWatchOptions = CloudWatchOptions()
+    autoscale: AutoscaleOptions = AutoscaleOptions()
+    tracing: TracingOptions = TracingOptions()
+    log_format: Literal["text", "json"] = "text"
+    warmup: WarmupOptions = WarmupOptions()
+    releases: ReleaseRules = ReleaseRules()
     model_cache: Path = Field(default_factory=lambda: _cache_home() / "tokenmill" / "models")
 
     @classmethod

@@ -37,6 +37,15 @@ def test_given_the_control_side_when_it_is_imported_then_torch_stays_out_of_the_
     assert done.returncode == 0, done.stderr
 
 
+def test_given_a_worker_when_it_is_imported_then_the_modelling_code_of_transformers_stays_out() -> None:
+    """It takes two seconds and 200 MB, of every worker and of every command that loads a model."""
+    script = "import sys, tokenmill.working; sys.exit('transformers.modeling_utils' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel as a user would get it, built from the working tree."""

@@ -86,6 +86,23 @@ def decode(engine: Engine, rows: int, answer_tokens: int, repeats: int) -> Measu
     return _measured(f"decode, batch {rows}", rows, runs[1:])
 
 
+def long_prompts(
+    engine: Engine, prompt_tokens: int, rows: int, answer_tokens: int, repeats: int
+) -> tuple[Measurement, Measurement]:
+    """Prompts, and then answers behind them: what it costs that tokens look at many others."""
+    before, after = [], []
+    for repeat in range(repeats + 1):
+        _fill(engine, _prompts(engine, rows, prompt_tokens, repeat), max_tokens=answer_tokens)
+        begun = time.perf_counter()
+        _until_all_decode(engine, rows * prompt_tokens)
+        before.append(_Run(rows * prompt_tokens, time.perf_counter() - begun, (0.0,)))
+        after.append(_drain(engine))
+    return (
+        _measured(f"prefill, prompts of {prompt_tokens} tokens", rows, before[1:]),
+        _measured(f"decode, batch {rows}, behind {prompt_tokens} tokens", rows, after[1:]),
+    )
+
+
 def scheduler(steps: int = 200) -> Measurement:
     """The engine's own work per step: the same loop with a model that answers at once."""
     block_size = CacheConfig().block_size

@@ -13,7 +13,25 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.commands import bench, chat, deadletters, estimate, gc, jobs, keys, models, quantize, run, serve, submit
+from tokenmill.commands import (
+    autoscale,
+    bench,
+    canary,
+    chat,
+    deadletters,
+    estimate,
+    gc,
+    jobs,
+    keys,
+    models,
+    prices,
+    quantize,
+    release,
+    run,
+    serve,
+    simulate,
+    submit,
+)
 from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
 from tokenmill.output import say
 
@@ -55,11 +73,16 @@ app.add_typer(deadletters.app, name="deadletters", short_help="What could not be
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
 app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
 app.command("chat", short_help="Talk to a model that is served.")(chat.chat)
+app.command("autoscale", short_help="Say how many workers there should be.")(autoscale.autoscale)
 app.command("gateway", short_help="Serve HTTP for OpenAI's clients.")(serve.gateway)
 app.add_typer(keys.app, name="keys", short_help="API keys for HTTP.")
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
+app.command("simulate", short_help="A day of an installation in seconds.")(simulate.simulate)
+app.add_typer(prices.app, name="prices", short_help="What machines cost by the hour.")
 app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
+app.add_typer(release.app, name="release", short_help="New versions of models, compared before they are served.")
+app.add_typer(canary.app, name="canary", short_help="What a model must answer before it is served.")
 app.command("quantize", short_help="A quantized checkpoint of a model, and what it costs.")(quantize.quantize)
 app.command("bench", short_help="Throughput of this machine.")(bench.bench)
 

@@ -73,6 +73,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     from pipeline.announcer import Announcer, AnnouncerSettings
     from pipeline.doors.kafka_door import kafka_door
     from pipeline.doors.kafka_settings import KafkaDoorSettings
+    from pipeline.releases.news import ReleaseNews
 
     options = settings.kafka
     prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
@@ -106,7 +107,8 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
         with announcers_lease(settings, root.world) as lease:
             Announcer(root.world, sender, announcing, lease).run(stop)
 
-    return {"kafka": door.run, "announcer": announce}
+    news = ReleaseNews(root.world.store, sender, announcing.events_topic)
+    return {"kafka": door.run, "announcer": announce, "release news": news.run}
 
 
 def kafka_connection(options: KafkaOptions) -> KafkaConnection:
@@ -152,7 +154,7 @@ def _celery(root: Root, settings: Settings) -> Part:
         queues=options.queues,
     )
     if settings.redis_url is None:
-        return CeleryDoor(tasks, door, root.world.random).run
+        return CeleryDoor(tasks, door, root.world.random, traces=root.world.traces).run
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     asking = GenerateSettings(
         longest=options.generate_seconds,
@@ -160,11 +162,11 @@ def _celery(root: Root, settings: Settings) -> Part:
         default_model=settings.default_model,
         limits=settings.limits,
     )
-    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, asking)
+    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, asking, root.world.traces)
 
     def run(stop: threading.Event) -> None:
         try:
-            CeleryDoor(tasks, door, root.world.random, generating).run(stop)
+            CeleryDoor(tasks, door, root.world.random, generating, root.world.traces).run(stop)
         finally:
             lane.close()
 

@@ -56,26 +56,52 @@ def open_output(folder: Path) -> Iterator[Output]:
         yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store), lock)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What workers of the one job that is open need to take part.
+
+    Attributes:
+        queue, heartbeats: this process's.  finished: whether the job has ended.
+        price_per_hour: of a worker.
+    """
+
+    output: Output
+    queue: MemoryQueue
+    heartbeats: MemoryHeartbeats
+    finished: Callable[[], bool]
+    price_per_hour: float | None = None
+
+    def client(self) -> ShardClient:
+        """For a worker in this process."""
+        return ShardClient(
+            WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
+            models=[pin.key for pin in self.output.ledger.job().models], price_per_hour=self.price_per_hour,
+        )  # fmt: skip
+
+
 def dispatch(
     output: Output,
     begin: Callable[[Progress], None],
-    work: Callable[[ShardClient], None],
+    work: Callable[[Work], None],
     price_per_hour: float | None,
+    workers: int = 1,
 ) -> Manifest | None:
     """Hand the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still be
     planned meanwhile.
 
     Args:
         begin: told how the job stands, before `work` is called.
-        work: a worker's loop over the client, which is its source and its sink. Not called when no shard is open, so no
+        work: a worker's loop over a client, which is its source and its sink. Not called when no shard is open, so no
             model need be loaded for a job that lacks nothing but its manifest.
+        price_per_hour: of each of them.  workers: that `work` has.
 
     Returns the outcome, or None when `work` returned early. Raises what either side raises; a dispatcher that failed
     has the worker end with the shards it holds.
     """
     heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
     queue = MemoryQueue()
-    settings = DispatchSettings(tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
+    backlog = DispatchSettings().backlog * workers
+    settings = DispatchSettings(backlog=backlog, tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
     dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
     job = output.ledger.job()
     dispatcher.add(output.ledger)
@@ -86,12 +112,8 @@ def dispatch(
         stop = threading.Event()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
             dispatching = pool.submit(dispatcher.run, stop)
-            client = ShardClient(
-                WORKER, output.world, lambda _: output.ledger, queue, heartbeats, dispatching.done,
-                models=[pin.key for pin in job.models],
-            )  # fmt: skip
             try:
-                work(client)
+                work(Work(output, queue, heartbeats, dispatching.done, price_per_hour))
             finally:
                 stop.set()
         dispatching.result()

@@ -110,7 +110,7 @@ class Gateway:
             sources.workers(hints.heartbeats, each=settings.metrics.workers),
             dispatching or sources.installation(status),
             sources.http(figures),
-            sources.intake(root.came_in),
+            sources.intake(root.came_in, root.world.letters),
         ]
         self._parts = GatewayParts(
             world=root.world,
@@ -146,7 +146,8 @@ class Gateway:
         from pipeline.gateway.bridge import LaneBridge, draining
 
         clock = self._parts.world.clock
-        bridge, ended = LaneBridge(self._lane, clock, self._call, self._parts.figures), threading.Event()
+        traces, ended = self._parts.world.traces, threading.Event()
+        bridge = LaneBridge(self._lane, clock, self._call, self._parts.figures, traces=traces)
         answers = Answers(self._asker, bridge, clock, self._streams)
         calls = threading.Thread(target=bridge.run, args=(ended,), name="lane calls", daemon=True)
         calls.start()

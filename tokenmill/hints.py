@@ -49,6 +49,21 @@ def hints_in_process(root: Root) -> Hints:
 
 
 @contextmanager
+def heartbeats_on_servers(settings: Settings) -> Iterator[Heartbeats]:
+    """The heartbeats alone, on Redis. Raises `UserError` when none is named."""
+    from pipeline.adapters.redis_connection import RedisSettings
+    from pipeline.adapters.redis_heartbeats import RedisHeartbeats
+
+    if settings.redis_url is None:
+        raise UserError("TOKENMILL_REDIS_URL is not set; name the Redis that the workers beat on")
+    heartbeats = RedisHeartbeats(RedisSettings(settings.redis_url.get_secret_value()), lifetime=SILENCE)
+    try:
+        yield heartbeats
+    finally:
+        heartbeats.close()
+
+
+@contextmanager
 def hints_on_servers(settings: Settings) -> Iterator[Hints]:
     """On Redis, and on the broker that Celery uses. Raises `UserError` when none is named."""
     from pipeline.adapters.celery_queue import CeleryQueue, CeleryQueueSettings

@@ -13,6 +13,7 @@ from tokenmill.output import say
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipeline.planner.tokens import TemplateTokens
     from schemas.job import InputRef, JobSettings
     from schemas.settings import Settings
     from workers.content_policies import Policies
@@ -102,6 +103,34 @@ def read_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template {path}: can't be read: {error}") from error
+
+
+def template_tokens(path: Path) -> TemplateTokens:
+    """What the model's chat template puts around messages; a rule of thumb where it has none, or refuses these."""
+    from pipeline.planner.tokens import TemplateTokens
+    from schemas.errors import RowError
+    from schemas.requests import ChatMessage
+    from workers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    if not tokenizer.has_chat_template:
+        return TemplateTokens()
+
+    def around(*roles: str) -> int:
+        messages = [ChatMessage.model_validate({"role": role, "content": "word"}) for role in roles]
+        text = tokenizer.render_chat(messages)
+        plain = len(tokenizer.encode_batch(["word"], add_special_tokens=False)[0])
+        return max(0, len(tokenizer.encode_chats([text])[0]) - len(roles) * plain)
+
+    try:
+        alone, several = around("user"), around("user", "assistant", "user")
+    except RowError:
+        return TemplateTokens()
+    message = (several - alone) // 2
+    try:
+        return TemplateTokens(alone, around("system", "user"), message)
+    except RowError:  # it takes no system message
+        return TemplateTokens(alone, alone + message, message)
 
 
 def token_counter(path: Path, chat_template: str | None = None) -> Callable[[str], int]:

@@ -22,6 +22,8 @@ def facts(summary: JobSummary) -> list[tuple[str, object]]:
         ]
         if summary.job.deadline is not None:
             found.append(("deadline", summary.job.deadline.isoformat(timespec="seconds")))
+        if summary.job.max_cost is not None:
+            found.append(("cost limit", f"{summary.job.max_cost:g}"))
         if summary.job.retry_of is not None:
             found.append(("retry of", summary.job.retry_of))
     if summary.results_removed_at is not None:
@@ -35,6 +37,8 @@ def facts(summary: JobSummary) -> list[tuple[str, object]]:
         ]
         if summary.as_of is not None:
             found.append(("as of", summary.as_of.isoformat(timespec="seconds")))
+        if summary.cost is not None:
+            found.append(("cost", f"{summary.cost:.4f}"))
     if summary.eta is not None:
         found.append(("should be done", summary.eta.isoformat(timespec="seconds")))
     return found
@@ -49,6 +53,7 @@ def document(summary: JobSummary) -> dict[str, Any]:
         "status": summary.status,
         "counts": summary.counts and summary.counts.model_dump(mode="json"),
         "usage": summary.usage and summary.usage.model_dump(mode="json"),
+        "cost": summary.cost,
         "shards": {"done": summary.shards_done, "total": summary.shards_total},
         "as_of": summary.as_of and summary.as_of.isoformat(),
         "eta": summary.eta and summary.eta.isoformat(),

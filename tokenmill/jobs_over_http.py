@@ -280,7 +280,9 @@ def _facts(batch: Json) -> list[tuple[str, object]]:
         ("job", batch["id"]), ("status", batch["status"]), ("model", batch["model"]), ("tier", own["tier"]),
         ("endpoint", batch["endpoint"]), *((f"rows {name}", value) for name, value in counts),
         ("prompt tokens", output.count(usage["input_tokens"])), ("answer tokens", output.count(usage["output_tokens"])),
-        ("cost", own["cost"]), ("should be done", own["eta"]), *moments, ("retry of", own["retry_of"]),
+        ("cost", own["cost"]), ("cost limit", own["max_cost"]),
+        ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *moments,
+        ("retry of", own["retry_of"]),
         ("answers", batch["output_file_id"]), ("errors", batch["error_file_id"]), *more,
     ]  # fmt: skip
 

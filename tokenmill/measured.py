@@ -8,6 +8,9 @@ import platform
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from pipeline.planner.timing import StepTimes
 
 FILE = "measured.json"
 
@@ -21,6 +24,9 @@ class MeasuredSpeed:
         quantization, kv_dtype: of weights and KV cache.
         machine: what was measured on.  measured_at: ISO 8601, UTC.
         prefill, decode: tokens per second; decode at a batch of `batch` rows.
+        decode_steps: (rows, seconds of a step that computes a token of each, behind `behind` others on the mean).
+        prompt_token: seconds, of a prompt.  pair, answer_pair: seconds, of a token and one that it looks at, in prompts
+            and in answers; 0: not measured.
     """
 
     model: str
@@ -33,6 +39,18 @@ class MeasuredSpeed:
     batch: int
     quantization: str = "none"
     kv_dtype: str = "auto"
+    decode_steps: tuple[tuple[int, float], ...] = ()
+    behind: float = 0.0
+    prompt_token: float = 0.0
+    pair: float = 0.0
+    answer_pair: float = 0.0
+
+    @property
+    def times(self) -> StepTimes:
+        """What steps take; of a measurement of an earlier version roughly."""
+        if not self.decode_steps:
+            return StepTimes({self.batch: self.batch / self.decode}, 0.0, 1 / self.prefill)
+        return StepTimes(dict(self.decode_steps), self.behind, self.prompt_token, self.pair, self.answer_pair)
 
 
 def this_machine() -> str:
@@ -60,6 +78,20 @@ def recall(
     return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
 
 
+def read_bench(path: Path) -> MeasuredSpeed:
+    """What 'tokenmill bench --json' printed, on this or another machine; raises ValueError."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return _speed({name: document[name] for name in MeasuredSpeed.__slots__ if name in document})
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: is not what 'tokenmill bench --json' prints ({error})") from error
+
+
+def _speed(entry: dict[str, Any]) -> MeasuredSpeed:
+    steps = tuple((int(rows), float(seconds)) for rows, seconds in entry.get("decode_steps", ()))
+    return MeasuredSpeed(**(entry | {"decode_steps": steps}))
+
+
 def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:
     return speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.machine
 
@@ -69,6 +101,6 @@ def _read(path: Path) -> list[MeasuredSpeed]:
     if not path.is_file():
         return []
     try:
-        return [MeasuredSpeed(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return [_speed(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError):
         return []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -26,13 +26,18 @@ PATH: Final = "/metrics"
 _SCRAPER_SECONDS: Final = 10.0
 _AT_ONCE: Final = 16
 
+Documents = Callable[[str], bytes | None]
+"""What is at a path; None: nothing. Called by the threads that answer."""
+
 logger = structlog.get_logger(__name__)
 
 
 @contextmanager
-def metrics_served(settings: Settings, port: int | None, *sources: Source) -> Iterator[None]:
+def metrics_served(
+    settings: Settings, port: int | None, *sources: Source, documents: Documents | None = None
+) -> Iterator[None]:
     """What the sources tell, at `/metrics`, until the block ends. `port` None: as the settings say; nothing is served
-    where they say nothing either. Raises `UserError` where it can't be."""
+    where they say nothing either. `documents`: JSON at other paths. Raises `UserError` where it can't be."""
     port = settings.metrics.port if port is None else port
     if port is None:
         yield
@@ -44,7 +49,7 @@ def metrics_served(settings: Settings, port: int | None, *sources: Source) -> It
         raise UserError(
             f"{error.name} is not installed, and metrics need it; run: pip install 'tokenmill[metrics]'"
         ) from error
-    server = _listen(settings.metrics.host, port, Metrics([build, *sources]))
+    server = _listen(settings.metrics.host, port, Metrics([build, *sources]), documents)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     host, bound = settings.metrics.host, server.server_address[1]
@@ -56,9 +61,9 @@ def metrics_served(settings: Settings, port: int | None, *sources: Source) -> It
         server.server_close()
 
 
-def _listen(host: str, port: int, metrics: Metrics) -> MetricsServer:
+def _listen(host: str, port: int, metrics: Metrics, documents: Documents | None) -> MetricsServer:
     try:
-        return MetricsServer(host, port, metrics)
+        return MetricsServer(host, port, metrics, documents)
     except OSError as error:
         raise UserError(
             f"{host}:{port}: metrics can't be served there: {error.strerror or error}; choose another --metrics-port"
@@ -70,8 +75,9 @@ class MetricsServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, metrics: Metrics) -> None:
+    def __init__(self, host: str, port: int, metrics: Metrics, documents: Documents | None = None) -> None:
         self.metrics = metrics
+        self.documents = documents or (lambda _path: None)
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         self.address_family = socket.AF_INET6 if _is_v6(host) else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -106,10 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tokenmill", ""
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != PATH:
+        path = self.path.partition("?")[0]
+        document = None if path == PATH else self.server.documents(path)
+        if path == PATH:
+            text, content_type = self.server.metrics.encode(self.headers.get("Accept", ""))
+        elif document is not None:
+            text, content_type = document, "application/json"
+        else:
             self.send_error(404)
             return
-        text, content_type = self.server.metrics.encode(self.headers.get("Accept", ""))
         self.send_response(200)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(text)))

@@ -32,6 +32,14 @@ def price(given: str) -> float:
     return value
 
 
+def limit_of_cost(given: str) -> float:
+    """A cost above 0."""
+    value = price(given)
+    if not value:
+        raise typer.BadParameter("a job that may cost nothing computes nothing; give more than 0")
+    return value
+
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -109,16 +117,19 @@ JobGiven = Annotated[
 Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu"]
+Device = Literal["auto", "cpu", "cuda"]
 Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
-KvDType = Literal["auto", "int8"]
+KvDType = Literal["auto", "int8", "fp8"]
 Tier = Literal["standard", "bulk"]
 OnInvalid = Literal["row", "job"]
 
 # How an engine runs: `run`, `serve` and `worker` share all of it.
 
 DTypeOption = Annotated[
-    DType, typer.Option(help="Of weights and arithmetic. auto: bfloat16 where the CPU has it, else float32.")
+    DType,
+    typer.Option(
+        help="Of weights and arithmetic. auto: bfloat16 where the device has it, else float32 (on CUDA float16)."
+    ),
 ]
 QuantizeOption = Annotated[
     Quantize,
@@ -129,7 +140,8 @@ QuantizeOption = Annotated[
     ),
 ]
 KvDTypeOption = Annotated[
-    KvDType, typer.Option(help="Of the KV cache. int8: half of bfloat16's bytes. auto: as --dtype.")
+    KvDType,
+    typer.Option(help="Of the KV cache. int8 on a CPU, fp8 on a GPU: half of bfloat16's bytes. auto: as --dtype."),
 ]
 SpeculateOption = Annotated[
     str | None,
@@ -151,7 +163,25 @@ ContentPolicies = Annotated[
         "that is installed. May be repeated. Default: TOKENMILL_CONTENT_POLICIES, else none.",
     ),
 ]
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute.")]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="GPUs that share a model which is too large for one, or too slow: each computes a part of every layer. On "
+        "a CPU N processes, which is slower than one.",
+    ),
+]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Engines that divide the work, each a process with a whole model, on GPUs of its own (as many as "
+        "--tensor-parallel says) or with its share of the processor's threads.",
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute. auto: on a CUDA device where there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
 ChatTemplate = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
@@ -163,7 +193,8 @@ KvCacheMemory = Annotated[
     typer.Option(
         parser=num_bytes,
         metavar="SIZE",
-        help="Most memory for the KV cache, such as 4GB. Default: half of what is free.",
+        help="Most memory for the KV cache of an engine, such as 4GB. Default: half of what is free; on CUDA what "
+        "weights and the largest step leave of TOKENMILL_GPU__MEMORY_UTILIZATION.",
     ),
 ]
 
@@ -188,6 +219,24 @@ MaxOutputTokens = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
 PricePerHour = Annotated[
     float | None, typer.Option(parser=price, metavar="PRICE", help="Of this machine, for the cost in the summary.")
+]
+
+LogForm = Annotated[
+    Literal["text", "json"] | None,
+    typer.Option(
+        "--log-format",
+        help="How this process's log is written: key=value for people, or a JSON document a line. "
+        "Default: TOKENMILL_LOG_FORMAT, else text.",
+    ),
+]
+
+MaxCost = Annotated[
+    float | None,
+    typer.Option(
+        parser=limit_of_cost,
+        metavar="COST",
+        help="What the job may cost: nothing is begun that would pass that, and rows without an answer say so.",
+    ),
 ]
 
 MetricsPort = Annotated[

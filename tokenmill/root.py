@@ -16,6 +16,7 @@ from pipeline.intake import Intake, IntakeFigures, IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retention import RetentionSettings
+from pipeline.tracing import NO_TRACES, Traces
 from schemas.job import InputRef, Tier
 from tokenmill.errors import UserError
 
@@ -62,7 +63,9 @@ class Root:
 
 
 @contextmanager
-def open_root(url: str | None, settings: Settings, *, read_only: bool = False) -> Iterator[Root]:
+def open_root(
+    url: str | None, settings: Settings, *, read_only: bool = False, traces: Traces = NO_TRACES
+) -> Iterator[Root]:
     """The root at a path or an s3:// URL; by default the one that the settings name.
 
     Args:
@@ -80,16 +83,17 @@ def open_root(url: str | None, settings: Settings, *, read_only: bool = False) -
         from pipeline.adapters.s3_url import split_url
 
         with S3Store(*split_url(url), s3 or s3_connection(settings), read_only=read_only) as bucket:
-            yield Root(url, _world(bucket, read_only), s3)
+            yield Root(url, _world(bucket, read_only, traces), s3)
         return
     with FolderStore(Path(url).expanduser(), read_only=read_only) as store:
-        yield Root(str(store.root), _world(store, read_only), s3)
+        yield Root(str(store.root), _world(store, read_only, traces), s3)
 
 
-def _world(store: FolderStore | S3Store, read_only: bool) -> World:
+def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> World:
     """Who only looks builds no files, so there is no place for them."""
     clock, random = SystemClock(), SystemRandomness()
-    return World(store, clock, random) if read_only else World(store, clock, random, store.scratch)
+    scratch = Path(".") if read_only else store.scratch
+    return World(store, clock, random, scratch, traces)
 
 
 def s3_connection(settings: Settings) -> S3Connection:

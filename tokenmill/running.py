@@ -74,7 +74,7 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
     if manifest is None:
         have = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)} rows"
         raise Interrupted(f"interrupted: {have} are committed in {plan.output}; the same command goes on from there")
-    closed = CLOSED.get(manifest.status)
+    closed = "has reached its spending limit" if manifest.ended_by == "spend" else CLOSED.get(manifest.status)
     if closed is not None:
         again = f"'tokenmill jobs retry {plan.output} --output NEW' answers the other rows"
         output.say(f"{plan.output}: this job {closed}; what was finished is kept, and {again}")

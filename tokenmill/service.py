@@ -11,14 +11,16 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
 from pipeline.adapters.folder import FolderStore
-from pipeline.backlog_figures import BacklogLook, BacklogTeller
+from pipeline.backlog_figures import BacklogLook
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.foreman import Foreman, ForemanSettings
+from pipeline.dispatching.purses import SpendSettings
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import INCOMING, FolderInbox
 from pipeline.housekeeping import Housekeeper, HousekeepingSettings
+from pipeline.scaling.autoscaler import Autoscaler
 from pipeline.together import AT_ONCE, BESIDE, InTurn
 from schemas.settings import Settings
 from tokenmill.errors import UserError
@@ -34,9 +36,11 @@ def dispatcher_part(
     root: Root, hints: Hints, settings: Settings, figures: DispatchFigures, price_per_hour: float | None = None
 ) -> Part:
     """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand."""
+    limits = settings.spending
     dispatching = DispatchSettings(
-        settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour
-    )
+        settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
+        spending=SpendSettings(limits.of_each, limits.tenants, limits.wait),
+    )  # fmt: skip
 
     def requests(threads: int) -> Executor:
         return InTurn() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
@@ -61,7 +65,7 @@ def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:
 
 
 def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
-    """Tells CloudWatch how much work waits; None where the settings name no namespace."""
+    """Tells CloudWatch how much work waits and how many workers it needs; None where the settings name no namespace."""
     chosen = settings.cloudwatch
     if chosen.namespace is None:
         return None
@@ -69,7 +73,8 @@ def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
 
     target = CloudWatch(chosen.namespace, chosen.installation, settings.s3.region)
     look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second)
-    return BacklogTeller(look, target, chosen.every_seconds).run
+    options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
+    return Autoscaler(root.world, look, hints.heartbeats, options, [target]).run
 
 
 def folder_part(root: Root, settings: Settings, settle: float) -> Part:

@@ -35,13 +35,24 @@ def summary_table(manifest: Manifest) -> Table:
         rows.append(("all tokens/s", count(manifest.total_tokens_per_second)))
     rows += [("engine time", duration(manifest.engine_seconds)), ("wall time", duration(manifest.wall_seconds))]
     if manifest.cost is not None:
-        rows.append(("cost", f"{manifest.cost:.4f} (at {manifest.price_per_hour:g} an hour)"))
+        price = "" if manifest.price_per_hour is None else f" (at {manifest.price_per_hour:.4g} an hour)"
+        rows += [("busy time", duration(manifest.busy_seconds)), ("cost", f"{manifest.cost:.4f}{price}")]
+        rows += [
+            (f"  of a million tokens{name and f', {name}'}", f"{value:.4f}") for name, value in _per_million(manifest)
+        ]
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(justify="right")
     for name, value in rows:
         grid.add_row(name, value)
     return grid
+
+
+def _per_million(manifest: Manifest) -> list[tuple[str, float]]:
+    """What a million tokens cost, by model where there are several."""
+    several = len(manifest.spending) > 1
+    found = [(f", {one.model}" if several else "", one.cost_per_million_tokens) for one in manifest.spending]
+    return [(model, value) for model, value in found if value is not None]
 
 
 def last_line(counts: Counts, output: Path | str) -> str:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.job import Counts, PlanSegment
 from tokenmill.progress import RunSnapshot
 from workers.progress import WorkerProgress
+
+
+class Told(NamedTuple):
+    """What a display needs of a worker's news; see `WorkerProgress`."""
+
+    rows: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, progress: WorkerProgress) -> Told:
+        counts = progress.counts
+        tokens = counts.prompt_tokens, counts.cached_tokens, progress.engine.generated
+        return cls(progress.rows, counts.failed, *tokens)
 
 
 class RunTracker:
@@ -20,7 +36,7 @@ class RunTracker:
         self._lock = threading.Lock()
         self._base = RunSnapshot("starting")
         self._began: float | None = None
-        self._progress: WorkerProgress | None = None
+        self._workers: dict[int, Told] = {}
 
     def phase(self, name: str) -> None:
         """Something begins that has no figures yet."""
@@ -63,21 +79,25 @@ class RunTracker:
 
     def progress(self, progress: WorkerProgress) -> None:
         """The worker's news (`workers.progress.WorkerObserver`)."""
-        self._progress = progress
+        self.told(Told.of(progress), 0)
+
+    def told(self, told: Told, worker: int) -> None:
+        """The news of one of several workers."""
+        with self._lock:
+            self._workers = self._workers | {worker: told}
 
     def snapshot(self) -> RunSnapshot:
         """How far the run is."""
-        base, progress, began = self._base, self._progress, self._began
-        if progress is None or began is None:
+        base, told, began = self._base, self._workers.values(), self._began
+        if not told or began is None:
             return base
-        counts = progress.counts
         return replace(
             base,
-            done=base.done + progress.rows,
-            failed=base.failed + counts.failed,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            output_tokens=progress.engine.generated,
+            done=base.done + sum(worker.rows for worker in told),
+            failed=base.failed + sum(worker.failed for worker in told),
+            prompt_tokens=sum(worker.prompt_tokens for worker in told),
+            cached_tokens=sum(worker.cached_tokens for worker in told),
+            output_tokens=sum(worker.output_tokens for worker in told),
             seconds=time.monotonic() - began,
         )
 

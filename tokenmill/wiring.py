@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from engine.embedding.engine import check_encoder_config
 from engine.engine import resolve_device, resolve_model_dtype
@@ -21,18 +22,19 @@ from engine.models.load import describe_model, is_encoder
 from pipeline.jobs import summarize_job
 from pipeline.planner import open_source
 from pipeline.planning import plan_job
-from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
 from schemas.job import Counts, InputRef, JobSettings, Manifest, ModelPin, PlanSegment, Tier
 from schemas.progress import Progress
-from tokenmill.embedded import Output, dispatch, open_output
+from tokenmill.embedded import Output, Work, dispatch, open_output
 from tokenmill.engine_options import EngineOptions
 from tokenmill.errors import ModelError
 from tokenmill.inputs import open_input
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.planner_process import PlannerProcess
 from tokenmill.processes import settled_heap
+from tokenmill.replicas import Replicas, Task, environments
 from tokenmill.tracker import RunTracker
+from workers.content_policies import NO_POLICIES
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
@@ -53,7 +55,7 @@ class RunPlan:
     Attributes:
         output: the job's folder.  fresh: forget the job that stands there.
         chat_template: replaces the model's own.
-        price_per_hour: of this machine; None: no cost is shown.
+        price_per_hour: of this machine; None: no cost is shown.  max_cost: that the job may have; None: any.
         worker: how the worker works.
         deadline: counted from the job's acceptance; rows that have no answer by then expire.
         retry_of: the id of the job whose rows are tried again.
@@ -71,8 +73,14 @@ class RunPlan:
     price_per_hour: float | None = None
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     deadline: timedelta | None = None
+    max_cost: float | None = None
     retry_of: str | None = None
     digest: str | None = None
+
+    @property
+    def price_of_worker(self) -> float | None:
+        """What an hour of one replica costs: they share the machine."""
+        return None if self.price_per_hour is None else self.price_per_hour / self.engine.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
         )
     order = Order(
         input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
-        retry_of=plan.retry_of,
+        max_cost=plan.max_cost, retry_of=plan.retry_of,
     )  # fmt: skip
     with open_output(plan.output) as output:
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
@@ -148,19 +156,42 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                     PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
                 )
 
-        def work(client: ShardClient) -> None:
+        def work(given: Work) -> None:
             tracker.phase("loading the model")
-            model = load(plan, pin, segments)
+            if plan.engine.replicas > 1:
+                _divide(plan, pin, given, tracker, stop)
+                return
+            model, client = load(plan, pin, segments), given.client()
             tracker.computing()
             with settled_heap():
                 ShardWorker(model, client, client, output.world.clock, plan.worker, tracker).run(stop)
 
         with ExitStack() as stack:
-            manifest = dispatch(output, begin, work, plan.price_per_hour)
+            manifest = dispatch(output, begin, work, plan.price_of_worker, plan.engine.replicas)
             if planner is not None:
                 planner.check()
         counts = _counts(output) if manifest is None else manifest.counts
         return JobRun(manifest, counts, 0 if submitted.created else before)
+
+
+def _divide(plan: RunPlan, pin: ModelPin, given: Work, tracker: RunTracker, stop: threading.Event) -> None:
+    """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
+    from tokenmill.replica import compute
+
+    count = plan.engine.replicas
+    names = [name for name, _ in plan.worker.policies.named]
+    sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
+    tasks = [Task(compute, (sent, pin, names, number)) for number in range(count)]
+    methods: dict[str, Callable[..., Any]] = {
+        "progress": tracker.told, "finished": given.finished,
+        "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
+        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.figures,
+        "workers": given.heartbeats.workers, "since": given.heartbeats.since,
+    }  # fmt: skip
+    own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
+    # None begins before all are loaded, or the first would take most of a small job.
+    with Replicas(tasks, own, methods, tracker.computing, keep=(given.output.lock.descriptor,)) as replicas:
+        replicas.wait(stop)
 
 
 def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
@@ -200,10 +231,14 @@ def rows_at_once(segments: list[PlanSegment]) -> int | None:
     all others are done by then, even if each is as long as it may be; more rows would only stand empty at the end.
     """
     longest = max(segment.certain_tokens for segment in segments)
-    if not segments[-1].last or not longest:
+    if not segments[-1].last:
         return None
-    rows = ROWS_MARGIN * sum(segment.max_tokens for segment in segments) / longest
-    return ceil(rows / ROWS_STEP) * ROWS_STEP
+    return rows_for(sum(segment.max_tokens for segment in segments), longest)
+
+
+def rows_for(max_tokens: int, longest: int) -> int | None:
+    """The same, of a job whose answers have so many tokens at most, the longest one so many for certain."""
+    return ceil(ROWS_MARGIN * max_tokens / longest / ROWS_STEP) * ROWS_STEP if longest else None
 
 
 def tokens_per_sequence(segments: list[PlanSegment]) -> int | None:

@@ -5,28 +5,33 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
 from engine.config import EngineConfig
-from pipeline.catalog import Catalog
+from pipeline.catalog import BY_DIGEST
 from pipeline.metrics.sources import own_work
+from pipeline.releases.book import ReleaseBook
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
 from schemas.job import CatalogEntry, ModelPin, Tier
 from schemas.settings import Settings
+from tokenmill.errors import ModelError
 from tokenmill.hints import Hints, hints_on_servers
 from tokenmill.job_options import ChosenModel
-from tokenmill.logs import log_to_stderr
+from tokenmill.logs import LogFormat, log_to_stderr
 from tokenmill.metrics import metrics_served
-from tokenmill.output import say
 from tokenmill.processes import run_together, settled_heap, unique_name
+from tokenmill.readiness import LoadModel, Readiness
+from tokenmill.replica import work
+from tokenmill.replicas import Replicas, Task
 from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
 from tokenmill.stopping import until_told
 from tokenmill.switching import SourceInTurn, Turns
+from tokenmill.tracing import traces_of
 from workers.content_policies import NO_POLICIES, Policies
 from workers.lane_requests import LaneRules
 from workers.lane_server import LaneServer, LaneServing
@@ -35,17 +40,24 @@ from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 from workers.watchdog import Watchdog
 
-LoadModel = Callable[[], LoadedModel]
-
 logger = structlog.get_logger(__name__)
 
 
 def load_any(chosen: ChosenModel, config: EngineConfig, chat_template: str | None) -> LoadedModel:
-    """A model for any job that may come."""
+    """A model for any job that may come. One that is called NAME@sha256:DIGEST is called NAME, and must have that
+    digest: raises `ModelError`, and what loading raises."""
     path = Path(chosen.source.path)
-    return LoadedModel.load(
-        path, name=chosen.name, config=config, revision=chosen.source.revision, chat_template=chat_template
+    name, mark, digits = chosen.name.rpartition(BY_DIGEST)
+    model = LoadedModel.load(
+        path,
+        name=name if mark and name else chosen.name,
+        config=config,
+        revision=chosen.source.revision,
+        chat_template=chat_template,
     )
+    if mark and name and model.digest != f"sha256:{digits}":
+        raise ModelError(f"--model {chosen.name}: {path} is {model.digest}; give the model's own digest, or none")
+    return model
 
 
 def run_worker(
@@ -55,24 +67,62 @@ def run_worker(
     switch_after: float,
     policies: Policies = NO_POLICIES,
     metrics_port: int | None = None,
+    log_format: LogFormat | None = None,
+    price_per_hour: float | None = None,
 ) -> None:
     """A worker process with the models that these load, one at a time, until told to stop.
 
     Raises `UserError` where settings lack something, and what loading and the work raise.
     """
-    log_to_stderr(logging.INFO)
-    with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
-        worker = Worker(root, hints, models, settings, switch_after, policies)
-        say(f"working for {root.url} with {', '.join(worker.models)}")
-        with metrics_served(settings, metrics_port, own_work(worker.figures)):
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    with (
+        until_told() as stop,
+        traces_of("worker") as traces,
+        open_root(root_url, settings, traces=traces) as root,
+        hints_on_servers(settings) as hints,
+    ):
+        worker = Worker(root, hints, models, settings, switch_after, policies, price_per_hour)
+        tell(f"working for {root.url} with {', '.join(worker.models)}")
+        with metrics_served(settings, metrics_port, own_work(worker.figures), worker.readiness.tell()):
             run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+
+
+def run_replicas(
+    environments: Sequence[Mapping[str, str]],
+    root_url: str | None,
+    settings: Settings,
+    models: Sequence[LoadModel],
+    switch_after: float,
+    policies: Policies,
+    metrics_port: int | None,
+    log_format: LogFormat | None = None,
+    price_per_hour: float | None = None,
+) -> None:
+    """As `run_worker`, in a process for each of these environments; each tells its figures on a port of its own, the
+    first on the one that is given, and has its part of the price. Raises `UserError` when one of them fails, after all
+    have ended."""
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    port = settings.metrics.port if metrics_port is None else metrics_port
+    names = [name for name, _ in policies.named]
+    price = None if price_per_hour is None else price_per_hour / len(environments)
+    tasks = [
+        Task(
+            work,
+            (root_url, settings, models, switch_after, names, port + number if port else port, log_format, price),
+        )
+        for number in range(len(environments))
+    ]
+    with until_told() as stop, Replicas(tasks, environments) as replicas:
+        tell(f"{len(tasks)} workers begin")
+        stop.begin()
+        replicas.wait(stop)
 
 
 class Worker:
     """A `Part`: announces its models, and works on their shards, one model at a time, with the lane's requests beside
     them. What is unfinished at the end is given back with its tokens.
 
-    All models are loaded here once, so that one that can't be is known at once.
+    All models are loaded here once and made ready, so that one that can't be is known at once.
 
     Args:
         switch_after: seconds after which a model with work makes room for another that is asked for.
@@ -80,6 +130,7 @@ class Worker:
 
     Attributes:
         models: their names, in the order of their turns.
+        readiness: knows how long each took to get ready.
     """
 
     def __init__(
@@ -90,15 +141,18 @@ class Worker:
         settings: Settings,
         switch_after: float,
         policies: Policies = NO_POLICIES,
+        price_per_hour: float | None = None,
     ) -> None:
         self._root = root
+        self._price = price_per_hour
         self._hints = hints
-        pins = [_publish(root, load(), policies) for load in models[1:]]
-        self._first: LoadedModel | None = models[0]()
+        self._name = unique_name(root.world.random)
+        self.readiness = Readiness(root.world, settings.warmup, self._name)
+        pins = [_publish(root, self.readiness.load(load), policies) for load in models[1:]]
+        self._first: LoadedModel | None = self.readiness.load(models[0])
         pins.insert(0, _publish(root, self._first, policies))
         self.models = [pin.name for pin in pins]
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
-        self._name = unique_name(root.world.random)
         self._client: ShardClient | None = None
         self._lane = hints.lane.worker(self._name)
         self._turns = Turns(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
@@ -110,6 +164,7 @@ class Worker:
             checkpoint_seconds=settings.checkpoint_seconds,
             look_seconds=hints.look_seconds,
             policies=policies,
+            traced_step_seconds=settings.tracing.step_seconds,
         )
 
     def figures(self) -> WorkerFigures | None:
@@ -121,7 +176,7 @@ class Worker:
         """Work until `stop` is set."""
         try:
             while not stop.is_set():
-                model, self._first = self._first or self._loads[self._turns.loaded](), None
+                model, self._first = self._first or self.readiness.load(self._loads[self._turns.loaded]), None
                 self._serve(model, stop)
                 del model
                 gc.collect()  # what the next one needs may not be free beside this one
@@ -133,16 +188,20 @@ class Worker:
         """Until the model's turn is over, or the worker is told to stop."""
         key, world = model.pin().key, self._root.world
         client = ShardClient(
-            self._name, world, self._root.ledger, self._hints.queue, self._hints.heartbeats, lambda: False, models=[key]
-        )
+            self._name, world, self._root.ledger, self._hints.queue, self._hints.heartbeats, lambda: False,
+            models=[key], price_per_hour=self._price,
+        )  # fmt: skip
         self._client = client
-        server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving)
+        server = LaneServer(model, self._lane, world.clock, self._lane_rules, self._serving, traces=world.traces)
         logger.info("model's turn", model=model.name, key=key)
         try:
             with settled_heap(), self._watchdog.watching(), server.running(stop) as beside:
                 self._turns.begin()
                 source = SourceInTurn(client, self._turns, lambda: beside.busy)
-                ShardWorker(model, source, client, world.clock, self._settings, self._watchdog, beside=beside).run(stop)
+                ShardWorker(
+                    model, source, client, world.clock, self._settings, self._watchdog,
+                    beside=beside, traces=world.traces,
+                ).run(stop)  # fmt: skip
         finally:
             self._client = None
             client.close()
@@ -150,12 +209,20 @@ class Worker:
 
 def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
     """Let jobs be submitted for the model; its pin."""
-    pin, longest = model.pin(), model.limits.max_model_len
-    entry = CatalogEntry(
-        pin=pin, max_model_len=longest, policies=policies.fingerprint, published_at=root.world.clock.now()
+    entry = entry_of(model, policies, root)
+    if not ReleaseBook(root.world.store).publish(entry):
+        logger.info("another version is served under this name", model=entry.pin.name, digest=entry.pin.digest)
+    return entry.pin
+
+
+def entry_of(model: LoadedModel, policies: Policies, root: Root) -> CatalogEntry:
+    """The model as the catalog has it."""
+    return CatalogEntry(
+        pin=model.pin(),
+        max_model_len=model.limits.max_model_len,
+        policies=policies.fingerprint,
+        published_at=root.world.clock.now(),
     )
-    Catalog(root.world.store).publish(entry)
-    return pin
 
 
 def lane_rules(settings: Settings, policies: Policies) -> LaneRules:

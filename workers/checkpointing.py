@@ -43,6 +43,7 @@ class Snapshot:
     finished: list[FinishedRow]
     running: list[LoggedChoice]
     generated: int
+    busy_seconds: float
 
     @property
     def empty(self) -> bool:
@@ -61,7 +62,7 @@ class Checkpointer:
         self._builder = builder
         self._sink = sink
         self._rows: dict[str, LoggedRow] = {}
-        self._sampled = 0  # tokens, at the last snapshot
+        self._sampled = engine.stats().generated  # tokens, at the last snapshot; it was warmed up before the first
         self.exposed = 0
 
     def forget(self, request_id: str) -> None:
@@ -93,7 +94,7 @@ class Checkpointer:
             choices += self._new_choices(shard, row.request, row.names[0].row)
         shard.generated += shard.unlogged
         shard.unlogged = 0
-        return Snapshot(shard, finished, choices, shard.generated)
+        return Snapshot(shard, finished, choices, shard.generated, shard.busy_seconds)
 
     def _new_choices(self, shard: OpenShard, request: Request, row: int) -> list[LoggedChoice]:
         logged = self._rows.get(request.request_id)
@@ -135,7 +136,9 @@ class Checkpointer:
         for snapshot, envelope in snapshots:
             finished = self.build(snapshot.shard, snapshot.finished, envelope)
             if not snapshot.empty or (final and snapshot.shard.begun):
-                work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final)
+                work = CheckpointWork(
+                    finished, snapshot.running, snapshot.generated, exposed, final, snapshot.busy_seconds
+                )
                 self._sink.checkpoint(snapshot.shard.work, work)
 
     def build(self, shard: OpenShard, finished: list[FinishedRow], envelope: Envelope) -> FinishedRows:

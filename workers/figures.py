@@ -99,7 +99,9 @@ class FiguresReader:
         self._model = model
         self._engine = engine
         self._began = began
-        self._seen: deque[tuple[float, EngineStats]] = deque([(began, engine.stats())])
+        # What the engine computed before, to warm up, was nobody's.
+        self._before, self._classes_before = engine.stats(), engine.classes()
+        self._seen: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
 
     def read(self, now: float, queued: Mapping[Tier, int], beside: BesideFigures) -> WorkerFigures:
         """How it stands.
@@ -107,12 +109,15 @@ class FiguresReader:
         Args:
             now: on the worker's clock.  queued: rows of open shards that the engine doesn't have yet.
         """
-        stats = self._engine.stats()
+        stats, before = self._engine.stats(), self._before
         waiting = Counter(queued) + Counter(beside.waiting)
         found = {
-            tier: self._tier(tier, counts, waiting[tier], beside.ended.of(tier))
-            for (tier, _), counts in zip(
-                sorted(PRIORITIES.items(), key=lambda one: one[1]), self._engine.classes(), strict=True
+            tier: self._tier(tier, counts, then, waiting[tier], beside.ended.of(tier))
+            for (tier, _), counts, then in zip(
+                sorted(PRIORITIES.items(), key=lambda one: one[1]),
+                self._engine.classes(),
+                self._classes_before,
+                strict=True,
             )
         }
         return WorkerFigures(
@@ -120,15 +125,15 @@ class FiguresReader:
             seconds=max(0.0, now - self._began),
             tiers={tier: figures for tier, figures in found.items() if figures != _NOTHING},
             rates=self._rates(now, stats),
-            computed=stats.computed,
-            prompt=stats.prompt,
-            generated=stats.generated,
-            recomputed=stats.recomputed,
-            prefix_queried=stats.queried,
-            prefix_hits=stats.cached,
-            steps=_histogram(stats.step_times),
-            step_rows=stats.step_rows,
-            preemptions=stats.preemptions,
+            computed=stats.computed - before.computed,
+            prompt=stats.prompt - before.prompt,
+            generated=stats.generated - before.generated,
+            recomputed=stats.recomputed - before.recomputed,
+            prefix_queried=stats.queried - before.queried,
+            prefix_hits=stats.cached - before.cached,
+            steps=_histogram(stats.step_times, before.step_times),
+            step_rows=stats.step_rows - before.step_rows,
+            preemptions=stats.preemptions - before.preemptions,
             kv_blocks=stats.total_blocks,
             kv_blocks_used=stats.total_blocks - stats.free_blocks,
             lane_open=beside.open,
@@ -137,7 +142,7 @@ class FiguresReader:
             speculation=_speculation(stats.speculation),
         )
 
-    def _tier(self, tier: Tier, counts: ClassStats, waiting: int, lane: _OfTier) -> TierFigures:
+    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _OfTier) -> TierFigures:
         rows = self.ended.of(tier)
         return TierFigures(
             running=counts.running,
@@ -145,9 +150,9 @@ class FiguresReader:
             answered=rows.answered + lane.answered,
             failed=rows.failed + lane.failed,
             usage=_usage(rows) + _usage(lane),
-            ttft=_histogram(counts.first_token),
-            itl=_histogram(counts.between_tokens),
-            whole=_histogram(counts.whole),
+            ttft=_histogram(counts.first_token, then.first_token),
+            itl=_histogram(counts.between_tokens, then.between_tokens),
+            whole=_histogram(counts.whole, then.whole),
         )
 
     def _rates(self, now: float, stats: EngineStats) -> TokenRates:
@@ -179,11 +184,13 @@ def _usage(counts: _OfTier) -> Usage:
     )
 
 
-def _histogram(counts: LatencyCounts) -> Histogram:
-    kept = list(counts.counts)
+def _histogram(counts: LatencyCounts, before: LatencyCounts) -> Histogram:
+    """What came since `before`."""
+    old = before.counts or (0,) * len(counts.counts)
+    kept = [now - then for now, then in zip(counts.counts, old, strict=True)]
     while kept and not kept[-1]:
         kept.pop()
-    return Histogram(counts=tuple(kept), seconds=max(0.0, counts.seconds))
+    return Histogram(counts=tuple(kept), seconds=max(0.0, counts.seconds - before.seconds))
 
 
 def _pace(stats: PaceStats) -> PaceFigures:

@@ -28,6 +28,7 @@ from engine.request import Completion, FinishReason, PartialChoice
 from pipeline.availability import ServiceUnavailable
 from pipeline.lane import LaneSettings, LaneWorker
 from pipeline.ports import Clock
+from pipeline.tracing import NO_TRACES, Traces
 from schemas.errors import RowError, RowErrorCode
 from schemas.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.figures import BesideFigures, Ended
@@ -37,6 +38,7 @@ from workers.model_host import LoadedModel
 from workers.responses import ResponseBuilder
 from workers.resumption import resume_failed
 from workers.rows import Envelope, PreparedRow
+from workers.tracing import LaneSpans
 from workers.unforeseen import unforeseen
 
 _TAKE_SECONDS: Final = 1.0
@@ -101,6 +103,7 @@ class LaneServer:
         rules: LaneRules | None = None,
         serving: LaneServing | None = None,
         lane_settings: LaneSettings | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """`lane_settings`: the lane's own."""
         self._model = model
@@ -109,6 +112,7 @@ class LaneServer:
         self._clock = clock
         self._reader = LaneReader(model, rules)
         self._builder = ResponseBuilder(model.tokenizer)
+        self._spans = LaneSpans(model.name, traces)
         self._serving = serving or LaneServing()
         self._most = self._serving.most or model.max_num_seqs + max(2, model.max_num_seqs // 8)
         self._key = model.pin().key
@@ -259,6 +263,8 @@ class LaneServer:
             for choice in new:
                 opened.given[choice.index] = opened.given.get(choice.index, 0) + len(choice.token_ids)
             if new:
+                if not opened.begun:
+                    self._spans.first_token(opened.request)
                 opened.begun = True
                 self._news.put(partial(self._grown, opened, new))
 
@@ -304,6 +310,7 @@ class LaneServer:
             with self._changed:
                 self._held.update((request.id, request.attempt) for request in taken)
             for request in taken:
+                self._spans.taken(request)
                 self._prepare(request)
             self._preparing = False
 
@@ -398,6 +405,7 @@ class LaneServer:
         unwanted = self._lane.emit(events)
         for event in events:
             if closes_attempt(event):
+                self._spans.told(event)
                 self._release_pair(event.request, event.attempt)
             elif event.request in unwanted:
                 self._unwant(event.request, event.attempt)
@@ -423,6 +431,7 @@ class LaneServer:
 
     def _release_pair(self, request_id: str, attempt: int) -> None:
         """The request is no longer here: there is room for another."""
+        self._spans.dropped(request_id, attempt)  # unless its end was told
         with self._changed:
             if self._held.get(request_id) == attempt:
                 del self._held[request_id]

@@ -59,6 +59,7 @@ class LoadedModel:
         max_num_seqs: rows of the engine's running batch.
         quantization, kv_dtype: of weights and KV cache, as the engine's settings have them.
         facts: the engine's settings, for manifests.
+        weightless: it stands in for a model, and its answers mean nothing.
         grammars: what answers can be held to; made once for a model.
     """
 
@@ -75,6 +76,7 @@ class LoadedModel:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     quantization: Quantize = "none"
     kv_dtype: KVDType = "auto"
+    weightless: bool = False
     grammars: Grammars = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class LoadedModel:
             raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
         spec = describe_model(path, dtype=resolve_model_dtype(path, config.dtype, resolve_device(config.device))).spec
         engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
-        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, embeds=False)
+        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, weightless=True)
 
     @classmethod
     def _of(
@@ -141,10 +143,10 @@ class LoadedModel:
         digest: str | None,
         revision: str | None = None,
         aliases: frozenset[str] = frozenset(),
-        embeds: bool = True,
+        weightless: bool = False,
     ) -> LoadedModel:
         spec = engine.spec
-        embedding = embedding_settings(source) if embeds else None
+        embedding = None if weightless else embedding_settings(source)
         return cls(
             name=name,
             source=str(source),
@@ -159,6 +161,7 @@ class LoadedModel:
             facts=engine_facts(engine),
             quantization=engine.config.quantize,
             kv_dtype=engine.config.kv_dtype,
+            weightless=weightless,
         )
 
     def answers_to(self, name: str) -> bool:
@@ -265,6 +268,7 @@ def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
         "kv_dtype": config.kv_dtype,
         "device": config.device,
         "threads": config.threads,
+        "tensor_parallel": config.tensor_parallel,
         "attention": engine.attention_name,
         "block_size": config.cache.block_size,
         "prefix_caching": config.cache.prefix_caching,

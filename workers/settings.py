@@ -26,6 +26,7 @@ class WorkerSettings:
         checkpoint_seconds: between two checkpoints, and before the first; 0: after each step, infinite: only when it is
             told to stop.
         policies: judge prompts and answers.
+        traced_step_seconds: between two of the engine's steps that get a span, where there are traces; 0: none does.
     """
 
     request_timeout: float | None = None
@@ -35,3 +36,4 @@ class WorkerSettings:
     look_seconds: float = IDLE_SECONDS
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     policies: Policies = NO_POLICIES
+    traced_step_seconds: float = 1.0

@@ -23,9 +23,10 @@ from functools import partial
 
 import structlog
 
-from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.errors import ContextLengthExceeded, EngineError, EngineLost, RequestRefused
 from engine.request import Completion
 from pipeline.ports import Clock
+from pipeline.tracing import NO_TRACES, Traces
 from pipeline.worker_api import (
     BY_URGENCY,
     HEARTBEAT_SECONDS,
@@ -42,12 +43,14 @@ from workers.checkpointing import Checkpointer
 from workers.fetching import ShardFetcher
 from workers.figures import FiguresReader
 from workers.lookahead import Lookahead, engine_has_all
+from workers.metering import shares_of_step
 from workers.model_host import LoadedModel, library_versions, speculation_facts
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import ResponseBuilder, failure_of
 from workers.rows import ComputedRow, Envelope, PreparedRow, RefusedRow
 from workers.settings import IDLE_SECONDS, WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
+from workers.tracing import ShardSpans, end_step
 from workers.trials import PROBE, Member, Trials, probe
 
 logger = structlog.get_logger(__name__)
@@ -66,6 +69,7 @@ class ShardWorker:
         observer: WorkerObserver | None = None,
         helper: Executor | None = None,
         beside: Beside | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic.
         `beside`: what is computed beside the shards."""
@@ -77,6 +81,7 @@ class ShardWorker:
         self._observer = observer
         self._given_helper = helper
         self._beside = beside or Nothing(clock)
+        self._spans = ShardSpans(clock, model.name, traces, self._settings.traced_step_seconds)
         reader = ShardReader(model, self._settings.policies)
         self._fetcher = ShardFetcher(source, reader, clock, self._settings.look_seconds)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
@@ -88,6 +93,8 @@ class ShardWorker:
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
         self._trials = Trials(model.max_num_seqs)
         self._probe = probe(model)
+        self._max_rows = model.max_num_seqs
+        self._now = clock.monotonic
         self._committing: dict[Future[bool], OpenShard] = {}
         self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
@@ -102,7 +109,7 @@ class ShardWorker:
         """Work until the source is finished, or until `stop` is set; unfinished shards are then given back.
 
         Raises:
-            BrokenEngineError: no request gets through the engine.
+            BrokenEngineError: no request gets through the engine.  EngineLost: a part of it is gone.
             ModelMismatchError: a shard is pinned to another model.
             PipelineError: a part can't be written, or a shard can't be read.
         """
@@ -171,7 +178,8 @@ class ShardWorker:
         if shard is not None:
             self._counts = self._counts.with_refused(sum(len(row.names) for row in shard.refused))
             self._figures.ended.note_refused(shard.work.tier, len(shard.refused))
-            logger.info("shard taken", job=shard.work.job.id, shard=shard.work.shard, rows=len(shard.work.table))
+            work, rows = shard.work, len(shard.work.table)
+            logger.info("shard taken", job=work.job.id, shard=work.shard, rows=rows, **self._spans.taken(work))
             if shard is not self._fetcher.prepared:
                 self._open(shard)
         for future in [future for future in self._committing if future.done()]:
@@ -179,7 +187,8 @@ class ShardWorker:
             work = self._committing.pop(future).work
             self._counts = self._counts.with_part(len(work.table), committed)
             event = "shard committed" if committed else "shard was committed by another attempt"
-            logger.info(event, job=work.job.id, shard=work.shard, rows=len(work.table))
+            traced = self._spans.ended(work, "committed" if committed else "repeated")
+            logger.info(event, job=work.job.id, shard=work.shard, rows=len(work.table), **traced)
         if self._logging is not None and self._logging.done():
             self._logging.result()
             self._logging = None
@@ -264,16 +273,27 @@ class ShardWorker:
             self._figures.ended.note_refused(shard.work.tier, 1)
         else:
             self._running[request.request_id] = (shard, row)
+            shard.in_engine += 1
             if self._next_log is None:
                 self._next_log = self._clock.monotonic() + self._settings.checkpoint_seconds
 
     def _step(self) -> None:
+        sample = self._spans.sample(self._shards)
+        before = None if sample is None else self._engine.stats()
+        shares, began = shares_of_step(self._engine, self._shards, len(self._running), self._max_rows), self._now()
         try:
             completions = self._engine.step()
+        except EngineLost:
+            raise  # no row's doing, and no row would get through
         except EngineError as error:
             logger.error("step failed", reason=str(error), running=self._engine.num_running)
             self._trials.step_failed(str(error))
             completions = self._engine.take_ended()
+        seconds = self._now() - began
+        for shard, share in shares:
+            shard.busy_seconds += share * seconds
+        if sample is not None and before is not None:
+            end_step(sample, before, self._engine.stats())
         for completion in completions:
             self._end(completion)
 
@@ -289,6 +309,7 @@ class ShardWorker:
         if found is None:  # its shard was given back
             return
         shard, row = found
+        shard.in_engine -= 1
         if failure_of(completion) is not None and self._trials.take(shard, row, completion):
             self._checkpointer.keep(shard, row, completion)
         else:
@@ -313,6 +334,7 @@ class ShardWorker:
         report = ShardReport(
             generated=shard.generated + shard.unlogged,
             exposed=max(self._checkpointer.exposed, shard.unlogged),
+            busy_seconds=shard.busy_seconds,
             engine_started_at=None if shard.first_start is None else self._wall(shard.first_start),
             engine_finished_at=None if shard.last_end is None else self._wall(shard.last_end),
             engine={
@@ -359,14 +381,19 @@ class ShardWorker:
             self._beginning = None
         for shard in shards:
             self._shards.remove(shard)
-            helper.submit(self._sink.release, shard.work, shard.generated).result()
+            helper.submit(self._sink.release, shard.work, shard.generated, shard.busy_seconds).result()
+            self._spans.ended(shard.work, "given back")
 
     def _abandon(self, helper: Executor) -> None:
         """The run ends with an error, which is no row's doing: have the attempts say that they ended, if they still
         can, so that nobody takes them for dead."""
         shards = [*self._shards, *self._committing.values()]
         ends: list[Callable[[], Future[None]]] = [lambda: self._submit_log(self._shards, helper, final=True)]
-        ends += [partial(helper.submit, self._sink.release, s.work, s.generated + s.unlogged) for s in shards]
+        ends += [
+            partial(helper.submit, self._sink.release, s.work, s.generated + s.unlogged, s.busy_seconds) for s in shards
+        ]
+        for shard in shards:
+            self._spans.ended(shard.work, "given back", "worker_failed")
         for end in ends:
             try:
                 end().result()

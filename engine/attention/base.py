@@ -8,7 +8,7 @@ block) are seen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,35 @@ class AttentionBackend(Protocol):
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
+        ...
+
+
+@runtime_checkable
+class CapturableAttention(Protocol):
+    """A backend whose prepared steps can lie in fixed places, so that a recorded forward pass finds them again."""
+
+    @property
+    def num_groups(self) -> int:
+        """Of the cache."""
+        ...
+
+    def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> Any:
+        """A prepared step in a place of its own, for `refill` to fill and `attend` to read, over and over.
+
+        The largest one is asked for first; all of them are filled and read one after the other.
+
+        Args:
+            tokens, sequences: of the step, padding included. In a mixed step the last sequence is always padding.
+            decodes: most sequences with a single token; in a step that is not mixed all of them.
+            mixed: sequences may have more than one token.
+            table_width: entries of a whole block table.
+        """
+        ...
+
+    def refill(self, step: Any, batch: AttentionBatch) -> None:
+        """Let a reserved step hold this batch, which has been padded to its sequences and tokens: sequences without
+        tokens (count 0) attend to nothing, and tokens with slot -1 are stored nowhere. Block tables may be narrower
+        than reserved."""
         ...
 
 

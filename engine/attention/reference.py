@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,29 @@ class ReferenceAttention:
     def prepare(self, batch: AttentionBatch) -> ReferenceStep:
         return ReferenceStep(batch, tuple(torch.from_numpy(s).to(self._device) for s in batch.slot_mapping))
 
+    @property
+    def num_groups(self) -> int:
+        """See `CapturableAttention`."""
+        return len(self.storage.layout.groups)
+
+    def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> ReferenceStep:
+        """See `CapturableAttention`."""
+        groups = range(self.num_groups)
+        batch = AttentionBatch(
+            np.zeros(sequences, np.int32), np.zeros(sequences, np.int32), 0,
+            tuple(np.zeros((sequences, table_width), np.int32) for _ in groups),
+            tuple(np.zeros(tokens, np.int64) for _ in groups),
+        )  # fmt: skip
+        return self.prepare(batch)
+
+    def refill(self, step: ReferenceStep, batch: AttentionBatch) -> None:
+        """See `CapturableAttention`. What only fills a step goes to block 0, which nobody reads."""
+        step.batch.starts[:], step.batch.counts[:] = batch.starts, batch.counts
+        for into, table in zip(step.batch.block_tables, batch.block_tables, strict=True):
+            into[:, : table.shape[1]] = table
+        for there, slots in zip(step.slots, batch.slot_mapping, strict=True):
+            there.copy_(torch.from_numpy(np.maximum(slots, 0)))
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep) -> Tensor:
         storage, batch = self.storage, step.batch
         group, window = storage.group_of[layer], storage.window_of[layer]
@@ -42,6 +66,8 @@ class ReferenceAttention:
         out = torch.empty_like(q)
         end = 0
         for i, (start, count) in enumerate(zip(batch.starts.tolist(), batch.counts.tolist(), strict=True)):
+            if not count:  # only fills a recorded step
+                continue
             begin, end = end, end + count
             length = start + count
             table = torch.from_numpy(batch.block_tables[group][i, : -(-length // layout.block_size)]).to(self._device)

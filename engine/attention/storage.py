@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import mmap
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
+from engine.device.transfer import transfer_of
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,12 +32,14 @@ class KVStorage:
 
     Attributes:
         keys, values: per layer [num_blocks, block_size * kv_heads * head_dim], contiguous.
+        key_scales, value_scales: per layer float32 [num_blocks, block_size * kv_heads]; of a float8 cache only.
         group_of: per layer, the index of its cache group.
         window_of: per layer, its sliding window in tokens, or None.
     """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
+        self._transfer = transfer_of(device)
         num_layers = sum(len(group.layers) for group in layout.groups)
         width = layout.num_kv_heads * layout.head_dim
         self.token_width = width
@@ -43,6 +47,9 @@ class KVStorage:
         self.window_of: list[int | None] = [None] * num_layers
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
+        scaled = dtype == torch.float8_e4m3fn
+        self.key_scales: list[Tensor] = [torch.empty(0)] * num_layers if scaled else []
+        self.value_scales: list[Tensor] = [torch.empty(0)] * num_layers if scaled else []
         for index, group in enumerate(layout.groups):
             for layer in group.layers:
                 self.group_of[layer] = index
@@ -50,6 +57,10 @@ class KVStorage:
                 shape = (group.num_blocks, layout.block_size * width)
                 self.keys[layer] = zeros(shape, dtype, device)
                 self.values[layer] = zeros(shape, dtype, device)
+                if scaled:
+                    shape = (group.num_blocks, layout.block_size * layout.num_kv_heads)
+                    self.key_scales[layer] = zeros(shape, torch.float32, device)
+                    self.value_scales[layer] = zeros(shape, torch.float32, device)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k and v [T, kv_heads, head_dim] at `slots` int64 [T]."""
@@ -59,7 +70,11 @@ class KVStorage:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zero these blocks in all layers of the group."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys[0].device)
+        (index,) = self._transfer.up(np.array(blocks, dtype=np.int64))
         for layer in self.layout.groups[group].layers:
-            self.keys[layer].index_fill_(0, index, 0)
-            self.values[layer].index_fill_(0, index, 0)
+            for stored in (self.keys, self.values):
+                # Bytes of zeros are zeros of any dtype; torch fills no float8 by index on a CPU.
+                stored[layer].view(torch.uint8).index_fill_(0, index, 0)
+            for scales in (self.key_scales, self.value_scales):
+                if scales:
+                    scales[layer].index_fill_(0, index, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import KVStorage
-from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens
+from engine.triton_kernels.attention import attend_tiles, join_splits, store_tokens, store_tokens_scaled
 
 FP8 = torch.float8_e4m3fn
 
@@ -30,15 +30,19 @@ MOST_SPLITS = 16
 SPLIT_KEYS = 256
 """Keys that a split should have at least: less isn't worth a second kernel."""
 
-_SEQUENCE_COLUMNS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A launch: int32 [tiles] sequences and first queries of the programs, and how they are cut."""
+    """A launch: int32 [tiles] sequences and first queries of the programs, and how they are cut.
+
+    Attributes:
+        first_token, tokens: the rows of q that belong to these sequences.
+    """
 
     sequences: Tensor
     firsts: Tensor
+    first_token: int
+    tokens: int
     queries: int
     columns: int
     splits: int
@@ -56,6 +60,7 @@ class TritonStep:
         starts, counts, begins: int32 [B].
         tables, slots: per cache group int32 [B, width] and int32 [T].
         launches: decoding sequences, then chunks; either may be missing.
+        place: int32, the memory of a reserved step in which all but the tables lie side by side; else None.
     """
 
     starts: Tensor
@@ -64,14 +69,16 @@ class TritonStep:
     tables: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
     launches: tuple[Tiles, ...]
+    place: Tensor | None = None
 
 
 class TritonPagedAttention:
     """Attention by Triton kernels over blocks of any size.
 
     Args:
-        dtype: of the cache: that of q, or float8_e4m3fn, whose values are cut off at 448 and have no scale.
-        upcast: multiply in float32 (Triton's interpreter gets products of bfloat16 wrong).
+        dtype: of the cache: that of q, or float8_e4m3fn, whose values have a scale for each token and head.
+        upcast: for Triton's interpreter, which gets products of bfloat16 and the rounding to float8 wrong: multiply
+            in float32, round by hand.
         processors: of the device, which thin batches are spread over; None: as it says.
     """
 
@@ -89,7 +96,6 @@ class TritonPagedAttention:
         self.storage = KVStorage(layout, dtype, device)
         self._device = device
         self._upcast = upcast
-        self._largest = torch.finfo(dtype).max if dtype == FP8 else 0.0
         self._sharing = max(1, (layout.num_heads or layout.num_kv_heads) // layout.num_kv_heads)
         self._heads = triton.next_power_of_2(self._sharing)
         self._dims = max(16, triton.next_power_of_2(layout.head_dim))
@@ -98,80 +104,136 @@ class TritonPagedAttention:
         if processors is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._processors = processors
+        self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
+
+    @property
+    def num_groups(self) -> int:
+        """Of the cache."""
+        return len(self.storage.layout.groups)
 
     def prepare(self, batch: AttentionBatch) -> TritonStep:
-        begins = np.cumsum(batch.counts) - batch.counts
-        decodes = np.arange(batch.num_decodes)
-        parts: list[NDArray[np.int32]] = [batch.starts, batch.counts, begins.astype(np.int32)]
-        parts += [*batch.block_tables, *(slots.astype(np.int32) for slots in batch.slot_mapping)]
-        parts += [decodes.astype(np.int32), np.zeros(len(decodes), np.int32)]
-        sequences, firsts = self._chunk_tiles(batch)
-        parts += [sequences, firsts]
-        device = iter(self._carry(parts))
-        starts, counts, first_rows = (next(device) for _ in range(_SEQUENCE_COLUMNS))
-        groups = len(batch.block_tables)
-        tables = tuple(next(device) for _ in range(groups))
-        slots = tuple(next(device) for _ in range(groups))
+        decodes = batch.num_decodes
+        tiles = [(_arange(decodes), np.zeros(decodes, np.int32)), self._chunk_tiles(batch)]
+        parts = [*_ranges(batch), *batch.block_tables, *(part for pair in tiles for part in pair)]
+        starts, counts, begins, *rest = self._carry(parts)
+        slots, tables, at = _cut(rest, self.num_groups)
         launches = []
-        if len(decodes):
-            splits = self._splits(batch)
-            launches.append(Tiles(next(device), next(device), self._decode_queries, DECODE_COLUMNS, splits))
-        else:
-            next(device), next(device)
-        if len(sequences):
-            launches.append(Tiles(next(device), next(device), self._chunk_queries, CHUNK_COLUMNS, 1))
-        return TritonStep(starts, counts, first_rows, tables, slots, tuple(launches))
+        if decodes:
+            splits = self._splits(decodes, int(batch.starts[:decodes].max()) + 1)
+            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_queries, DECODE_COLUMNS, splits))
+        if chunks := len(at[2]):
+            splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()))
+            tokens = int(batch.counts[decodes:].sum())
+            launches.append(Tiles(at[2], at[3], decodes, tokens, self._chunk_queries, CHUNK_COLUMNS, splits))
+        return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
+
+    def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
+        """A step in a place of its own, for `refill` to fill and `attend` to read, over and over: what a graph is
+        captured of. The largest one is asked for first; all of them are filled and read one after the other.
+
+        How often keys are split follows from the largest step that it can hold, and so does its rounding.
+
+        Args:
+            tokens, sequences: of the step, padding included. In a mixed step the last sequence is always padding.
+            decodes: most sequences with a single token; in a step that is not mixed all of them.
+            mixed: sequences may have more than one token.
+            table_width: entries of a whole block table.
+        """
+        if not self._tables or len(self._tables[0]) < sequences or self._tables[0].shape[1] != table_width:
+            shape = (sequences, table_width)
+            self._tables = tuple(
+                torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in range(self.num_groups)
+            )
+        # A chunk has two tokens or more, and leaves at most one tile that is not full.
+        chunks = tokens // self._chunk_queries + min(sequences, tokens // 2) if mixed else 0
+        sizes = [*[sequences] * 3, *[tokens] * self.num_groups, decodes, decodes, chunks, chunks]
+        place = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
+        starts, counts, begins, *rest = torch.split(place, sizes)
+        slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
+        splits = self._splits(decodes, table_width * self.storage.layout.block_size)
+        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_queries, DECODE_COLUMNS, splits)]
+        if chunks:
+            launches.append(Tiles(at[2], at[3], 0, tokens, self._chunk_queries, CHUNK_COLUMNS, 1))
+        tables = tuple(table[:sequences] for table in self._tables)
+        return TritonStep(starts, counts, begins, tables, slots, tuple(launches), place)
+
+    def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
+        """Let a reserved step hold this batch, which has been padded to its sequences and tokens: sequences without
+        tokens (count 0) stand last and attend to nothing, and tokens with slot -1 are stored nowhere. Block tables may
+        be narrower than reserved."""
+        assert step.place is not None, "only a reserved step is filled again"
+        last = len(batch.starts) - 1
+        parts = _ranges(batch)
+        decodes = _arange(batch.num_decodes)
+        tiles = [(decodes, np.zeros_like(decodes)), self._chunk_tiles(batch)]
+        for launch, (sequences, firsts) in zip(step.launches, tiles, strict=False):
+            more = launch.count - len(sequences)
+            parts += [np.pad(sequences, (0, more), constant_values=last), np.pad(firsts, (0, more))]
+        used = int(np.count_nonzero(batch.counts))
+        whole, *tables = self._carry([np.concatenate(parts), *(table[:used] for table in batch.block_tables)])
+        step.place.copy_(whole)
+        for into, table in zip(step.tables, tables, strict=True):
+            into[:used, : table.shape[1]].copy_(table)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: TritonStep) -> Tensor:
-        storage = self.storage
-        layout = storage.layout
-        group = storage.group_of[layer]
-        width = storage.token_width
         k, v = (part if _lies_together(part) else part.contiguous() for part in (k, v))
-        store_tokens[(len(q),)](
-            k, v, storage.keys[layer], storage.values[layer], step.slots[group], k.stride(0), v.stride(0),
-            WIDTH=width, COLUMNS=triton.next_power_of_2(width), LARGEST=self._largest,
-        )  # fmt: skip
+        self._store(layer, k, v, step.slots[self.storage.group_of[layer]])
         q = q if q.stride(2) == 1 else q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for tiles in step.launches:
-            self._launch(layer, q, scale, step, tiles, out, layout.num_kv_heads)
+            self._launch(layer, q, scale, step, tiles, out)
         return out
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)
 
-    def _launch(
-        self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, out: Tensor, kv_heads: int
-    ) -> None:
-        storage = self.storage
-        group = storage.group_of[layer]
-        rows = q.shape[0] * q.shape[1]
+    def _store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        storage, layout = self.storage, self.storage.layout
+        keys, values, width = storage.keys[layer], storage.values[layer], storage.token_width
+        if not storage.key_scales:
+            store_tokens[(len(k),)](
+                k, v, keys, values, slots, k.stride(0), v.stride(0), WIDTH=width, COLUMNS=triton.next_power_of_2(width)
+            )
+            return
+        store_tokens_scaled[(len(k),)](
+            k, v, keys, values, storage.key_scales[layer], storage.value_scales[layer], slots, k.stride(0), v.stride(0),
+            KV_HEADS=layout.num_kv_heads, HEADS=triton.next_power_of_2(layout.num_kv_heads), HEAD_DIM=layout.head_dim,
+            DIMS=self._dims, BY_HAND=self._upcast,
+        )  # fmt: skip
+
+    def _launch(self, layer: int, q: Tensor, scale: float, step: TritonStep, tiles: Tiles, out: Tensor) -> None:
+        storage, kv_heads = self.storage, self.storage.layout.num_kv_heads
+        rows = tiles.tokens * q.shape[1]
+        into = log_sums = out
         if tiles.splits > 1:
-            # Decoding sequences stand first, so that only their rows have parts.
-            rows = tiles.count * q.shape[1]
             into = torch.empty(tiles.splits * rows * q.shape[2], dtype=torch.float32, device=q.device)
             log_sums = torch.empty(tiles.splits * rows, dtype=torch.float32, device=q.device)
-        else:
-            into = log_sums = out
-        table = step.tables[group]
+        keys, values = storage.keys[layer], storage.values[layer]
+        scaled = bool(storage.key_scales)
+        key_scales, value_scales = (
+            (storage.key_scales[layer], storage.value_scales[layer]) if scaled else (keys, values)
+        )
+        table = step.tables[storage.group_of[layer]]
+        shape = {
+            "KV_HEADS": kv_heads, "SHARING": self._sharing, "HEADS": self._heads, "HEAD_DIM": q.shape[2],
+            "DIMS": self._dims, "QUERIES": tiles.queries, "SPLITS": tiles.splits,
+        }  # fmt: skip
         attend_tiles[(tiles.count, kv_heads, tiles.splits)](
-            q, storage.keys[layer], storage.values[layer], into, log_sums, table,
+            q, keys, values, key_scales, value_scales, into, log_sums, table,
             step.starts, step.counts, step.begins, tiles.sequences, tiles.firsts,
-            scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), rows,
-            KV_HEADS=kv_heads, SHARING=self._sharing, HEADS=self._heads, HEAD_DIM=q.shape[2], DIMS=self._dims,
-            BLOCK_SIZE=storage.layout.block_size, WINDOW=storage.window_of[layer] or 0, QUERIES=tiles.queries,
-            COLUMNS=tiles.columns, SPLITS=tiles.splits, UPCAST=self._upcast,
+            scale * math.log2(math.e), q.stride(0), q.stride(1), table.stride(0), tiles.first_token, rows,
+            BLOCK_SIZE=storage.layout.block_size, WINDOW=storage.window_of[layer] or 0, COLUMNS=tiles.columns,
+            SCALED=scaled, NARROW=q.dtype == torch.float16, UPCAST=self._upcast, **shape,
         )  # fmt: skip
         if tiles.splits > 1:
-            join_splits[(rows,)](
-                into, log_sums, out, rows, HEAD_DIM=q.shape[2], DIMS=self._dims, SPLITS=tiles.splits
+            join_splits[(tiles.count, kv_heads)](
+                into, log_sums, out, step.counts, step.begins, tiles.sequences, tiles.firsts, tiles.first_token, rows,
+                **shape,
             )  # fmt: skip
 
-    def _splits(self, batch: AttentionBatch) -> int:
-        """Among how many programs the keys of each decoding sequence are split: a power of two."""
-        programs = batch.num_decodes * self.storage.layout.num_kv_heads
-        longest = int(batch.starts[: batch.num_decodes].max()) + 1
+    def _splits(self, tiles: int, longest: int) -> int:
+        """Among how many programs the keys of each tile are split, with `longest` keys to read: a power of two."""
+        programs = tiles * self.storage.layout.num_kv_heads
         wanted = min(2 * self._processors // max(1, programs), longest // SPLIT_KEYS, MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
 
@@ -190,6 +252,21 @@ class TritonPagedAttention:
             whole = whole.pin_memory().to(self._device, non_blocking=True)
         flat = torch.split(whole, [part.size for part in parts])
         return [there.view(part.shape) for there, part in zip(flat, parts, strict=True)]
+
+
+def _ranges(batch: AttentionBatch) -> list[NDArray[np.int32]]:
+    """Starts, counts, first rows, and the slots of each group."""
+    begins = (np.cumsum(batch.counts) - batch.counts).astype(np.int32)
+    return [batch.starts, batch.counts, begins, *(slots.astype(np.int32) for slots in batch.slot_mapping)]
+
+
+def _cut(parts: list[Tensor], groups: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Tensor]]:
+    """Slots and tables of each group, and the rest."""
+    return tuple(parts[:groups]), tuple(parts[groups : 2 * groups]), parts[2 * groups :]
+
+
+def _arange(count: int) -> NDArray[np.int32]:
+    return np.arange(count, dtype=np.int32)
 
 
 def _lies_together(part: Tensor) -> bool:

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModel
 
-from engine.errors import CorruptWeights, UnsupportedModel
+from engine.errors import CorruptWeights, OutOfMemory, UnsupportedModel
 from engine.models.base import ModelSpec
 from engine.models.checkpoint import SafetensorsCheckpoint
 from engine.models.config import usable
@@ -29,6 +28,7 @@ _BUFFERS: Final = ("position_ids", "token_type_ids")
 _UNUSED: Final = ("pooler",)
 """Parts that some checkpoints leave out, because the last hidden states don't go through them."""
 
+_CPU: Final = torch.device("cpu")
 _LENGTHS: Final = (7, 3)
 _DIFFERENCE: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Of hidden states that padding may make, relative to the largest: they are rounded differently, no more."""
@@ -41,8 +41,9 @@ class Encoder:
         spec: its shape; `max_position` is what its positions allow.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, pad_token_id: int) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, pad_token_id: int, device: torch.device = _CPU) -> None:
         self._model = model
+        self._device = device
         self._pad = pad_token_id
         self.spec = spec
 
@@ -56,6 +57,7 @@ class Encoder:
         mask = np.arange(ids.shape[1]) < np.array(lengths)[:, None]
         with torch.inference_mode():
             inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask).long()}
+            inputs = {name: each.to(self._device) for name, each in inputs.items()}
             output: Tensor = self._model(**inputs).last_hidden_state
             return output
 
@@ -63,7 +65,7 @@ class Encoder:
         """Pooled hidden states, float32 [prompts, hidden]; `skips`: see `pool_padded`."""
         with torch.inference_mode():
             pooled = pool_padded(self.hidden(prompts), [len(prompt) for prompt in prompts], mode, skips)
-            vectors: NDArray[np.float32] = pooled.numpy()
+            vectors: NDArray[np.float32] = pooled.cpu().numpy()
             return vectors
 
     def check(self) -> None:
@@ -116,13 +118,15 @@ def describe_encoder(folder: Path, config: Any, dtype: torch.dtype) -> ModelSpec
         )
 
 
-def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> Encoder:
+def load_encoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device = _CPU) -> Encoder:
     """Load an encoder into transformers' code.
 
     Raises:
         UnsupportedModel, ModelNotFound: as `describe_encoder`; or AutoModel doesn't know it, or it can't be batched.
-        CorruptWeights: tensors are missing, too many or of another shape.
+        CorruptWeights: tensors are missing, too many or of another shape.  OutOfMemory: it does not fit the device.
     """
+    from transformers import AutoModel  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+
     spec = describe_encoder(folder, config, dtype)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"{folder}: quantized encoders are not supported; take the model as it was before")
@@ -142,9 +146,12 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype) -> Encoder:
             output_loading_info=True,
         )
     _check_report(folder, model, report)
-    model.eval()
-    encoder = Encoder(model, _with_positions(spec, model), _pad_token(config))
-    encoder.check()
+    try:
+        model.eval().to(device)
+        encoder = Encoder(model, _with_positions(spec, model), _pad_token(config), device)
+        encoder.check()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"the weights of {folder} do not fit the memory of {device}: {error}") from error
     return encoder
 
 

@@ -86,15 +86,17 @@ class EncoderEngine:
 
         Raises:
             ModelNotFound, CorruptWeights: as `load_encoder`.
-            UnsupportedModel: likewise; or there are no pooling settings, or the config wants what encoders don't do.
+            UnsupportedModel, OutOfMemory: likewise; or there are no pooling settings, or the config wants what encoders
+                don't do.
         """
         path, config = Path(path), config or EngineConfig()
         check_encoder_config(config)
         settings = required_settings(path)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        dtype = resolve_model_dtype(path, config.dtype, resolve_device(config.device))
-        return cls(config, load_encoder(path, folder_config(path), dtype), settings.pooling)
+        device = resolve_device(config.device)
+        dtype = resolve_model_dtype(path, config.dtype, device)
+        return cls(config, load_encoder(path, folder_config(path), dtype, device), settings.pooling)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -241,6 +243,8 @@ def check_encoder_config(config: EngineConfig) -> None:
     Raises:
         UnsupportedModel: naming the one that it can't.
     """
+    if config.tensor_parallel != 1:
+        raise UnsupportedModel("an encoder can't be shared by several devices; leave tensor parallelism out")
     if config.quantize not in ("none", "dense"):
         raise UnsupportedModel(f"quantize {config.quantize} is not supported for encoders; leave it out")
     if config.kv_dtype != "auto":

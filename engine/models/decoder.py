@@ -168,6 +168,12 @@ class FusedDecoder:
     def spec(self) -> ModelSpec:
         return self._spec
 
+    @property
+    def recordable(self) -> bool:
+        """Whether `forward` can be recorded as a graph: the host looks at no value in it. (Frequencies that follow a
+        sequence's length are looked for.)"""
+        return self._spec.rope_original_max is None
+
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
         return self._forward(input_ids, positions, attend, rope_lengths, None)
@@ -199,10 +205,7 @@ class FusedDecoder:
         """As `forward`; states: layer -> where to keep [T, hidden_size] before it."""
         spec = self._decoder
         with torch.inference_mode():
-            if isinstance(self._embedding, QWeight):
-                hidden = self._embedding.take(input_ids).dequantize(self._spec.dtype)
-            else:
-                hidden = self._embedding.index_select(0, input_ids)
+            hidden = self._embed(input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
             rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]
@@ -222,6 +225,12 @@ class FusedDecoder:
             if states is not None and spec.num_layers in states:
                 states[spec.num_layers].copy_(hidden)
             return self._rms_norm(hidden, self._norm)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """The tokens' rows [T, hidden_size], before any scaling; a new tensor."""
+        if isinstance(self._embedding, QWeight):
+            return self._embedding.take(input_ids).dequantize(self._spec.dtype)
+        return self._embedding.index_select(0, input_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalModel.logits`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 
-import structlog
 import torch
 
+from engine.logs import get_logger
 from engine.quant.weight import QWeight
 
-logger = structlog.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

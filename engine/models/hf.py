@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
@@ -132,6 +131,8 @@ def load_transformers_model(
     Raises:
         UnsupportedModel: the architecture can't be run like this.  CorruptWeights: tensors are missing or too many.
     """
+    from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+
     weights = folder_weights(folder)
     spec = describe_transformers_model(folder, config, dtype, eos_token_ids, weights, max_positions)
     AttentionInterface.register(_ATTENTION, _attention)
@@ -223,6 +224,8 @@ def check_supported(config: Any) -> None:
     Raises:
         UnsupportedModel: naming what can't be computed over a flat batch with paged attention.
     """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+
     name = (config.architectures or [config.model_type])[0]
 
     def refuse(why: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UnsupportedModel
 from engine.models.checkpoint import WeightSource
@@ -58,7 +57,7 @@ def quantize_linears(model: Any, builder: DecoderBuilder) -> None:
     with torch.inference_mode():
         for name in list(linears):
             module = linears.pop(name)
-            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+            weight = module.weight if type(module) is nn.Linear else module.weight.t()
             made = QuantizedModule(builder.linear(weight.detach().contiguous(), _detached(module.bias)))
             parent, _, own = name.rpartition(".")
             setattr(model.base_model.get_submodule(parent), own, made)
@@ -90,6 +89,8 @@ def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource
 
 def _linears(model: Any) -> dict[str, Any]:
     """By name within the base model: linear layers whose weight is nobody else's, without the head."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
+
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     head = model.get_output_embeddings()
     return {

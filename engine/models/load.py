@@ -20,10 +20,8 @@ from engine.models.checkpoint import WeightSource, folder_weights
 from engine.models.config import folder_config, folder_end_tokens, has_head, quantization_settings, usable
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
-from engine.models.gguf import GGUFCheckpoint
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
 from engine.models.loader import DecoderBuilder, TorchBuilder, build_decoder
-from engine.quant.formats.registry import cache_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +157,13 @@ def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
     path = _existing(path)
     if path.is_file():
         return None
+    settings = quantization_settings(path)
+    if settings is None:
+        return None
+    from engine.quant.formats.registry import cache_form  # noqa: PLC0415 - needs pydantic, for nothing else
+
     try:
-        return cache_form(quantization_settings(path))
+        return cache_form(settings)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path / 'config.json'}: {error}") from error
 
@@ -183,6 +186,8 @@ def _existing(path: str | Path) -> Path:
 def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
     """The config, the fused decoder's spec (None: transformers' code), and a GGUF file's weights."""
     if path.is_file():
+        from engine.models.gguf import GGUFCheckpoint  # noqa: PLC0415 - needs the package gguf, for nothing else
+
         with usable(path):
             checkpoint = GGUFCheckpoint(path)
             return checkpoint.config, checkpoint.decoder_spec(), checkpoint

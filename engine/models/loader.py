@@ -23,7 +23,7 @@ from engine.models.forms import FormTally
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import fast_kernel, quantized_linear
-from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import QWeight, stack
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -74,18 +74,20 @@ class TorchBuilder:
 
     Attributes:
         quantize: weights at load, all but the head's, which decides between neighbouring tokens.
+        dtype: of the inputs; None: it is not known, and kernels that are made for one don't serve.
     """
 
     quantize: Quantize = "none"
+    dtype: torch.dtype | None = None
 
     def runs(self, weight: QWeight, use: Use) -> bool:
-        return use == "embedding" or fast_kernel(weight) is not None
+        return use == "embedding" or fast_kernel(weight, self.dtype) is not None
 
     def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
         if self.quantize in AT_LOAD and isinstance(weight, Tensor):
-            weight = round_to_nearest(weight, AT_LOAD[self.quantize])
+            weight = round_to_nearest(weight, at_load(self.quantize, weight.device))
         if isinstance(weight, QWeight):
-            return quantized_linear(weight, bias)
+            return quantized_linear(weight, bias, self.dtype)
         if self.quantize == "int8":
             return Int8Linear(weight, bias)
         if self.quantize == "int8-weight-only":
@@ -96,7 +98,7 @@ class TorchBuilder:
         return self.linear(weight, bias)
 
     def head(self, weight: Tensor | QWeight) -> Linear:
-        return quantized_linear(weight) if isinstance(weight, QWeight) else dense(weight)
+        return quantized_linear(weight, dtype=self.dtype) if isinstance(weight, QWeight) else dense(weight)
 
     def tied_head(self, embedding: Tensor | QWeight) -> Linear:
         if isinstance(embedding, QWeight):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import structlog
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.logs import get_logger
 from engine.native.build import NativeUnavailable
 from engine.native.library import NativeLibrary, load_library
 from engine.native.structs import KIND_OF
 
-logger = structlog.get_logger(__name__)
+logger = get_logger(__name__)
 
 NATIVE = "native"
+
+NO_FP8_HERE = "kv_dtype 'fp8' needs a GPU of compute capability 8.9 or later; a CPU has int8"
 
 
 def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> NativeLibrary | None:
@@ -24,10 +26,12 @@ def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.devic
     Raises:
         EngineError: they were asked for by name, or an option needs them, and they can't serve.
     """
+    if config.kv_dtype == "fp8" and device.type == "cpu" and config.attention in ("auto", NATIVE):
+        raise EngineError(NO_FP8_HERE)
     asked = [
         f"{name} {value!r}"
         for name, value in (("instruction_set", config.instruction_set), ("kv_dtype", config.kv_dtype))
-        if value != "auto"
+        if value not in ("auto", "fp8")  # which is Triton's
     ]
     if config.attention not in ("auto", NATIVE):
         if asked:

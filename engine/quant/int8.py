@@ -37,10 +37,26 @@ def multiplies_exactly() -> bool:
     return bool((torch._int_mm(most, most.t()) == 64 * 127 * 127).all())
 
 
+_ROWS_ON_CUDA = 17
+"""Of a product there, at least; its columns and outputs come in multiples of 8."""
+
+
+def int8_product(rows: Tensor, weight: Tensor, least: int = 1) -> Tensor:
+    """rows W^T in whole numbers, int32 [T, n], for int8 rows [T, k] and weight [n, k].
+
+    Args:
+        least: rows that the library's product takes; where there are fewer, rows of zeros are added.
+    """
+    count = len(rows)
+    if count < least:
+        rows = F.pad(rows, (0, 0, 0, least - count))
+    return torch._int_mm(rows, weight.t())[:count]
+
+
 class Int8Linear:
     """W8A8: int8 weights times inputs that are quantized row by row."""
 
-    __slots__ = ("_exact", "_input_scale", "_scale", "_weight", "bias", "in_features", "out_features")
+    __slots__ = ("_exact", "_input_scale", "_least", "_scale", "_weight", "bias", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool | None = None) -> None:
         """Quantizes weight [out_features, in_features]; drop your reference to it.
@@ -69,13 +85,17 @@ class Int8Linear:
     ) -> None:
         self.out_features, self.in_features = codes.shape
         self._weight, self._scale, self._input_scale = codes, scale, input_scale
-        self._exact = multiplies_exactly() if exact is None else exact
+        on_cuda = codes.device.type == "cuda"
+        self._least = _ROWS_ON_CUDA if on_cuda else 1
+        if exact is None:
+            exact = codes.shape[0] % 8 == codes.shape[1] % 8 == 0 if on_cuda else multiplies_exactly()
+        self._exact = exact
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, scale = quantize_rows(x) if self._input_scale is None else quantize_by(x, self._input_scale)
         if self._exact:
-            y = torch._int_mm(rows, self._weight.t()).float()
+            y = int8_product(rows, self._weight, self._least).float()
         else:
             y = F.linear(rows.float(), self._weight.float())
         y = y.mul_(scale).mul_(self._scale)

@@ -8,13 +8,15 @@ weight once, when it is loaded, and to say so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.fp8 import Fp8Kernel
+from engine.quant.fp8 import Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
+from engine.quant.humming import HummingKernel
 from engine.quant.int8 import Int8Linear
 from engine.quant.small_weights import SmallWeightKernel
 from engine.quant.weight import QWeight
@@ -32,6 +34,11 @@ class LinearKernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def repacks(self) -> bool:
+        """Whether its products keep a copy of the weight that they read instead."""
+        ...
+
     def runs(self, weight: QWeight) -> bool:
         """Whether it multiplies with this weight, where the weight lies."""
         ...
@@ -45,16 +52,17 @@ class QuantizedLinear:
     """A `Linear` whose weight stays quantized.
 
     Attributes:
-        weight: as it was read.  kernel: what multiplies with it.
+        weight: as it was read; on the device "meta", without data, where the kernel has laid it out anew.
+        kernel: what multiplies with it.
     """
 
     __slots__ = ("_product", "in_features", "kernel", "out_features", "weight")
 
     def __init__(self, weight: QWeight, kernel: LinearKernel, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.n, weight.k
-        self.weight = weight
         self.kernel = kernel
         self._product = kernel.prepare(weight, bias)
+        self.weight = weight.to(torch.device("meta")) if kernel.repacks else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -69,6 +77,7 @@ class DequantizingKernel:
     """Any form on any device: some rows at a time become the input's dtype for as long as a product lasts."""
 
     name = "dequantize"
+    repacks = False
 
     def runs(self, weight: QWeight) -> bool:
         return True
@@ -89,6 +98,7 @@ class Int8Kernel:
     """W8A8 as a checkpoint asks for it: int8 rows times inputs that are quantized as they come, or by a fixed scale."""
 
     name = "int8"
+    repacks = False
 
     def runs(self, weight: QWeight) -> bool:
         if weight.form != "int8" or weight.activations is None or weight.activations.form != "int8":
@@ -102,15 +112,24 @@ class Int8Kernel:
         return Int8Linear.of(weight.codes, scale, bias, input_scale=weight.activations.scale)
 
 
-KERNELS: tuple[LinearKernel, ...] = (Fp8Kernel(), Int8Kernel(), SmallWeightKernel())
-"""The fast ones, best first."""
+def quantized_linear(weight: QWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> QuantizedLinear:
+    """With the fastest kernel that multiplies with a weight; there is always one. `dtype`: of the inputs, if known."""
+    return QuantizedLinear(weight, fast_kernel(weight, dtype) or DequantizingKernel(), bias)
 
 
-def quantized_linear(weight: QWeight, bias: Tensor | None = None) -> QuantizedLinear:
-    """With the fastest kernel that multiplies with a weight; there is always one."""
-    return QuantizedLinear(weight, fast_kernel(weight) or DequantizingKernel(), bias)
-
-
-def fast_kernel(weight: QWeight) -> LinearKernel | None:
+def fast_kernel(weight: QWeight, dtype: torch.dtype | None = None) -> LinearKernel | None:
     """What multiplies with a weight as it is, on the device where it lies; None: nothing that is fast."""
-    return next((kernel for kernel in KERNELS if kernel.runs(weight)), None)
+    return next((kernel for kernel in _kernels(dtype) if kernel.runs(weight)), None)
+
+
+def _kernels(dtype: torch.dtype | None) -> tuple[LinearKernel, ...]:
+    """The fast ones, best first."""
+    library = (HummingKernel(dtype),) if dtype in (torch.float16, torch.bfloat16) else ()
+    return Fp8Kernel(), GroupedFp8Kernel(), Int8Kernel(), *library, SmallWeightKernel()
+
+
+def fast_at_load(quantize: str, device: torch.device) -> bool:
+    """Whether a kernel multiplies on this device with what `quantize` makes of weights when they are loaded."""
+    if quantize == "fp8":
+        return multiplies_fp8(device)
+    return device.type == "cuda" and find_spec("triton") is not None

@@ -6,13 +6,14 @@ b bits is cut into 2^b - 1 steps, so its scale is the largest over 2^(b-1) - 1/2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.formats.base import affine, halves
+from engine.quant.fp8 import multiplies_fp8
 from engine.quant.weight import Activations, Form, QWeight, stack
 
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -46,7 +47,16 @@ AT_LOAD = {
     "int4": Rounding("int4", group=32, symmetric=False, whole_zero=False, scale_dtype=torch.float16),
     "fp8": Rounding("fp8"),
 }
-"""What these values of `quantize` mean: they round weights only, and when they are loaded."""
+"""What these values of `quantize` mean for weights: they are rounded when they are loaded."""
+
+
+def at_load(quantize: str, device: torch.device) -> Rounding:
+    """How a weight on this device is rounded for a value of `AT_LOAD`: where fp8 is multiplied with fp8, the inputs are
+    quantized too, row by row."""
+    rounding = AT_LOAD[quantize]
+    if rounding.form == "fp8" and multiplies_fp8(device):
+        return replace(rounding, activations=Activations("fp8"))
+    return rounding
 
 
 def round_to_nearest(weight: Tensor, rounding: Rounding) -> QWeight:

@@ -14,6 +14,7 @@ class SmallWeightKernel:
     """W4A16 and W8A16 in Triton (`engine.triton_kernels.small_weights`), factors of one level or two."""
 
     name = "triton"
+    repacks = False
 
     def runs(self, weight: QWeight) -> bool:
         return weight.codes.device.type == "cuda" and multiplies_small(weight) and find_spec("triton") is not None

@@ -3,8 +3,9 @@
 - No filter but min_p: one pass over the line, no order needed.
 - top_k: only a list of the largest logits is looked at.
 - top_p: one pass for the total, then a list; where the list is too short or ends in a tie, the line is sorted.
+- top_k and top_p where asking for a list's outcome would stop the host: radix selection (`select`).
 
-The parameters alone decide the way; the two for top_p give the same token.
+The device and the parameters alone decide the way; all ways for the same parameters give the same token.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.transfer import Transfer
 from engine.sampling.draw import Workspace
 from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
+from engine.sampling.select import draw_from_selected
 
 NUCLEUS_WIDTHS = (64, 1024)  # logits listed for top_p, one list after the other, before the line is sorted
 MAX_LIST = 512  # a larger top_k is faster sorted
@@ -33,6 +36,8 @@ class Draws:
         alive: bool [S], lines whose maximum is finite; what the others draw is meaningless and harmless.
         tokens: int64 [S], written here.
         lines: int64 [n], the drawing lines.  filters, u, inner: of these, [n, 1] each and float64 [n].
+        transfer: to where the logits are.
+        asks: the host may look at what the device found before it goes on.
     """
 
     logits: Tensor
@@ -44,6 +49,8 @@ class Draws:
     u: Tensor
     inner: Tensor
     space: Workspace
+    transfer: Transfer
+    asks: bool
 
     def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
         """Draw for all lines; the host's copies of the filters (each [n]) say which way each one goes."""
@@ -51,18 +58,24 @@ class Draws:
         nucleus = (top_k == 0) & (top_p < 1)
         ranked = top_k > MAX_LIST
         self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
+        if not self.asks:
+            self._from_selected(np.flatnonzero(listed | nucleus | ranked))
+            return
         width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
         self._from_list(np.flatnonzero(listed), (width,), with_total=False)
         self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTHS, with_total=True)
         self._from_sorted(np.flatnonzero(ranked))
 
-    def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and peaks of some of the drawing lines, and their index into the step's lines (int64)."""
-        lines = self.lines[part]
-        index = torch.from_numpy(lines).to(self.logits.device)
-        first, last = int(lines[0]), int(lines[-1])
-        if last - first + 1 == len(lines):  # ascending without gaps: no copy
-            return self.logits[first : last + 1], self.peak[first : last + 1], index
+    def _index(self, places: NDArray[np.int64]) -> Tensor | slice:
+        """An index for ascending places; without gaps between them one that copies nothing."""
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 == len(places):
+            return slice(first, last + 1)
+        return self.transfer.up(places)[0]
+
+    def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor | slice]:
+        """Logits and peaks of some of the drawing lines, and their index into the step's lines."""
+        index = self._index(self.lines[part])
         return self.logits[index], self.peak[index], index
 
     def _from_whole_line(self, part: NDArray[np.int64], any_min_p: bool) -> None:
@@ -71,8 +84,7 @@ class Draws:
             logits, peak, index = self._take(chunk)
             filters, u = self._settings(chunk)
             weights = self.space.weigh(logits, peak, filters.scale, min_weight=filters.min_p if any_min_p else None)
-            inner = self.inner[torch.from_numpy(chunk).to(self.logits.device)]
-            self.tokens[index] = self.space.pick_apart(weights, u, inner)
+            self.tokens[index] = self.space.pick_apart(weights, u, self.inner[self._index(chunk)])
 
     def _from_list(self, part: NDArray[np.int64], widths: tuple[int, ...], with_total: bool) -> None:
         total = self._total(part) if with_total and len(part) else None
@@ -104,6 +116,13 @@ class Draws:
             filters, u = self._settings(chunk)
             self.tokens[index] = draw_from_sorted(logits, peak, filters, u, self.space)
 
+    def _from_selected(self, part: NDArray[np.int64]) -> None:
+        for i in range(0, len(part), self.space.lines):
+            chunk = part[i : i + self.space.lines]
+            logits, peak, index = self._take(chunk)
+            filters, u = self._settings(chunk)
+            self.tokens[index] = draw_from_selected(logits, peak, filters, u, self.space)
+
     def _settings(self, part: NDArray[np.int64]) -> tuple[Filters, Tensor]:
-        index = torch.from_numpy(part).to(self.logits.device)
+        index = self._index(part)
         return self.filters.take(index), self.u[index]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.transfer import Transfer
 from engine.request import MaskFiller, TokenMask
 from engine.sampling.rows import NO_SLOT, RowParams
 
@@ -34,16 +34,18 @@ def modify(
     rows: NDArray[np.int32],
     num_outputs: NDArray[np.int32],
     lines: NDArray[np.int64],
+    transfer: Transfer,
 ) -> None:
     """Apply the chain up to the choice, in place.
 
     Args:
         logits: float32 [S, vocab].  rows, num_outputs: int32 [S].
         lines: int64 [m], from `modified_lines`.
+        transfer: to where the logits are.
     """
-    _mask(params, logits, rows, lines)
-    _hold_back(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]])
-    _bias(params, logits, rows, lines)
+    _mask(params, logits, rows, lines, transfer)
+    _hold_back(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
+    _bias(params, logits, rows, lines, transfer)
     slots = params.penalty_slot[rows[lines]]
     penalised = lines[slots != NO_SLOT]
     if len(penalised):
@@ -55,10 +57,13 @@ def modify(
             params.repetition[row],
             params.frequency[row],
             params.presence[row],
+            transfer,
         )
 
 
-def _mask(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64]) -> None:
+def _mask(
+    params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
+) -> None:
     masked = [line for line in lines.tolist() if int(rows[line]) in params.masks] if params.masks else []
     if not masked:
         return
@@ -69,20 +74,20 @@ def _mask(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDA
         params.break_mask(int(rows[masked[at]]), error)
     for begin in range(0, len(masked), LINES_AT_ONCE):
         part = slice(begin, begin + LINES_AT_ONCE)
-        _ban(logits, np.array(masked[part]), words[part])
+        _ban(logits, np.array(masked[part]), words[part], transfer)
 
 
-def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32]) -> None:
+def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32], transfer: Transfer) -> None:
     """Add -inf to what the words (int32 [n, ceil(vocab / 32)]) don't allow, in these lines; 0 to the rest.
 
     Bytes are looked up, eight tokens each: unlike a fill under a condition that takes the same time for any mask.
     """
     bias = np.take(_BIAS_OF_BYTE, words.view(np.uint8), axis=0).reshape(len(lines), -1)[:, : logits.shape[1]]
-    added = torch.from_numpy(bias).to(logits.device)
+    added, index = transfer.up(bias, lines)
     if lines[-1] - lines[0] + 1 == len(lines):
         logits[int(lines[0]) : int(lines[-1]) + 1].add_(added)
     else:
-        logits.index_add_(0, torch.from_numpy(lines).to(logits.device), added)
+        logits.index_add_(0, index, added)
 
 
 def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int, Exception]:
@@ -111,19 +116,26 @@ def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int
     return failed
 
 
-def _hold_back(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64]) -> None:
+def _hold_back(
+    params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
+) -> None:
     ends = [params.end_tokens[int(rows[line])] for line in lines]
     if ends:
-        line = torch.from_numpy(np.repeat(lines, [len(e) for e in ends])).to(logits.device)
-        logits[line, torch.from_numpy(np.concatenate(ends)).to(logits.device)] = float("-inf")
+        line, token = transfer.up(np.repeat(lines, [len(e) for e in ends]), np.concatenate(ends))
+        logits.index_put_((line, token), logits.new_full((), float("-inf")))
 
 
-def _bias(params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64]) -> None:
+def _bias(
+    params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
+) -> None:
     if not params.bias:
         return
     with_bias = [line for line in lines.tolist() if int(rows[line]) in params.bias]
     if with_bias:
         pairs = [params.bias[int(rows[line])] for line in with_bias]
-        line = torch.from_numpy(np.repeat(with_bias, [len(ids) for ids, _ in pairs])).to(logits.device)
-        token = torch.from_numpy(np.concatenate([ids for ids, _ in pairs])).to(logits.device)
-        logits[line, token] += torch.from_numpy(np.concatenate([values for _, values in pairs])).to(logits.device)
+        line, token, value = transfer.up(
+            np.repeat(with_bias, [len(ids) for ids, _ in pairs]),
+            np.concatenate([ids for ids, _ in pairs]),
+            np.concatenate([values for _, values in pairs]),
+        )
+        logits[line, token] += value

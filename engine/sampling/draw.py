@@ -17,7 +17,7 @@ from torch import Tensor
 UNITS = 2.0**40
 BLOCK = 256
 _CPU_CHUNK = 1 << 19  # logits per pass and thread, so that they stay near the core
-_DEVICE_CHUNK = 1 << 22
+_DEVICE_CHUNK = 1 << 23
 _NARROW_BLOCK = 32
 
 

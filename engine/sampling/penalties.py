@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.transfer import Transfer
+
 
 class PenaltyTable:
     """Token counts of the sequences that use a penalty, in slots that are handed out, reused and grown on demand.
@@ -70,6 +72,7 @@ class PenaltyTable:
         repetition: NDArray[np.float32],
         frequency: NDArray[np.float32],
         presence: NDArray[np.float32],
+        transfer: Transfer,
     ) -> None:
         """Penalise in place.
 
@@ -80,6 +83,7 @@ class PenaltyTable:
             logits: float32 [S, vocab].
             lines, slots: int64 [n], distinct lines of `logits` and the slots of their sequences.
             repetition, frequency, presence: float32 [n].
+            transfer: to where the logits are.
         """
         size = self._size[slots][:, None]
         width = int(size.max(initial=0))
@@ -90,13 +94,16 @@ class PenaltyTable:
         column = np.where(column < size, column, 0)
         counts = self._counts[slots[:, None], column]
         offset = counts * frequency[:, None] + (counts > 0) * presence[:, None]
-        device = logits.device
-        index = torch.from_numpy(self._ids[slots[:, None], column]).to(device, torch.int64)
-        line = torch.from_numpy(lines).to(device)[:, None]
-        factor = torch.from_numpy(np.where(size > 0, repetition[:, None], np.float32(1))).to(device)
+        ids, line, factor, less = transfer.up(
+            self._ids[slots[:, None], column],
+            lines[:, None],
+            np.where(size > 0, repetition[:, None], np.float32(1)),
+            offset.astype(np.float32),
+        )
+        index = ids.to(torch.int64)
         value = logits[line, index]
         value = torch.where(value > 0, value / factor, value * factor)
-        logits[line, index] = value - torch.from_numpy(offset.astype(np.float32)).to(device)
+        logits[line, index] = value - less
 
     def _grow(self, slots: int, width: int) -> None:
         old_slots, old_width = self._ids.shape

@@ -55,6 +55,7 @@ class RowParams:
         seed: uint64 [R] (folded).  choice: int64 [R].
         min_tokens: int64 [R].  logprobs: int64 [R], `OFF` or k.
         special: bool [R], rows that need anything beside temperature and filters; the fast paths look only here.
+        awaited: bool [R], of them those that the host must see token by token (`Request.awaited`).
         bias: row -> (token ids int64, values float32).  end_tokens: row -> int64.  masks: row -> its mask.
         broken: row -> what its mask raised; the row fails when it is sampled next.
     """
@@ -64,6 +65,7 @@ class RowParams:
         self._eos_token_ids = eos_token_ids
         self.greedy = np.ones(max_num_seqs, dtype=np.bool_)
         self.special = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.awaited = np.zeros(max_num_seqs, dtype=np.bool_)
         self.scale = np.ones(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.top_p = np.ones(max_num_seqs, dtype=np.float64)
@@ -111,6 +113,7 @@ class RowParams:
             or request.mask is not None
             or self.penalty_slot[row] != NO_SLOT
         )
+        self.awaited[row] = request.awaited
 
     def release(self, row: int) -> None:
         """Forget the row's sequence."""
@@ -121,7 +124,7 @@ class RowParams:
         self.end_tokens.pop(row, None)
         self.masks.pop(row, None)
         self.broken.pop(row, None)
-        self.special[row] = False
+        self.special[row] = self.awaited[row] = False
         self.greedy[row] = True
 
     def record(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:

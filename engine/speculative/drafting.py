@@ -35,10 +35,14 @@ class Drafting:
         proposer: guesses tokens.
         lengths: says how many are worth their time.
         max_chunk: most tokens of a row in a step.
+
+    Attributes:
+        idle: no drafts were wanted in the last step, whatever the proposer had to offer.
     """
 
     def __init__(self, batch: RunningBatch, proposer: Proposer, lengths: DraftLengths, max_chunk: int) -> None:
         self.lengths = lengths
+        self.idle = False
         self._tally = Tally()
         self._gain = Gain()
         self._batch = batch
@@ -56,7 +60,10 @@ class Drafting:
         Returns:
             int32 [B], drafts that were added behind each row's known tokens; None: none anywhere.
         """
-        if left <= 0 or not self.lengths.worthwhile(rows, counts):
+        if left <= 0:
+            return None
+        self.idle = not self.lengths.worthwhile(rows, counts)
+        if self.idle:
             return None
         state, batch = self._batch.rows, self._batch
         known = state.num_known[rows]

@@ -4,6 +4,9 @@ A program takes some queries of one sequence and all query heads that share a KV
 the keys that they see (Dao et al. 2022, FlashAttention, algorithm 1, with exponentials of base 2). Few sequences with
 long contexts would leave most of a GPU idle, so their keys can be split among programs, whose results are joined by a
 second kernel (Flash-Decoding).
+
+A launch's size depends on nothing that lies on the device, so it can be captured in a graph: tiles of sequences that
+have no queries read no table and write nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.triton_kernels.rounding import to_e4m3
+
 
 @triton.jit
 def store_tokens(  # type: ignore[no-untyped-def]
-    k, v, keys, values, slots, k_stride, v_stride,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """A program puts one token's keys and values into its slot; slot -1: nowhere (a row that only fills a graph).
-
-    LARGEST: of the cache's dtype, beyond which values are cut off; 0: it holds all that comes.
-    """
+    k, v, keys, values, slots, k_stride, v_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """A program puts one token's keys and values into its slot; slot -1: nowhere (a row that only fills a graph)."""
     token = tl.program_id(0)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -28,31 +29,72 @@ def store_tokens(  # type: ignore[no-untyped-def]
         inside = column < WIDTH
         key = tl.load(k + token.to(tl.int64) * k_stride + column, mask=inside)
         value = tl.load(v + token.to(tl.int64) * v_stride + column, mask=inside)
-        if LARGEST > 0:
-            key = tl.clamp(key.to(tl.float32), -LARGEST, LARGEST)
-            value = tl.clamp(value.to(tl.float32), -LARGEST, LARGEST)
         tl.store(keys + slot * WIDTH + column, key.to(keys.dtype.element_ty), mask=inside)
         tl.store(values + slot * WIDTH + column, value.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def _store_scaled(  # type: ignore[no-untyped-def]
+    x, codes, scales, slot,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """Puts one token's keys or values, x [KV_HEADS, HEAD_DIM], into its slot with a scale for each head."""
+    head = tl.arange(0, HEADS)
+    dim = tl.arange(0, DIMS)
+    inside = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = head[:, None] * HEAD_DIM + dim[None, :]
+    each = tl.load(x + place, mask=inside, other=0).to(tl.float32)
+    size = tl.abs(each)
+    broken = tl.max(tl.where(size < float("inf"), 0, 1), 1) > 0  # NaN is not below it either
+    most = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+    scale = most * (1 / 448)
+    scale = tl.where(scale > 0, scale, 1.0)  # zeros, and what is too small for a scale
+    code = each / scale[:, None]
+    code = tl.where(broken[:, None], 0.0, tl.minimum(tl.maximum(code, -448.0), 448.0))
+    tl.store(codes + slot * (KV_HEADS * HEAD_DIM) + place, to_e4m3(code, BY_HAND), mask=inside)
+    tl.store(scales + slot * KV_HEADS + head, tl.where(broken, float("nan"), scale), mask=head < KV_HEADS)
+
+
+@triton.jit
+def store_tokens_scaled(  # type: ignore[no-untyped-def]
+    k, v, keys, values, key_scales, value_scales, slots, k_stride, v_stride,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """As `store_tokens`, into float8_e4m3fn with a float32 scale for each token and head.
+
+    What is not finite makes the scale NaN, and with it all that is computed from it.
+    HEADS, DIMS: KV_HEADS and HEAD_DIM up to a power of two.
+    """
+    token = tl.program_id(0)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        row = token.to(tl.int64)
+        _store_scaled(k + row * k_stride, keys, key_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
+        _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
+
+
+@triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
-    q, keys, values, out, log_sums, tables, starts, counts, begins, tile_sequences, tile_firsts,
-    scale, q_token_stride, q_head_stride, table_stride, split_stride,
+    q, keys, values, key_scales, value_scales, out, log_sums,
+    tables, starts, counts, begins, tile_sequences, tile_firsts,
+    scale, q_token_stride, q_head_stride, table_stride, first_token, split_stride,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, UPCAST: tl.constexpr,
+    SPLITS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program attends with QUERIES tokens of a sequence and the SHARING query heads of one KV head.
 
     Args:
         q: [T, heads, head_dim].  keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM].
-        out: [T, heads, head_dim], or float32 [SPLITS, T, heads, head_dim] with log_sums float32 [SPLITS, T, heads].
+        key_scales, value_scales: SCALED: float32 [blocks, BLOCK_SIZE, KV_HEADS], else not read.
+        out: [T, heads, head_dim]; with SPLITS float32 [SPLITS, t, heads, head_dim] and log_sums float32 [SPLITS, t,
+            heads], for t tokens from `first_token` on.
         tables: int32 [B, table_stride], the blocks of each sequence.
         starts, counts, begins: int32 [B]: position of a sequence's first query, how many, and the first one's row in q.
         tile_sequences, tile_firsts: int32 [tiles]: whose queries a program takes, from which on.
         scale: of q k^T, times log2(e).
         HEADS, DIMS: SHARING and HEAD_DIM up to a power of two.  WINDOW: 0: none.
+        NARROW: products are made in float16, which lacks the range for weights times scales.
         UPCAST: multiply in float32 whatever the dtype is, as the interpreter must.
     """
     sequence = tl.load(tile_sequences + tl.program_id(0))
@@ -79,12 +121,14 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     if UPCAST:
         queries = queries.to(tl.float32)
 
-    end = start + tl.minimum(first + QUERIES, count)
-    lowest = 0
+    # Keys that the tile sees: from the first one in any query's window to its last query's own; none without queries.
+    least = 0
     if WINDOW > 0:
-        lowest = tl.maximum(start + first - WINDOW + 1, 0) // COLUMNS * COLUMNS
+        least = tl.maximum(start + first - WINDOW + 1, 0)
+    end = tl.where(first < count, start + tl.minimum(first + QUERIES, count), 0)
+    lowest = least // COLUMNS * COLUMNS
     if SPLITS > 1:
-        each = tl.cdiv(tl.cdiv(end - lowest, COLUMNS), SPLITS) * COLUMNS
+        each = tl.cdiv(tl.cdiv(tl.maximum(end - lowest, 0), COLUMNS), SPLITS) * COLUMNS
         lowest = lowest + tl.program_id(2) * each
         end = tl.minimum(end, lowest + each)
 
@@ -94,12 +138,15 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     table = tables + sequence.to(tl.int64) * table_stride
     for at in range(lowest, end, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
-        there = column < end
+        there = (column < end) & (column >= least)
         block = tl.load(table + column // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-        place = ((block * BLOCK_SIZE + column % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        slot = (block * BLOCK_SIZE + column % BLOCK_SIZE) * KV_HEADS + kv_head
+        place = slot * HEAD_DIM
         key = tl.load(keys + place[None, :] + dim[:, None], mask=there[None, :] & in_head[:, None], other=0.0)
         value = tl.load(values + place[:, None] + dim[None, :], mask=there[:, None] & in_head[None, :], other=0.0)
         scores = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
+        if SCALED:
+            scores *= tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
         seen = there[None, :] & (column[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (column[None, :] > position[:, None] - WINDOW)
@@ -111,15 +158,24 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, 1)
         value = value.to(queries.dtype)
         sums = sums * shrink[:, None]
-        sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
+        if SCALED:
+            of_values = tl.load(value_scales + slot, mask=there, other=0.0)
+            if NARROW:
+                largest = tl.max(of_values, 0)
+                weights *= (of_values / tl.where(largest > 0, largest, 1.0))[None, :]
+                sums += tl.dot(weights.to(queries.dtype), value, input_precision="ieee") * largest
+            else:
+                weights *= of_values[None, :]
+                sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(weights.to(queries.dtype), value, sums, input_precision="ieee")
         most = higher
 
     divisor = tl.where(total == 0, 1.0, total)
     sums = sums / divisor[:, None]
     row_of_out = token * (KV_HEADS * SHARING) + head
     if SPLITS > 1:
-        split = tl.program_id(2).to(tl.int64) * split_stride
-        row_of_out = split + row_of_out
+        row_of_out += tl.program_id(2).to(tl.int64) * split_stride - first_token * (KV_HEADS * SHARING)
         tl.store(log_sums + row_of_out, tl.where(total == 0, float("-inf"), most + tl.log2(divisor)), mask=used)
     places = out + row_of_out[:, None] * HEAD_DIM + dim[None, :]
     tl.store(places, sums.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
@@ -127,18 +183,37 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_splits(  # type: ignore[no-untyped-def]
-    parts, log_sums, out, split_stride, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr
-):
-    """A program joins one query head's results over parts of its keys, each weighed by its share of the sum."""
-    row = tl.program_id(0).to(tl.int64)
+    parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program joins a tile's results over parts of its keys, each weighed by its share of the sum.
+
+    Args: as of `attend_tiles`, whose `out` and `log_sums` are `parts` and `log_sums` here.
+    """
+    sequence = tl.load(tile_sequences + tl.program_id(0))
+    first = tl.load(tile_firsts + tl.program_id(0))
+    count = tl.load(counts + sequence)
+    begin = tl.load(begins + sequence)
+    row = tl.arange(0, QUERIES * HEADS)
+    query = first + row // HEADS
+    used = (query < count) & (row % HEADS < SHARING)
+    row_of_out = (begin + query).to(tl.int64) * (KV_HEADS * SHARING) + tl.program_id(1) * SHARING + row % HEADS
+    row_of_part = row_of_out - first_token * (KV_HEADS * SHARING)
     dim = tl.arange(0, DIMS)
-    inside = dim < HEAD_DIM
-    split = tl.arange(0, SPLITS)
-    at = split.to(tl.int64) * split_stride + row
-    sums = tl.load(log_sums + at)
-    most = tl.max(sums, 0)
-    weights = tl.exp2(sums - tl.where(most == float("-inf"), 0.0, most))
-    part = tl.load(parts + at[:, None] * HEAD_DIM + dim[None, :], mask=inside[None, :], other=0)
-    part = tl.where(weights[:, None] > 0, part, 0.0)
-    joined = tl.sum(part * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
-    tl.store(out + row * HEAD_DIM + dim, joined.to(out.dtype.element_ty), mask=inside)
+    wanted = used[:, None] & (dim < HEAD_DIM)[None, :]
+    most = tl.full((QUERIES * HEADS,), float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        most = tl.maximum(most, tl.load(log_sums + split * split_stride + row_of_part, mask=used, other=float("-inf")))
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.zeros((QUERIES * HEADS,), tl.float32)
+    sums = tl.zeros((QUERIES * HEADS, DIMS), tl.float32)
+    for split in range(SPLITS):
+        at = split * split_stride + row_of_part
+        weight = tl.exp2(tl.load(log_sums + at, mask=used, other=float("-inf")) - base)
+        part = tl.load(parts + at[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
+        # A part without keys is zeros, and its weight is zero.
+        sums += part * weight[:, None]
+        total += weight
+    joined = sums / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + row_of_out[:, None] * HEAD_DIM + dim[None, :], joined.to(out.dtype.element_ty), mask=wanted)

@@ -18,7 +18,7 @@ COPY engine engine
 COPY workers workers
 COPY tokenmill tokenmill
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
-      ".[aws,gateway,kafka,metrics,redis]" \
+      ".[aws,gateway,kafka,metrics,redis,tracing]" \
     && /opt/tokenmill/bin/python -m compileall -q /opt/tokenmill/lib
 
 # hadolint ignore=DL3006

@@ -35,7 +35,7 @@ COPY engine engine
 COPY workers workers
 COPY tokenmill tokenmill
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
-      ".[aws,engine,metrics,redis]"
+      ".[aws,engine,metrics,redis,tracing]"
 
 FROM python
 RUN groupadd --gid 10001 tokenmill \

@@ -33,6 +33,7 @@ from pipeline.availability import BadAddress, redacted
 from pipeline.doors.celery_generate import GENERATE, GenerateCalls
 from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
 from pipeline.ports import Randomness
+from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_traceparent
 
 _LOOK_SECONDS: Final = 0.1
 _LOOKS_PER_RESTORE: Final = 50
@@ -85,6 +86,7 @@ def make_app(
     settings: CeleryDoorSettings,
     random: Randomness,
     generating: GenerateCalls | None = None,
+    traces: Traces = NO_TRACES,
 ) -> Celery:
     """An app whose tasks act for `tenant`. No other Celery code in the process sees or configures it.
 
@@ -102,10 +104,25 @@ def make_app(
         longest = min(settings.longest_wait, settings.first_wait * 2.0 ** min(tries, 30))
         return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
 
+    def traced(act: Callable[[Any], Any], task: Any) -> Any:
+        if not traces.on:
+            return act(task)
+        request = task.request
+        # As instrumented senders have it: among the message's headers, which Celery makes attributes of.
+        sent = getattr(request, TRACEPARENT, None) or (request.headers or {}).get(TRACEPARENT)
+        with doors_span(traces, task.name, (read_traceparent(sent if isinstance(sent, str) else None),)) as span:
+            span.set({"messaging.system": "celery", "messaging.destination.name": queue, "tokenmill.tenant": tenant})
+            span.set({"messaging.message.id": str(request.id)[:128]})
+            try:
+                return act(task)
+            except Ignore:  # not a failure: what is waited for has a span of its own
+                span.end()
+                raise
+
     def doing(act: Callable[[Any], Any]) -> Callable[..., Any]:
         def run(task: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return act(task)
+                return traced(act, task)
             except TryLater as error:
                 # To our queue: where the message says that it came from is its sender's word.
                 again = TryLater(str(error))
@@ -181,12 +198,13 @@ class CeleryDoor:
         settings: CeleryDoorSettings,
         random: Randomness,
         generating: GenerateCalls | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self._settings = settings
         self._generating = generating
         self._name = random.token(4).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
         self._apps = {
-            queue: make_app(tasks, queue, tenant, settings, random, generating)
+            queue: make_app(tasks, queue, tenant, settings, random, generating, traces)
             for queue, tenant in settings.queues.items()
         }
 

@@ -44,6 +44,7 @@ class CeleryQueueSettings:
         timeout: for an answer or a connection.
         poll: between two questions while all queues are empty.
         message_lifetime: after this long a message that nobody took is worth nothing: the dispatcher has decided anew.
+            Longer than the dispatcher's `most_patience`, so that what waits for a worker always has a message.
         queue_lifetime: after this long a queue that nobody asks or fills goes, with what is in it.
         transport_options: for kombu's transport, over ours.
     """

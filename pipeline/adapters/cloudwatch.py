@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from pipeline.availability import ServiceUnavailable
 from pipeline.backlog_figures import BacklogFigures
 from pipeline.ports import PipelineError
+from pipeline.scaling.autoscaler import PoolDecision
 
 try:
     import boto3
@@ -24,7 +25,8 @@ class CloudWatch:
     """Metrics of one namespace. Raises `PipelineError` when no client can be made, such as without a region.
 
     `OpenJobs` has the dimension Installation; `BacklogTokens`, `BacklogSeconds` and `TokensPerSecond` (both of one
-    worker) and `Workers` have Model, too.
+    worker) and `Workers` have Model, too; `DesiredWorkers` and `BacklogSecondsPerWorker` (of those that are desired)
+    have Installation and Pool.
 
     Args:
         installation: the dimension's value, so that several can share a namespace.
@@ -44,9 +46,9 @@ class CloudWatch:
         except (BotoCoreError, ValueError) as error:
             raise PipelineError(f"CloudWatch: can't be used: {error}; correct the settings") from error
 
-    def put(self, figures: BacklogFigures) -> None:
+    def put(self, figures: BacklogFigures, decisions: Sequence[PoolDecision] = ()) -> None:
         """Tell the figures, as of now. Raises `ServiceUnavailable`."""
-        data = list(self._data(figures))
+        data = [*self._data(figures), *self._wishes(decisions)]
         for begin in range(0, len(data), _AT_ONCE):
             try:
                 self._client.put_metric_data(Namespace=self._namespace, MetricData=data[begin : begin + _AT_ONCE])
@@ -67,5 +69,14 @@ class CloudWatch:
                 ("BacklogSeconds", model.seconds, "Seconds"),
                 ("Workers", model.workers, "Count"),
                 ("TokensPerSecond", model.tokens_per_second, "Count/Second"),
+            ):
+                yield {"MetricName": name, "Dimensions": dimensions, "Value": value, "Unit": unit}
+
+    def _wishes(self, decisions: Sequence[PoolDecision]) -> Iterator[dict[str, Any]]:
+        for one in decisions:
+            dimensions = [self._of_installation, {"Name": "Pool", "Value": one.pool}]
+            for name, value, unit in (
+                ("DesiredWorkers", one.desired, "Count"),
+                ("BacklogSecondsPerWorker", one.work_per_worker, "Seconds"),
             ):
                 yield {"MetricName": name, "Dimensions": dimensions, "Value": value, "Unit": unit}

@@ -90,6 +90,7 @@ class RedisHeartbeats:
             waiting_tokens=state.waiting_tokens,
             tokens_per_second=state.tokens_per_second,
             draining=state.draining,
+            price_per_hour=state.price_per_hour,
         )
         keys = [*self._marks, self._index, self._key(state.name)]
         with self._client.told("leave a heartbeat"):
@@ -166,4 +167,5 @@ class RedisHeartbeats:
             waiting_tokens=paper.waiting_tokens,
             tokens_per_second=paper.tokens_per_second,
             draining=paper.draining,
+            price_per_hour=paper.price_per_hour,
         )

@@ -5,14 +5,14 @@ a lost message costs time and never a shard, and a doubled one costs a look. Sha
 the plan stands. Jobs that are whole are ended; those cancelled or past their deadline are closed.
 
 There is a queue for each model and tier, kept short, so that what is urgent is never far from its head. Workers take
-from the more urgent tiers first (`ShardClient`); here is decided whose shard is next in a queue: tenants by weight,
-then the tenant's jobs by deadline and age, then the planner's order.
+from the more urgent tiers first (`ShardClient`); here is decided whose shard is next in a queue (`turns`): what
+presses, then tenants by weight, then the tenant's jobs by deadline and age, then the planner's order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -24,12 +24,15 @@ from pipeline.active import jobs_to_close, tidy
 from pipeline.dispatching.fair_shares import FairShares
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.looking import Look
-from pipeline.dispatching.open_job import Found, JobSettings, OpenJob, Put, Shard, cost, urgency
+from pipeline.dispatching.open_job import Found, JobSettings, OpenJob, Put, Shard, cost
 from pipeline.dispatching.outlook import Outlook, Tokens
+from pipeline.dispatching.purses import Purses, SpendSettings
+from pipeline.dispatching.turns import backlog_for, presses, turns
 from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
 from pipeline.together import InTurn
+from pipeline.tracing import trace_job
 from pipeline.worker_api import BY_URGENCY
 from schemas.job import Job, Manifest, ShardRef
 from schemas.progress import Progress
@@ -43,18 +46,26 @@ class DispatchSettings:
 
     Attributes:
         backlog: shards in a queue that nobody has taken yet; short, so that order and priority can still change.
-        patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time.
+        backlog_per_worker: where that is more, so many for each worker of the queue's model: a large fleet would empty
+            a short queue between two ticks, and stand idle.
+        patience: after this long a shard that was put, but that nobody holds, is put again; doubles each time,
+        most_patience: up to so long. Less than a queue keeps a message: else a shard that waits for its first worker
+            is on no queue for most of the time, and keeps the others out of the backlog.
         settle: heartbeats must have been kept for so long before it counts that nobody holds a shard.
         closing_for: of a tick, so long goes to making the parts of jobs that are being closed, or as long as all else
             took the last time, if that is more.
         tick_every: between two looks, in `run`.
+        price_per_hour: of workers that don't say theirs.
         weights: of tenants, in the sharing of what is computed; the others have 1.
+        spending: what tenants may spend.
         isolate: a job that contradicts itself is logged and looked at no more, and the others go on; else `tick`
             raises.
     """
 
     backlog: int = 2
+    backlog_per_worker: float = 0.25
     patience: float = 30.0
+    most_patience: float = 120.0
     settle: float = 0.0
     sweep_every: float = 30.0
     cache_every: float = 2.0
@@ -65,6 +76,7 @@ class DispatchSettings:
     tick_every: float = 0.2
     price_per_hour: float | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    spending: SpendSettings = field(default_factory=SpendSettings)
     isolate: bool = False
 
     @property
@@ -106,8 +118,10 @@ class Dispatcher:
         self._outcomes: dict[str, Manifest] = {}
         self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
         self._outlook = Outlook(self._settings.weights)
+        self._purses = Purses(world, self._settings.spending, self._settings.price_per_hour)
         self._next_outlook = self._next_closing = self._next_figures = 0.0
         self._to_close: set[str] = set()
+        self._serving: Counter[str] = Counter()  # workers that live, by model
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> None:
@@ -138,6 +152,7 @@ class Dispatcher:
         """Another dispatcher leads."""
         self._since = None
         self._figures.stand_by()
+        self._purses.stand_by()
 
     def finished(self) -> bool:
         """Whether all jobs have ended."""
@@ -178,6 +193,7 @@ class Dispatcher:
         self._closing_left = share = max(self._settings.closing_for, self._others_took)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
+        self._serving = Counter(model for worker in workers for model in worker.models)
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
@@ -188,7 +204,10 @@ class Dispatcher:
             if not still():
                 return
             self._guarded(open_job, look, held, now)
-        self._put_missing(held, now)
+        kept = self._heartbeats.since()
+        self._purses.look(self._jobs.values(), workers, held, trusted=kept >= self._settings.settle)
+        self._put_missing(held, now, kept)
+        self._purses.close()
         if now >= self._next_outlook and self._heartbeats.since() >= self._settings.settle:
             self._next_outlook = now + self._settings.cache_every
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
@@ -221,8 +240,10 @@ class Dispatcher:
         if not open_job.whole:
             open_job.tell(now)
             return
+        self._purses.ends(open_job)
         manifest = open_job.end()
         self._figures.over(open_job, manifest, self._world.clock.now())
+        trace_job(self._world.traces, open_job.job, manifest)
         if not self._settings.isolate:
             self._outcomes[open_job.job.id] = manifest
         del self._jobs[open_job.job.id]
@@ -234,11 +255,10 @@ class Dispatcher:
         self._settle(open_job, open_job.close(held, now, marked=marked, until=begun + self._closing_left))
         self._closing_left -= clock.monotonic() - begun
 
-    def _put_missing(self, held: set[Shard], now: float) -> None:
-        """Fill each queue's backlog."""
+    def _put_missing(self, held: set[Shard], now: float, kept: float) -> None:
+        """Fill each queue's backlog. Heartbeats are `kept` for so many seconds."""
         waiting: defaultdict[str, int] = defaultdict(int)
         wanted: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
-        kept = self._heartbeats.since()
         for open_job in self._jobs.values():
             if not open_job.ready:
                 continue
@@ -246,7 +266,14 @@ class Dispatcher:
             for queue, numbers in self._unput(open_job, held).items():
                 wanted[queue].append((open_job, numbers))
         for queue in sorted(wanted, key=lambda queue: BY_URGENCY.index(wanted[queue][0][0].job.tier)):
-            self._fill(queue, wanted[queue], self._settings.backlog - waiting[queue])
+            open_job, numbers = wanted[queue][0]
+            depth = self._depth(open_job, open_job.open_shards[numbers[0]])
+            self._fill(queue, wanted[queue], depth - waiting[queue])
+
+    def _depth(self, open_job: OpenJob, shard: ShardRef) -> int:
+        """How many shards may wait in the shard's queue."""
+        workers = self._serving[open_job.key_of(shard)]
+        return backlog_for(self._settings.backlog, workers, self._settings.backlog_per_worker)
 
     def _put_again(
         self, open_job: OpenJob, held: set[Shard], now: float, kept: float, waiting: defaultdict[str, int]
@@ -263,9 +290,14 @@ class Dispatcher:
                 put.held = True
                 continue
             gone = put.held or put.at < now - kept
-            late = now - put.at >= self._settings.patience * 2 ** (put.times - 1)
-            if (gone or late) and trusted:
-                self._put(open_job, shard, put.times + (0 if gone else 1))
+            late = now - put.at >= put.patience
+            lost = (gone or late) and trusted
+            if lost and not self._purses.allows_again(open_job, shard):
+                del open_job.puts[number]
+                continue
+            if lost:
+                longer = min(2 * put.patience, self._settings.most_patience)
+                self._put(open_job, shard, put.patience if gone else longer)
             waiting[open_job.queue_of(shard)] += 1
 
     def _unput(self, open_job: OpenJob, held: set[Shard]) -> dict[str, list[int]]:
@@ -275,7 +307,7 @@ class Dispatcher:
             if number in open_job.puts or (open_job.job.id, number) in held:
                 continue
             of_queue = found.setdefault(open_job.queue_of(shard), [])
-            if len(of_queue) < self._settings.backlog:
+            if len(of_queue) < self._depth(open_job, shard):
                 of_queue.append(number)
             elif len(open_job.job.models) == 1:
                 break
@@ -286,26 +318,24 @@ class Dispatcher:
     def _fill(self, queue: str, jobs: list[tuple[OpenJob, list[int]]], room: int) -> None:
         """Put up to `room` shards of these jobs."""
         shares = self._shares[queue]
-        by_tenant: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
-        for entry in sorted(jobs, key=lambda entry: urgency(entry[0].job), reverse=True):
-            by_tenant[entry[0].job.tenant].append(entry)
-        shares.wants(by_tenant)
-        for _ in range(room):
-            if not by_tenant:
-                return
-            tenant = shares.next(by_tenant)
-            open_job, numbers = by_tenant[tenant][-1]
-            shard = open_job.open_shards[numbers.pop()]
-            self._put(open_job, shard, 1)
-            shares.charge(tenant, cost(shard))
-            if not numbers:
-                by_tenant[tenant].pop()
-            if not by_tenant[tenant]:
-                del by_tenant[tenant]
+        now = self._world.clock.now()
 
-    def _put(self, open_job: OpenJob, shard: ShardRef, times: int) -> None:
+        def pressing(open_job: OpenJob) -> bool:
+            deadline, key = open_job.job.deadline, queue.rpartition(".")[0]
+            left = None if deadline is None else (deadline - now).total_seconds()
+            return presses(left, open_job.left[key], self._outlook.rate(key), shares.ahead(open_job.job.tenant))
+
+        def allowed(open_job: OpenJob, number: int) -> bool:
+            return self._purses.allows(open_job, open_job.open_shards[number])
+
+        for open_job, number in turns(shares, jobs, room, lambda one: one.job, pressing, allowed):
+            shard = open_job.open_shards[number]
+            self._put(open_job, shard, self._settings.patience)
+            shares.charge(open_job.job.tenant, cost(shard))
+
+    def _put(self, open_job: OpenJob, shard: ShardRef, patience: float) -> None:
         self._queue.put(open_job.queue_of(shard), ShardTask(open_job.job.id, shard.number))
-        open_job.puts[shard.number] = Put(self._world.clock.monotonic(), times)
+        open_job.puts[shard.number] = Put(self._world.clock.monotonic(), patience)
 
     def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
         """Charge the tenant what the new parts have cost instead of what was expected."""

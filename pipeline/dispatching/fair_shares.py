@@ -43,6 +43,11 @@ class FairShares:
         """Who of `tenants`, which are some of those with work, goes next."""
         return min(tenants, key=lambda tenant: (self._clocks[tenant], tenant))
 
+    def ahead(self, tenant: str) -> float:
+        """Tokens for each unit of its weight that a tenant with work has had beyond whoever has had least."""
+        least = min((self._clocks[name] for name in self._active), default=0.0)
+        return self._clocks.get(tenant, least) - least
+
     def charge(self, tenant: str, tokens: int) -> None:
         """So many tokens were handed out to the tenant, or, below 0, were not needed after all."""
         if tenant in self._clocks:

@@ -47,17 +47,13 @@ class Standing:
 class DispatchFigures:
     """The figures of one dispatcher.
 
-    Args:
-        priced: a price is configured, so that jobs have a cost.
-
     Attributes:
         standing: as of a moment ago; None: another dispatcher leads, or nothing was looked at yet.
         took: tier -> how long jobs took, from their making to their end.
     """
 
-    def __init__(self, *, priced: bool = False) -> None:
+    def __init__(self) -> None:
         self.standing: Standing | None = None
-        self.priced = priced
         self.took: dict[str, Buckets] = {}
         self._lock = threading.Lock()
         self._rows: Counter[tuple[str, str]] = Counter()
@@ -106,7 +102,8 @@ class DispatchFigures:
         with self._lock:
             more = manifest.usage.repeated - open_job.progress().usage.repeated
             self._tokens[model_of(job, job.models[0].key), job.tier.value, "repeated"] += more
-            self._cost[job.tier.value] += manifest.cost or 0.0
+            if manifest.cost is not None:
+                self._cost[job.tier.value] += manifest.cost
         self._ends(job, manifest.status, now)
 
     def failed(self, job: Job, now: datetime) -> None:

@@ -5,7 +5,7 @@ All that is kept here is learnt from the ledger and can be learnt again; it save
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pipeline.active import tidy
+from pipeline.checkpoints import read_history
 from pipeline.closing import close_shard, find_closing, status_while
 from pipeline.events import EventSink
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
@@ -20,6 +21,7 @@ from pipeline.manifest import Tally, build_manifest
 from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
+from pipeline.spending import Spent, spent_on
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, ShardRef
 from schemas.progress import Progress
@@ -27,7 +29,6 @@ from schemas.progress import Progress
 ETA_PRECISION: Final = 0.02
 """A forecast that moved by less of the time that is left is not told anew."""
 
-FAR = datetime.max.replace(tzinfo=UTC)
 Shard = tuple[str, int]
 """A shard by its job's id and its number."""
 Found = tuple[PartEntry, ShardRef | None]
@@ -45,7 +46,7 @@ class JobSettings:
         closing_every: between two looks whether a job was cancelled.
         grace: after this long the shards of a job that is being closed are closed though workers hold them; until then
             they are given back with all that was reached.
-        price_per_hour: of this machine, for the manifest's cost; None: no cost.
+        price_per_hour: of workers that don't say theirs, for what the job costs; None: unknown.
     """
 
     sweep_every: float = 30.0
@@ -58,10 +59,11 @@ class JobSettings:
 
 @dataclass(slots=True)
 class Put:
-    """A shard that was put on the queue: when (monotonic), how often, and whether a worker was ever seen with it."""
+    """A shard that was put on the queue: when (monotonic), after how many seconds it is put again, and whether a worker
+    was ever seen with it."""
 
     at: float
-    times: int = 1
+    patience: float
     held: bool = False
 
 
@@ -73,6 +75,8 @@ class OpenJob:
         open_shards: planned shards without a part, in plan order.
         puts: of these, those that were put on the queue.
         left: estimated tokens, prompts and answers, of the open shards, by what computes them (`ModelPin.key`).
+        spent: what its parts have cost.  spent_by_day: the same by the day of their commit (UTC, `YYYY-MM-DD`).
+        logged: what attempts at open shards are known to have cost, where that was asked for.
         eta: when it should be done, as far as that is known.
         closing: why the job ends before its time, if it does.
         unread: parts that stand, and are still to be read.
@@ -97,6 +101,9 @@ class OpenJob:
         self.open_shards: dict[int, ShardRef] = {}
         self.puts: dict[int, Put] = {}
         self.left: Counter[str] = Counter()
+        self.spent = Spent()
+        self.spent_by_day: defaultdict[str, float] = defaultdict(float)
+        self.logged: dict[int, float] = {}
         self.eta: datetime | None = None
         self.closing: Closing | None = None
         self.unread: deque[int] = deque()
@@ -110,6 +117,9 @@ class OpenJob:
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = Tally()
+        self._cost_of: defaultdict[str, float] = defaultdict(float)  # of parts, by what computed them
+        self._tokens_of: Counter[str] = Counter()  # that were planned for them
+        self._knows_logged = not taken_over
         self._keys = {pin.name: pin.key for pin in job.models}
         self._planned_rows = self._planned_shards = 0
         self._cached_at = float("-inf")
@@ -253,6 +263,25 @@ class OpenJob:
                 break
         return found
 
+    def cost_per_token(self, model: str) -> float | None:
+        """What a planned token has cost in the job's own parts that `model` computed; None: there are none."""
+        tokens = self._tokens_of[model]
+        return self._cost_of[model] / tokens if tokens else None
+
+    def learn_all_logged(self) -> None:
+        """What attempts before this dispatcher have cost at shards that are open; asks only once."""
+        if not self._knows_logged:
+            self._knows_logged = True
+            self.learn_logged(self.ledger.troubled() & self.open_shards.keys())
+
+    def learn_logged(self, shards: Iterable[int]) -> None:
+        """What attempts at these open shards are known to have cost by now."""
+        for number in shards:
+            worked = dict(read_history(self.ledger, number).worked)
+            worked |= {record.attempt_id: record.worked for record in self.ledger.ended(number)}
+            costs = (one.cost(self._settings.price_per_hour) for one in worked.values())
+            self.logged[number] = sum(cost for cost in costs if cost is not None)
+
     def progress(self) -> Progress:
         """How far it is."""
         return Progress(
@@ -260,6 +289,7 @@ class OpenJob:
             status=self.status,
             counts=self._tally.counts(self._planned_rows if REJECTS in self._parts else None),
             usage=self._tally.usage(),
+            cost=self.spent.known if self.spent.seconds else None,
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
             tokens_left=self.left.total() if self.planned else None,
@@ -315,6 +345,17 @@ class OpenJob:
         tidy(self.ledger)
         return manifest
 
+    def _note_spent(self, entry: PartEntry, shard: ShardRef) -> None:
+        self.logged.pop(entry.number, None)
+        spent, model = spent_on(entry.summary, self._settings.price_per_hour), self.key_of(shard)
+        self.spent.seconds += spent.seconds
+        self.spent.cost += spent.cost
+        self.spent.unpriced += spent.unpriced
+        self.spent_by_day[entry.summary.committed_at.astimezone(UTC).date().isoformat()] += spent.cost
+        if not spent.unpriced and spent.seconds:
+            self._cost_of[model] += spent.cost
+            self._tokens_of[model] += cost(shard)
+
     def _found(self, entry: PartEntry) -> Found:
         number = entry.number
         self._parts[number] = entry
@@ -322,6 +363,7 @@ class OpenJob:
         shard = self.open_shards.pop(number, None)
         if shard is not None:
             self.left[self.key_of(shard)] -= cost(shard)
+            self._note_spent(entry, shard)
         self._open_rejects.pop(number, None)
         self.puts.pop(number, None)
         self._untold = True
@@ -337,11 +379,6 @@ class OpenJob:
             )
         )
         return entry, shard
-
-
-def urgency(job: Job) -> tuple[datetime, datetime, str]:
-    """Which job of a tenant and tier goes first: by deadline, then age."""
-    return (job.deadline or FAR, job.created_at, job.id)
 
 
 def cost(shard: ShardRef) -> int:

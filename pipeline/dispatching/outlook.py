@@ -8,7 +8,8 @@ from datetime import datetime, timedelta
 
 from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.dispatching.forecast import Load, forecast
-from pipeline.dispatching.open_job import OpenJob, cost, urgency
+from pipeline.dispatching.open_job import OpenJob, cost
+from pipeline.dispatching.turns import urgency
 from pipeline.ports import WorkerState
 from schemas.job import Job
 
@@ -44,6 +45,10 @@ class Outlook:
         others = [(other, left) for other, left in self._left if other.id != job.id]
         seconds = self._ends([*others, (job, tokens)]).get(job.id)
         return None if seconds is None else now + timedelta(seconds=seconds)
+
+    def rate(self, model: str) -> float:
+        """Tokens a second of all that computes this (`ModelPin.key`), as of the last look; 0: not known."""
+        return self._rates.get(model, 0.0)
 
     def _ends(self, left: list[tuple[Job, Tokens]]) -> dict[str, float]:
         loads = [

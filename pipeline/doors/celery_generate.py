@@ -22,6 +22,7 @@ from pipeline.doors.celery_tasks import TryLater
 from pipeline.lane import Lane, LaneFull
 from pipeline.lane_caller import CallSettings, LaneCalls
 from pipeline.ports import Clock, PipelineError
+from pipeline.tracing import NO_TRACES, Traces, current_traceparent
 from schemas.errors import STATUS_CODES, RowError, RowErrorCode, error_body
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneRequest
@@ -90,9 +91,16 @@ class _Unsaved:
 class GenerateCalls:
     """All requests that wait in this process. Any thread starts them; one runs `run`."""
 
-    def __init__(self, lane: Lane, catalog: Catalog, clock: Clock, settings: GenerateSettings | None = None) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        catalog: Catalog,
+        clock: Clock,
+        settings: GenerateSettings | None = None,
+        traces: Traces = NO_TRACES,
+    ) -> None:
         self._settings = settings or GenerateSettings()
-        self._calls = LaneCalls(lane, clock, self._settings.call)
+        self._calls = LaneCalls(lane, clock, self._settings.call, traces)
         self._catalog = catalog
         self._clock = clock
         self._lock = threading.Lock()
@@ -185,6 +193,7 @@ class GenerateCalls:
             tier=chosen,
             tenant=tenant,
             deadline=self._clock.now() + timedelta(seconds=seconds),
+            traceparent=current_traceparent(),
         )
 
     def _model(self, name: str) -> str:

@@ -16,6 +16,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -28,7 +29,10 @@ from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.submit import derived_job_id
 from schemas.job import Count, InputFile, InputFormat, InputRef, Paper, Sha256
+from schemas.names import Traceparent
 
+MOST_TRACES: Final = 128
+"""Of one group that are kept; no span has more links, as OpenTelemetry's SDK is set by default."""
 INTAKE: Final = "intake/kafka/"
 ORIGINS: Final = "intake/origins/"
 _DIGITS: Final = 20
@@ -69,7 +73,8 @@ class Place:
 
 
 class KafkaGroup(Paper):
-    """Records of a batch that are one job: their headers in common, and keys of their lines and records."""
+    """Records of a batch that are one job: their headers in common, and keys of their lines and records. `traces`: what
+    their producers sent them for, where that is told and the door traces; the first so many that differ."""
 
     tier: str | None = None
     model: str | None = None
@@ -81,6 +86,7 @@ class KafkaGroup(Paper):
     sha256: Sha256
     rows: Count
     records: str
+    traces: tuple[Traceparent, ...] | None = None
 
     @property
     def key(self) -> GroupKey:
@@ -147,9 +153,18 @@ def value_digest(record: Record) -> str:
     return hashlib.sha256(b"\0" if record.value is None else b"\1" + record.value).hexdigest()
 
 
-def store_groups(store: ObjectStore, place: Place, first: int, found: Sorted) -> tuple[KafkaGroup, ...]:
-    """Write each group's lines and records; the same ones again are found, not written twice."""
-    return tuple(_store_group(store, place, first, key, kept) for key, kept in found.groups.items())
+def store_groups(
+    store: ObjectStore, place: Place, first: int, found: Sorted, *, traced: bool = False
+) -> tuple[KafkaGroup, ...]:
+    """Write each group's lines and records; the same ones again are found, not written twice. `traced`: what the
+    records were sent for is kept."""
+    groups = (_store_group(store, place, first, key, kept) for key, kept in found.groups.items())
+    if not traced:
+        return tuple(groups)
+    return tuple(
+        group.model_copy(update={"traces": _traces(kept)})
+        for group, kept in zip(groups, found.groups.values(), strict=True)
+    )
 
 
 def load_batch(store: ObjectStore, key: str) -> KafkaBatch | None:
@@ -229,6 +244,11 @@ def _store_group(store: ObjectStore, place: Place, first: int, key: GroupKey, ke
         tier=key.tier, model=key.model, deadline=key.deadline, output_expires_after=key.output_expires_after,
         job=key.job, lines=lines_key, size=len(lines), sha256=digest, rows=len(kept), records=records_key,
     )  # fmt: skip
+
+
+def _traces(kept: Sequence[Kept]) -> tuple[str, ...] | None:
+    told = (one.record.traceparent for one in kept)
+    return tuple(islice(dict.fromkeys(trace for trace in told if trace is not None), MOST_TRACES)) or None
 
 
 def _content_key(place: Place, first: int, digest: str, kind: str) -> str:

@@ -31,6 +31,7 @@ from pipeline.ledger import JOBS, JobLedger
 from pipeline.planner.api import InputError
 from pipeline.ports import PipelineError, World
 from pipeline.submit import derived_job_id
+from pipeline.tracing import doors_span
 from schemas.limits import Limits
 from schemas.options import JobOptions
 
@@ -91,7 +92,11 @@ class JobRecords:
         try:
             if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
                 return  # its input is pinned; what lies there now is of no interest
-            self._intake.accept(JobDraft(self._pin(asked.uri.removeprefix("file://")), options, place.tenant, job_id))
+            pinned = self._pin(asked.uri.removeprefix("file://"))
+            with doors_span(self._world.traces, "kafka job", (record.traceparent,)) as span:
+                span.set({"messaging.system": "kafka", "messaging.destination.name": place.topic})
+                span.set({"messaging.kafka.offset": record.offset, "tokenmill.job.id": job_id})
+                self._intake.accept(JobDraft(pinned, options, place.tenant, job_id))
         except (IntakeRefused, InputError):
             self._world.store.delete(origin_key(job_id))
             raise

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from pipeline.doors.unfit import Unfit
 from pipeline.planner.reader import BLANK, parse_json
+from pipeline.tracing import TRACEPARENT, read_traceparent
 from schemas.errors import RowError
 from schemas.job import MetadataValue
 from schemas.limits import Limits
@@ -41,6 +42,11 @@ class Record:
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] = ()
+
+    @property
+    def traceparent(self) -> str | None:
+        """What its producer sent it for; None: that isn't said."""
+        return next((read_traceparent(value) for name, value in self.headers if name == TRACEPARENT), None)
 
     @property
     def size(self) -> int:
@@ -108,10 +114,11 @@ def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection
     done, here = Sorted(), set[bytes]()
     headers: dict[tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]] = {}  # most records have the same
     for record in records:
+        own = tuple(header for header in record.headers if header[0] in OWN_HEADERS)
         try:
-            if record.headers not in headers:
-                headers[record.headers] = read_headers(record.headers, rules.reply_topics)
-            group, reply_to = headers[record.headers]
+            if own not in headers:
+                headers[own] = read_headers(own, rules.reply_topics)
+            group, reply_to = headers[own]
             value = check_value(record.value, rules)
         except Unfit as unfit:
             done.refused.append(Refused(record, unfit.code, str(unfit)))

@@ -31,6 +31,7 @@ from pipeline.doors.kafka_resends import ResendWindow
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.intake import NO_MODEL, Accepts, IntakeRefused
 from pipeline.ports import PipelineError, World
+from pipeline.tracing import doors_span
 from schemas.limits import Limits
 
 logger = structlog.get_logger(__name__)
@@ -100,7 +101,7 @@ class RequestBatches:
             first=first,
             last=records[-1].offset,
             at=self._world.clock.now(),
-            groups=store_groups(self._store, place, first, found),
+            groups=store_groups(self._store, place, first, found, traced=self._world.traces.on),
             previous=window.latest,
             sample=records[0].offset,
             sample_sha256=value_digest(records[0]),
@@ -132,7 +133,9 @@ class RequestBatches:
             origin = Origin(batch=key, group=index)
             self._store.create(origin_key(draft.job_id), origin.to_json())
             try:
-                self._intake.accept(draft)
+                with doors_span(self._world.traces, "kafka batch", batch.groups[index].traces or ()) as span:
+                    submitted = self._intake.accept(draft)
+                    span.set(_told_of(place, batch, index) | {"tokenmill.job.id": submitted.job.id})
             except IntakeRefused as refused:
                 if refused.code == NO_MODEL:
                     raise PipelineError(f"{place}: {refused}; the records wait") from refused
@@ -142,6 +145,17 @@ class RequestBatches:
     def _refuse(self, place: Place, batch: KafkaBatch, index: int, refused: IntakeRefused) -> None:
         records = list(original_records(self._store, batch.groups[index]))
         self._letters.write(place, refuse_all(records, refused.code, str(refused)))
+
+
+def _told_of(place: Place, batch: KafkaBatch, index: int) -> dict[str, str | int]:
+    """By OpenTelemetry's words for messaging."""
+    return {
+        "messaging.system": "kafka",
+        "messaging.destination.name": place.topic,
+        "messaging.destination.partition.id": str(place.partition),
+        "messaging.kafka.offset": batch.first,
+        "messaging.batch.message_count": batch.groups[index].rows,
+    }
 
 
 def _check_same(batch: KafkaBatch, records: Sequence[Record], place: Place) -> None:

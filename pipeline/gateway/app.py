@@ -80,7 +80,8 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     app.add_exception_handler(Exception, _on_anything)
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
     most = parts.settings.requests_at_once
-    return Edge(app, lambda: f"req-{parts.world.random.token(12).hex()}", draining, parts.figures, hosts, most)
+    new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
+    return Edge(app, new_id, draining, parts.figures, hosts, most, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

@@ -20,6 +20,7 @@ from pipeline.gateway.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.rate_limits import RateLimiter, Ticket
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
 from pipeline.ports import World
+from pipeline.tracing import current_traceparent
 from schemas.bodies import Body
 from schemas.errors import STATUS_CODES, RowError
 from schemas.job import CatalogEntry, Tier
@@ -157,6 +158,7 @@ class Asker:
             tier=extension.tier,
             tenant=caller.tenant,
             deadline=self._world.clock.now() + timedelta(seconds=seconds),
+            traceparent=current_traceparent(),
         )
         key = self._cache_key(extension, checked, request, entry.policies)
         resume = extension.resume if stream else 0.0

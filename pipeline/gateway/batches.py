@@ -53,6 +53,7 @@ class RetryBody(BaseModel):
     tier: Tier | None = None
     completion_window: Annotated[str, Field(json_schema_extra={"pattern": AMOUNT_PATTERN})] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @field_validator("only")
     @classmethod
@@ -199,7 +200,8 @@ class Batches:
                 window, now = asked.completion_window, self._world.clock.now()
                 self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
 
-        made = submit_retry(chosen, manifest, Wishes(asked.tier, window, most), self._world, before)
+        wishes = Wishes(asked.tier, window, most, asked.max_cost)
+        made = submit_retry(chosen, manifest, wishes, self._world, before)
         if made.created:
             self._intake.added(made.job)
         return self._document(made.job.id)

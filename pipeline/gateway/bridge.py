@@ -20,6 +20,7 @@ from pipeline.gateway.figures import HttpFigures
 from pipeline.lane import Lane, LaneFull
 from pipeline.lane_caller import CallSettings, LaneCalls
 from pipeline.ports import Clock, PipelineError
+from pipeline.tracing import NO_TRACES, Traces
 from schemas.lane import ErrorEvent, LaneEvent, LaneRequest
 
 _IDLE_SECONDS: Final = 0.2
@@ -40,10 +41,16 @@ class LaneBridge:
     """
 
     def __init__(
-        self, lane: Lane, clock: Clock, settings: CallSettings, figures: HttpFigures, most_calls: int = 10_000
+        self,
+        lane: Lane,
+        clock: Clock,
+        settings: CallSettings,
+        figures: HttpFigures,
+        most_calls: int = 10_000,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.figures = figures
-        self._calls = LaneCalls(lane, clock, settings)
+        self._calls = LaneCalls(lane, clock, settings, traces)
         self._most_calls = most_calls
         self._sinks: dict[str, Sink] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

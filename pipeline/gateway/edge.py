@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
-from pipeline.gateway.figures import HttpFigures
+from pipeline.gateway.figures import METHODS, HttpFigures
 from pipeline.gateway.origins import HostGuard, check_origin
+from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, read_traceparent, working_for
 
 REQUEST_ID: Final = "x-request-id"
 _GIVEN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -36,6 +37,8 @@ _BODIES: Final = ("http.response.body", "websocket.http.response.body")
 _WATCHED: Final = "/metrics"
 """To the end: how the last requests end is told, too."""
 
+_UNTRACED: Final = (*_HEALTH, _WATCHED)
+
 _AWAY_BYTES: Final = 1 << 20
 _AWAY_SECONDS: Final = 1.0
 
@@ -51,6 +54,7 @@ class Edge:
         figures: count what is answered.
         hosts: knows the names that may be asked for.
         most: requests at once; further ones are refused.
+        traces: where each request is a span; questions after health and figures are none.
 
     Attributes:
         app: what this is around.
@@ -66,6 +70,7 @@ class Edge:
         figures: HttpFigures,
         hosts: HostGuard,
         most: int = 2_000,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.active = 0
         self.app = app
@@ -74,15 +79,39 @@ class Edge:
         self._draining = draining
         self._hosts = hosts
         self._most = most
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.active += 1
         self._figures.began()
         try:
-            await self._serve(scope, receive, send)
+            if self._traces.on and scope["path"] not in _UNTRACED:
+                await self._traced(scope, receive, send)
+            else:
+                await self._serve(scope, receive, send)
         finally:
             self.active -= 1
             self._figures.over()
+
+    async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """By OpenTelemetry's words for HTTP. The path isn't told, but its route: ids and names may stand there."""
+        method, status = scope.get("method", "WEBSOCKET"), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] in _BEGINS:
+                status = message.get("status", 101)
+            await send(message)
+
+        sent = read_traceparent(Headers(scope=scope).get(TRACEPARENT))
+        method = method if method in METHODS else "other"
+        span = self._traces.begin(method, {"http.request.method": method}, kind="server", parent=sent)
+        with working_for(span):
+            await self._serve(scope, receive, send_on)
+        route, caller = getattr(scope.get("route"), "path", None), scope.get("tokenmill.caller")
+        span.set({"http.route": route, "http.response.status_code": status or None})
+        span.set({"tokenmill.tenant": None if caller is None else caller.tenant})
+        span.end(str(status) if status >= 500 else None, method if route is None else f"{method} {route}")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")

@@ -130,6 +130,8 @@ class BatchExtension(Shape):
     as_of: AwareDatetime | None
     eta: AwareDatetime | None
     cost: float | None
+    max_cost: float | None
+    cost_per_million_tokens: float | None
     repeated_tokens: Amount
     results: str
     results_expire_at: AwareDatetime | None

@@ -26,6 +26,7 @@ from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.notices import DUE, WANTED, Due, Wanted
 from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
+from pipeline.tracing import TRACEPARENT, working_for
 from schemas.job import Manifest
 
 BEGINNING: Final = timedelta(days=1)
@@ -226,7 +227,18 @@ class Notifier:
             }
         )
         headers = signature_headers(endpoint.secret, due.id, self._world.clock.now(), payload)
-        return await self._sender.post(endpoint, headers, payload)
+        if not self._world.traces.on:
+            return await self._sender.post(endpoint, headers, payload)
+        job = await asyncio.to_thread(JobLedger(self._store, f"{JOBS}{due.job}/").find_job)
+        about = {"tokenmill.webhook": endpoint.id, "tokenmill.job.id": due.job}
+        span = self._world.traces.begin(
+            "webhook", about, kind="client", parent=None if job is None else self._world.traces.of_job(job)
+        )
+        with working_for(span):
+            status = await self._sender.post(endpoint, headers | {TRACEPARENT: str(span.traceparent)}, payload)
+        span.set({"http.response.status_code": status})
+        span.end(None if 200 <= status < 300 else str(status))
+        return status
 
     def _load(self, key: str) -> Due | None:
         try:

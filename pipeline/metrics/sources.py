@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, Final
 
 from pipeline.buckets import Buckets
 from pipeline.dispatching.figures import JOB_BOUNDS, DispatchFigures
+from pipeline.letter_counts import LetterCounts
 from pipeline.metrics.table import OTHER
 from pipeline.metrics.told import Source, Times, Told
 from pipeline.ports import Clock, Heartbeats
 from schemas.figures import Histogram, PaceFigures, PaceWeights, WorkerFigures
-from schemas.job import Tier
+from schemas.job import JobStatus, Tier
+from schemas.results import RowStatus
 
 if TYPE_CHECKING:
     from pipeline.gateway.figures import HttpFigures
     from pipeline.gateway.status import Status
     from pipeline.intake import IntakeFigures
+    from pipeline.releases.keeper import ReleaseFigures
+
+
+DOORS: Final = ("kafka", "bucket", "bucket-events", "folder")
+"""Those that write dead letters: told from the first moment on, or the first letter would be no increase."""
+
+
+JOB_TIERS: Final = (Tier.STANDARD, Tier.BULK)
+ENDS: Final = (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED)
+RESULTS: Final = ("answered", "cached", "failed", "cancelled")
 
 
 def build(told: Told) -> None:
@@ -54,11 +67,39 @@ def workers(heartbeats: Heartbeats, *, each: bool) -> Source:
     return tell
 
 
+def prices(heartbeats: Heartbeats, otherwise: float | None) -> Source:
+    """What an hour of one worker costs, of each model that is served, on the mean of its workers; `otherwise`: of those
+    that don't say their price. None: nobody knows."""
+
+    def tell(told: Told) -> None:
+        said = {worker.name: worker.price_per_hour for worker in heartbeats.workers()}
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for name, figures in heartbeats.figures().items():
+            price = otherwise if said.get(name) is None else said[name]
+            if price is not None:
+                found[figures.model].append(price)
+        for model, each in sorted(found.items()):
+            told.value("tokenmill_worker_hour_price", sum(each) / len(each), model)
+
+    return tell
+
+
+def all_of(*sources: Source) -> Source:
+    """Several as one."""
+
+    def tell(told: Told) -> None:
+        for source in sources:
+            source(told)
+
+    return tell
+
+
 def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
     """What a dispatcher knows: how jobs stand while it leads, and what it has seen committed."""
 
     def tell(told: Told) -> None:
         standing = figures.standing
+        told.value("tokenmill_leading", int(standing is not None))
         if standing is not None:
             for (model, tier), tokens in sorted(standing.backlog.items()):
                 told.value("tokenmill_backlog_tokens", tokens, model, tier)
@@ -69,15 +110,17 @@ def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
             for tier, made in sorted(standing.oldest.items()):
                 age = max(0.0, (clock.now() - made).total_seconds())
                 told.value("tokenmill_oldest_waiting_seconds", age, tier)
-        for (tier, status), count in sorted(figures.rows().items()):
+        for (tier, status), count in _with_zeros(figures.rows(), JOB_TIERS, RowStatus):
             told.value("tokenmill_committed_rows_total", count, tier, status)
         for (model, tier, kind), tokens in sorted(figures.tokens().items()):
             told.value("tokenmill_committed_tokens_total", tokens, model, tier, kind)
-        for (tier, status), count in sorted(figures.ended().items()):
+        for (tier, status), count in _with_zeros(figures.ended(), JOB_TIERS, ENDS):
             told.value("tokenmill_jobs_ended_total", count, tier, status)
-        for tier, took in sorted(figures.took.items()):
-            told.value("tokenmill_job_seconds", Times(*took.read(), JOB_BOUNDS), tier)
-        for tier, cost in sorted(figures.cost().items()) if figures.priced else ():
+        for tier in sorted({*JOB_TIERS, *figures.took}):
+            took = figures.took.get(tier)
+            counts, seconds = ((), 0.0) if took is None else took.read()
+            told.value("tokenmill_job_seconds", Times(counts, seconds, JOB_BOUNDS), tier)
+        for tier, cost in sorted(figures.cost().items()):
             told.value("tokenmill_cost_total", cost, tier)
 
     return tell
@@ -103,7 +146,7 @@ def http(figures: HttpFigures) -> Source:
         for request, count in sorted(figures.requests().items()):
             told.value("tokenmill_http_requests_total", count, *request)
         told.value("tokenmill_http_requests_in_progress", figures.in_progress())
-        for answer, count in sorted(figures.answers().items()):
+        for answer, count in _with_zeros(figures.answers(), Tier, RESULTS):
             told.value("tokenmill_answers_total", count, *answer)
         _times(told, "tokenmill_answer_first_token_seconds", figures.first_tokens)
         _times(told, "tokenmill_answer_seconds", figures.wholes)
@@ -113,14 +156,49 @@ def http(figures: HttpFigures) -> Source:
     return tell
 
 
-def intake(figures: IntakeFigures) -> Source:
+def intake(figures: IntakeFigures, letters: LetterCounts) -> Source:
     """What came in at the doors of this process."""
 
     def tell(told: Told) -> None:
         for result, count in sorted(figures.read().items()):
             told.value("tokenmill_intake_jobs_total", count, result)
+        written = letters.read()
+        for door in DOORS:
+            told.value("tokenmill_dead_letters_total", written.get(door, 0), door)
 
     return tell
+
+
+def releases(figures: Callable[[], ReleaseFigures]) -> Source:
+    """How open releases stand, and which canary prompts failed."""
+
+    def tell(told: Told) -> None:
+        known = figures()
+        for model, count in sorted(known.canaries.items()):
+            told.value("tokenmill_canary_failures", count, model)
+        for model, compared in sorted(known.open.items()):
+            told.value("tokenmill_releases_open", 1, model)
+            told.value("tokenmill_release_rows", compared.rows, model, "compared")
+            told.value("tokenmill_release_rows", compared.failed, model, "failed")
+            if compared.agreement is not None:
+                told.value("tokenmill_release_agreement_ratio", compared.agreement.mean, model)
+            if compared.latency is not None:
+                told.value("tokenmill_release_latency_ratio", compared.latency.mean, model)
+            if compared.drift is not None:
+                told.value("tokenmill_release_drift_nats", compared.drift.mean, model)
+        for (model, verdict), count in sorted(known.ended.items()):
+            told.value("tokenmill_releases_ended_total", count, model, verdict)
+
+    return tell
+
+
+def _with_zeros(
+    counts: Mapping[tuple[str, str], int], tiers: Iterable[str], words: Iterable[str]
+) -> list[tuple[tuple[str, str], int]]:
+    """Counts that begin at 0, so that the first of a kind is an increase: to a watcher, what begins with 1 has always
+    been so."""
+    zeros = {(str(tier), str(word)): 0 for tier, word in product(tiers, words)}
+    return sorted((zeros | dict(counts)).items())
 
 
 def _times(told: Told, name: str, by_tier: Mapping[Tier, Buckets]) -> None:
@@ -166,6 +244,7 @@ def _worker(told: Told, known: WorkerFigures, worker: str | None) -> None:
             value("tokenmill_speculation_compared_seconds_total", guesses.seconds)
     for kind, tokens in engine.items():
         value("tokenmill_engine_tokens_total", tokens, kind)
+    value("tokenmill_worker_seconds_total", known.seconds)
     histogram("tokenmill_step_seconds", known.steps)
     value("tokenmill_step_rows_total", known.step_rows)
     value("tokenmill_step_tokens_total", known.computed)

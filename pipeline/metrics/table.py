@@ -80,6 +80,12 @@ METRICS: Final = (
         "From a request's arrival in a worker's engine to its end, of those that were answered.",
         ("model", "tier"),
     ),
+    Metric(
+        "tokenmill_worker_seconds_total", "counter",
+        "Time since a worker began to serve its model, busy or not: what is paid for. The time in which it computed is "
+        "the sum of its steps'.",
+        ("model",),
+    ),
     Metric("tokenmill_step_seconds", "histogram", "Time of an engine's step.", ("model",)),
     Metric(
         "tokenmill_step_rows_total", "counter",
@@ -159,6 +165,17 @@ METRICS: Final = (
         "Tokens still to be computed for open jobs, prompts and answers, estimated.",
         ("model", "tier"), _INSTALLATION,
     ),
+    Metric(
+        "tokenmill_worker_hour_price", "gauge",
+        "Price of a worker for an hour, by the model that it has loaded; only where one is configured, in its "
+        "currency.",
+        ("model",), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_leading", "gauge",
+        "Whether this dispatcher is the one that works (1) or waits for its turn (0).",
+        (), _DISPATCHER,
+    ),
     Metric("tokenmill_jobs", "gauge", "Open jobs.", ("tier", "status"), _INSTALLATION),
     Metric(
         "tokenmill_shards", "gauge",
@@ -187,6 +204,49 @@ METRICS: Final = (
         "Cost of jobs that have ended, as their manifests have it; only where a price per hour is configured, in "
         "its currency.",
         ("tier",), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_desired_workers", "gauge", "Workers that a pool should have, as was decided last.",
+        ("pool",), ("autoscale",),
+    ),
+    # -- releases
+    Metric(
+        "tokenmill_warmup_seconds", "gauge",
+        "How long a worker's model took to get ready, by part: load, warm_up (real steps), canary (prompts whose "
+        "answers are known).",
+        ("model", "part"), ("worker",),
+    ),
+    Metric(
+        "tokenmill_canary_failures", "gauge",
+        "Workers that ever answered the canary prompts otherwise than was recorded, and so never served.",
+        ("model",), _DISPATCHER,
+    ),
+    Metric("tokenmill_releases_open", "gauge", "Releases that are not decided.", ("model",), _DISPATCHER),
+    Metric(
+        "tokenmill_release_rows", "gauge",
+        "Of an open release, rows that were computed by the candidate, too (compared), and those of them that only it "
+        "failed (failed).",
+        ("model", "kind"), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_release_agreement_ratio", "gauge",
+        "Of an open release, the mean likeness of the candidate's answers to the stable version's, 0 to 1.",
+        ("model",), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_release_latency_ratio", "gauge",
+        "Of an open release, how many times as long a token takes with the candidate.",
+        ("model",), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_release_drift_nats", "gauge",
+        "Of an open release, the mean difference of log-probabilities on the canary prompts.",
+        ("model",), _DISPATCHER,
+    ),
+    Metric(
+        "tokenmill_releases_ended_total", "counter",
+        "Releases that this dispatcher saw decided, by verdict: promoted, rolled_back.",
+        ("model", "verdict"), _DISPATCHER,
     ),
     # -- HTTP
     Metric("tokenmill_http_requests_total", "counter", "Requests over HTTP.", ("method", "route", "code"), _GATEWAY),
@@ -219,9 +279,14 @@ METRICS: Final = (
         ("result",), ("intake", "gateway"),
     ),
     Metric(
+        "tokenmill_dead_letters_total", "counter",
+        "What could not become a job or a part of one, and was kept as a dead letter, by door.",
+        ("door",), ("intake", "gateway"),
+    ),
+    Metric(
         "tokenmill_build_info", "gauge",
         "Always 1; the version is the label.",
-        ("version",), ("worker", "dispatcher", "gateway", "intake"),
+        ("version",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
 )  # fmt: skip
 """All of them; docs/operations.md has the table, which a test compares."""

@@ -18,26 +18,25 @@ class Hardware:
 
     Attributes:
         memory: bytes.  bandwidth: bytes per second.  flops: dense 16-bit operations per second.
-        price_per_hour: a default in dollars, about what clouds ask on demand; never a quote.
     """
 
     name: str
     memory: float
     bandwidth: float
     flops: float
-    price_per_hour: float
 
 
 HARDWARE: Final[Mapping[str, Hardware]] = {
     hardware.name: hardware
     for hardware in (
-        Hardware("b200", 180e9, 8.0e12, 2250e12, 6.00),
-        Hardware("h200", 141e9, 4.8e12, 989e12, 3.80),
-        Hardware("h100", 80e9, 3.35e12, 989e12, 3.00),
-        Hardware("a100", 80e9, 2.04e12, 312e12, 1.80),
-        Hardware("l40s", 48e9, 0.864e12, 362e12, 1.00),
-        Hardware("l4", 24e9, 0.3e12, 121e12, 0.70),
-        Hardware("t4", 16e9, 0.32e12, 65e12, 0.35),
+        Hardware("b200", 180e9, 8.0e12, 2250e12),
+        Hardware("h200", 141e9, 4.8e12, 989e12),
+        Hardware("h100", 80e9, 3.35e12, 989e12),
+        Hardware("a100", 80e9, 2.04e12, 312e12),
+        Hardware("l40s", 48e9, 0.864e12, 362e12),
+        Hardware("a10g", 24e9, 0.6e12, 70e12),
+        Hardware("l4", 24e9, 0.3e12, 121e12),
+        Hardware("t4", 16e9, 0.32e12, 65e12),
     )
 }
 """Data-sheet figures (SXM forms where there are several; without sparsity)."""
@@ -116,7 +115,7 @@ def bound(
 
     Args:
         prompt_tokens: of all requests.  computed_prompt_tokens: of them, without what shared prefixes save.
-        price_per_hour: instead of the hardware's default.
+        price_per_hour: of the device; None: no cost is known.
     Raises:
         DoesNotFit: no sequence of the mean length fits.
     """
@@ -128,8 +127,8 @@ def bound(
     step = read_seconds(model, hardware, sequences, mean_prompt + mean_output / 2)
     computing = compute_seconds(model, hardware, computed_prompt_tokens + output_tokens)
     seconds = max(computing, output_tokens / sequences * step)
-    price = hardware.price_per_hour if price_per_hour is None else price_per_hour
-    return WorkEstimate(seconds, output_tokens / seconds if seconds else 0.0, seconds / 3600 * price, sequences)
+    cost = None if price_per_hour is None else seconds / 3600 * price_per_hour
+    return WorkEstimate(seconds, output_tokens / seconds if seconds else 0.0, cost, sequences)
 
 
 def at_rate(output_tokens: float, tokens_per_second: float, price_per_hour: float | None) -> WorkEstimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.planner.api import RowSource, TokenCounter
@@ -12,7 +12,8 @@ from pipeline.planner.plan import limited
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.segment import SegmentBuilder
 from pipeline.planner.sizes import SegmentSizes
-from pipeline.planner.tokens import TokenEstimator
+from pipeline.planner.timing import Work
+from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from pipeline.planner.validate import Validator
 from pipeline.ports import World
 from schemas.errors import RowErrorCode
@@ -29,6 +30,7 @@ class InputEstimate:
         prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, computed once already.
         expected_tokens: of all answers.  max_tokens: the most that they can have.
         tokens_of_models: prompts and expected answers, by the name of their model.
+        work: what the time depends on.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class InputEstimate:
     max_tokens: int
     exact: bool
     tokens_of_models: dict[str, int]
+    work: Work = field(default_factory=Work)
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -52,17 +55,23 @@ class InputEstimate:
 
 
 def measure(
-    source: RowSource, job: Job, world: World, *, counter: TokenCounter | None = None, exact: bool = False
+    source: RowSource,
+    job: Job,
+    world: World,
+    *,
+    counter: TokenCounter | None = None,
+    exact: bool = False,
+    template: TemplateTokens | None = None,
 ) -> InputEstimate:
     """Read and validate an input as planning would.
 
     Args:
-        counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample (without what
-            the chat template adds).
+        counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample.
+        template: what the chat template adds; None: a rule of thumb.
     Raises:
         InputError: the input can't be read.
     """
-    estimator = TokenEstimator(counter, exact=exact)
+    estimator = TokenEstimator(counter, exact=exact, template=template or TemplateTokens())
     settings = job.settings.plan
     models = [model.name for model in job.models]
     reasons: Counter[RowErrorCode] = Counter()
@@ -70,6 +79,7 @@ def measure(
     of_models: Counter[str] = Counter()
     builder = SegmentBuilder(None, models)
     sizes = SegmentSizes.of(settings)
+    work: list[Work] = []
 
     def close() -> None:
         plan = builder.finish(settings, None)
@@ -80,6 +90,7 @@ def measure(
         totals["shared_bytes"] += plan.shared_bytes
         totals["prefix_groups"] += plan.prefix_groups
         totals["shards"] += len(plan.ranges)
+        work.append(plan.work(estimator.bytes_to_tokens(plan.shared_bytes), builder.certain_tokens))
         of_models.update(plan.tokens_of_models())
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
@@ -108,4 +119,5 @@ def measure(
         max_tokens=totals["max_tokens"],
         exact=exact and counter is not None,
         tokens_of_models=dict(of_models),
+        work=sum(work, Work()),
     )

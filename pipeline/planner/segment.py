@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from pipeline.planner.cut import ShardLimits, cut
 from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
+from pipeline.planner.timing import Work
 from pipeline.planner.validate import Checked, CheckedBatch
 from schemas.limits import PlanSettings
 from schemas.tables import SHARD_FIELDS, shard_schema
@@ -226,6 +227,17 @@ class SegmentPlan:
     def expected_tokens(self) -> int:
         """Expected answers of the computed requests, all choices."""
         return int((self._columns.expected * self._columns.choices)[self._computed].sum())
+
+    def work(self, shared_tokens: float, longest: int) -> Work:
+        """What time depends on. `shared_tokens`: of prompts, computed once already.  `longest`: certain answer."""
+        columns, computed = self._columns, self._computed
+        return Work.of(
+            columns.prompt_tokens[computed],
+            columns.expected[computed],
+            columns.choices[computed],
+            shared_tokens,
+            longest,
+        )
 
     def tokens_of_models(self) -> dict[str, int]:
         """Prompts and expected answers of the computed requests, by the name of their model."""

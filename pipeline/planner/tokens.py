@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from pipeline.planner.api import TokenCounter
 from pipeline.planner.prefix import message_text, tools_text
 from schemas.requests import Body, CompletionBody, EmbeddingBody
@@ -13,6 +16,27 @@ MESSAGE_TOKENS = 4  # what a chat template puts around a message
 TEXT_TOKENS = 2  # what an encoder's tokenizer puts around a text
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateTokens:
+    """What a chat template puts around messages, in tokens.
+
+    Attributes:
+        alone: around one message of a user's: many templates put a system message of their own before it.
+        with_system: around such a message and a system message.
+        message: around each further one.
+    """
+
+    alone: int = 2 * MESSAGE_TOKENS
+    with_system: int = 3 * MESSAGE_TOKENS
+    message: int = MESSAGE_TOKENS
+
+    def of(self, roles: Sequence[str]) -> int:
+        """Around messages of these roles."""
+        if {"system", "developer"} & set(roles):
+            return max(0, self.with_system + (len(roles) - 2) * self.message)
+        return self.alone + (len(roles) - 1) * self.message
+
+
 class TokenEstimator:
     """Tokens of prompts: exact for token ids, else estimated, or counted one by one when `exact`.
 
@@ -20,9 +44,16 @@ class TokenEstimator:
     so the same input gives the same estimates; what was learnt can be kept, and given to the next planner.
     """
 
-    def __init__(self, counter: TokenCounter | None = None, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        counter: TokenCounter | None = None,
+        *,
+        exact: bool = False,
+        template: TemplateTokens = TemplateTokens(),
+    ) -> None:
         self._counter = counter
         self._exact = exact and counter is not None
+        self._template = template
         self._sampled = 0
         self._tokens = 0
         self._bytes = 0
@@ -51,7 +82,7 @@ class TokenEstimator:
         counted = None
         if self._counting:
             counted = self._counted("\n".join([tools_text(body), *map(message_text, body.messages)]).lstrip("\n"))
-        template = MESSAGE_TOKENS * (len(body.messages) + 1)
+        template = self._template.of([message.role for message in body.messages])
         return template + (self.bytes_to_tokens(size) if counted is None else counted)
 
     def _input_tokens(self, given: str | tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention import KVLayout
 from engine.attention.native import NativeStorage
+from engine.attention.storage import KVStorage
 from engine.config import CacheConfig, EngineConfig, KVDType, ScheduleConfig
 from engine.engine import Engine
 from engine.memory import plan_cache
@@ -19,6 +20,7 @@ from engine.native.structs import Kind
 from engine.plan import CacheGroup
 
 CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
 SPEC = ModelSpec(
     architecture="tiny", num_layers=4, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=384, vocab_size=100,
     max_position=1024, windows=(None, 64, None, 64), eos_token_ids=(), num_parameters=0, dtype=torch.bfloat16,
@@ -50,6 +52,13 @@ def test_what_is_planned_is_what_is_stored(kv_dtype: KVDType, kind: Kind, window
     groups = pools(kv_dtype, windows=windows)
     extra = stored_bytes(tuple(replace(group, num_blocks=1) for group in groups), kind)  # block 0 is never allocated
     assert 0.97 * BUDGET < stored_bytes(groups, kind) - extra <= BUDGET
+
+
+def test_an_fp8_pool_is_planned_as_it_is_stored() -> None:
+    (group,) = pools("fp8")
+    storage = KVStorage(KVLayout((replace(group, num_blocks=8),), 32, SPEC.num_kv_heads, SPEC.head_dim), FP8, CPU)
+    stored = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
+    assert (group.num_blocks - 1) * sum(tensor.nbytes for tensor in stored) // 8 == pytest.approx(BUDGET, rel=0.01)
 
 
 def test_an_engine_plans_its_pool_for_the_kv_dtype_it_has(tiny_model: Callable[[str], Path]) -> None:

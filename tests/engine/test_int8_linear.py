@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.int8 import Int8Linear, Int8WeightLinear, quantize_rows
+from engine.quant.int8 import Int8Linear, Int8WeightLinear, int8_product, quantize_rows
 
 SHAPES = ((1, 1), (33, 7), (96, 576), (576, 96))
 ROWS = (1, 2, 17, 130)
@@ -102,3 +102,20 @@ def test_where_torchs_int8_product_is_cut_off_it_is_not_used() -> None:
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_a_library_that_wants_more_rows_gets_zeros(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    # Given a product like CUDA's, which refuses 16 rows and fewer
+    multiply = torch._int_mm
+
+    def picky(left: Tensor, right: Tensor) -> Tensor:
+        assert len(left) > 16, "self.size(0) needs to be greater than 16"
+        return multiply(left, right)
+
+    monkeypatch.setattr(torch, "_int_mm", picky)
+    generator = torch.Generator().manual_seed(rows)
+    left, weight = (torch.randint(-8, 8, (n, 32), generator=generator, dtype=torch.int8) for n in (rows, 24))
+    # When rows are multiplied, then those that were asked for come back
+    product = int8_product(left, weight, least=17)
+    assert torch.equal(product.long(), left.long() @ weight.long().t())

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.device.transfer import HostTransfer
 from engine.sampling.penalties import PenaltyTable
 
 VOCAB = 12
@@ -58,8 +59,9 @@ def test_the_table_counts_like_a_dictionary(data: st.DataObject) -> None:
     ]
     columns = np.array(factors, dtype=np.float32).reshape(-1, 3).T
     table.apply(
-        logits, np.arange(len(living)), np.array(list(living), dtype=np.int64), *map(np.ascontiguousarray, columns)
-    )
+        logits, np.arange(len(living)), np.array(list(living), dtype=np.int64),
+        *map(np.ascontiguousarray, columns), HostTransfer(),
+    )  # fmt: skip
     np.testing.assert_allclose(logits.numpy(), np.array(expected).reshape(-1, VOCAB), rtol=1e-6, atol=1e-6)
 
 
@@ -72,5 +74,5 @@ def test_slots_and_lists_grow_on_demand() -> None:
     late = table.assign(np.arange(vocab, dtype=np.int32), np.arange(vocab, dtype=np.int32))
     logits = torch.zeros(21, vocab)
     one, zero = np.ones(21, dtype=np.float32), np.zeros(21, dtype=np.float32)
-    table.apply(logits, np.arange(21), np.append(slots, late), one, one, zero)
+    table.apply(logits, np.arange(21), np.append(slots, late), one, one, zero, HostTransfer())
     assert torch.equal(logits, torch.full((21, vocab), -1.0))

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from pipeline.adapters.cloudwatch import CloudWatch
+from pipeline.backlog_figures import BacklogFigures, ModelBacklog
+from pipeline.scaling.autoscaler import PoolDecision
+from pipeline.scaling.policy import Memory, Observed, decide
+from schemas.scaling import ScalingLimits
 from schemas.settings import Settings
 
 TERRAFORM = Path(__file__).parents[2] / "infra/terraform"
@@ -61,3 +67,35 @@ def test_given_checkov_waivers_then_each_says_why() -> None:
     ]
     assert waivers
     assert [line for line in waivers if not re.match(r"# checkov:skip=CKV2?_AWS_\d+:.{8,}", line)] == []
+
+
+def test_given_metrics_of_ours_that_alarms_and_graphs_name_then_the_adapter_tells_them_with_those_dimensions() -> None:
+    decided = PoolDecision("gpu", Observed(), decide(ScalingLimits(), Memory(), Observed(), 0.0))
+    asked: list[Any] = []
+
+    class Client:
+        def put_metric_data(self, **request: Any) -> None:
+            asked.append(request)
+
+    cloudwatch = CloudWatch("space", "here", "us-east-1")
+    cloudwatch._client = Client()
+    cloudwatch.put(BacklogFigures(1, (ModelBacklog("m", 1, 1, 1.0),)), [decided])
+    told = {
+        (one["MetricName"], frozenset(dimension["Name"] for dimension in one["Dimensions"]))
+        for one in asked[0]["MetricData"]
+    }
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TERRAFORM.glob("modules/*/*.tf"))
+    named = {
+        (name, frozenset(re.findall(r"(\w+) +=", dimensions)))
+        for name, dimensions in re.findall(
+            r'namespace += var\.metric_namespace\n +metric_name += "(\w+)"\n +dimensions += \{ (.+?) \}\n', text
+        )
+    }
+    named |= {
+        (name, frozenset(re.findall(r'"(\w+)", [\w.]+', dimensions)))
+        for name, dimensions in re.findall(r'\[var\.metric_namespace, "(\w+)", (.+?), \{ label', text)
+    }
+    assert {name for name, _ in named} == {
+        "OpenJobs", "BacklogSeconds", "BacklogTokens", "TokensPerSecond", "Workers", "DesiredWorkers",
+    }  # fmt: skip
+    assert named <= told

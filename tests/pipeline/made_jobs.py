@@ -144,6 +144,7 @@ def report(work: ShardWork, seconds: float = 1.0) -> ShardReport:
     return ShardReport(
         generated=7 * work.table.num_rows,
         exposed=EXPOSED,
+        busy_seconds=seconds,
         engine_started_at=work.started_at,
         engine_finished_at=work.started_at + timedelta(seconds=seconds),
         engine={"block_size": 16},

@@ -51,7 +51,7 @@ class House:
 
 
 def finish(house: House, client: ShardClient) -> Manifest:
-    """One good worker brings the job to its end."""
+    """One good worker brings the job to its end, at the latest when lost messages are put again (`most_patience`)."""
     for _ in range(200):
         house.dispatcher.tick()
         if house.dispatcher.finished():

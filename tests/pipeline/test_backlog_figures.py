@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import ServiceUnavailable
-from pipeline.backlog_figures import BacklogFigures, BacklogLook, BacklogTeller, ModelBacklog
+from pipeline.backlog_figures import BacklogFigures, BacklogLook, ModelBacklog
 from pipeline.catalog import Catalog
 from pipeline.inputs import pin_uri
 from pipeline.intake import Intake, JobDraft
@@ -180,25 +179,3 @@ def test_given_no_cloudwatch_when_it_is_told_then_the_error_is_of_a_server_that_
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
     with pytest.raises(ServiceUnavailable, match="can't tell the backlog"):
         CloudWatch("space", "here", "us-east-1").put(BacklogFigures(0, ()))
-
-
-def test_given_a_look_that_fails_when_telling_then_it_goes_on(house: House) -> None:
-    stop = threading.Event()
-    put: list[BacklogFigures] = []
-
-    class Target:
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def put(self, figures: BacklogFigures) -> None:
-            self.calls += 1
-            if self.calls == 1:
-                raise ServiceUnavailable("CloudWatch: is away")
-            put.append(figures)
-            stop.set()
-
-    thread = threading.Thread(target=BacklogTeller(house.look, Target(), every=0.01).run, args=(stop,))
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()
-    assert len(put) == 1

@@ -166,3 +166,21 @@ def test_a_model_that_is_published_while_it_is_looked_for_is_found(tmp_path: Pat
     late = LateStore()
     submitted = Intake(replace(world, store=late)).accept(draft(model=PIN.name))
     assert submitted.job.models == (PIN,)
+
+
+def test_given_a_version_by_its_digest_when_a_job_names_it_then_it_is_pinned_to_that_one(world: World) -> None:
+    catalog = Catalog(world.store)
+    old = CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:" + "0" * 64}), max_model_len=9)
+    new = CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:" + "1" * 64}), max_model_len=9)
+    for entry in (old, new):
+        catalog.publish_version(entry)
+    catalog.publish(new)
+    version = f"{PIN.name}@{old.pin.digest}"
+
+    (by_digest,) = Intake(world).accept(draft("job-old", model=version)).job.models
+    (by_name,) = Intake(world).accept(draft("job-new", model=PIN.name)).job.models
+
+    assert (by_digest.name, by_digest.key) == (version, old.pin.key)
+    assert (by_name.name, by_name.key) == (PIN.name, new.pin.key)
+    with pytest.raises(IntakeRefused, match="is not served here"):
+        Intake(world).accept(draft("job-none", model=f"{PIN.name}@sha256:{'2' * 64}"))

@@ -39,7 +39,9 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     assert manifest.engine_seconds == 8.0, "shards overlap in the running batch; time is not counted twice"
     assert manifest.tokens_per_second == pytest.approx(21 / 8)
     assert manifest.total_tokens_per_second == pytest.approx((21 + 15) / 8)
-    assert manifest.cost == pytest.approx(0.01)
+    assert manifest.busy_seconds == 11.0, "5 of one shard and 6 of the other"
+    assert (manifest.cost, manifest.price_per_hour) == (pytest.approx(0.011), pytest.approx(3.6))
+    assert manifest.cost_per_million_tokens == pytest.approx(0.011 / (21 + 15) * 1e6)
     assert manifest.engine == {"block_size": 16}
     assert manifest.versions["torch"] == "2.13.0"
     assert [file.rows for file in manifest.files] == [0, 2, 1]

@@ -160,6 +160,7 @@ def test_a_refused_row_says_what_where_and_as_which_status(code: RowErrorCode) -
     expected = {
         RowErrorCode.BATCH_EXPIRED: RowStatus.EXPIRED,
         RowErrorCode.BATCH_CANCELLED: RowStatus.CANCELLED,
+        RowErrorCode.SPEND_LIMIT: RowStatus.CANCELLED,
     }.get(code, RowStatus.FAILED)
     assert (row.status, row.status_code, row.error_message) == (expected, STATUS_CODES[code], "line 7: is wrong")
 

@@ -14,7 +14,7 @@ ROWS = 200
 SECONDS = 240
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
     place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
@@ -25,8 +25,8 @@ def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
     rows = results(place / "alone")
     alone = sorted((row["custom_id"] or "", row["text"] or "", row["error_code"] or "") for row in rows)
     # Two intakes hear of everything, and each drop is told of twice more.
-    processes = ("dispatcher-1", "dispatcher-2", "intake-1", "intake-2", "worker-1", "worker-2")
-    with running_cluster(place / "cluster", engine, processes) as cluster:
+    processes = ("dispatcher-1", "dispatcher-2", "intake-1", "intake-2", "worker-1")
+    with running_cluster(place / "cluster", (*engine, "--replicas", "2"), processes) as cluster:
         wait_for(lambda: list(cluster.store().list("catalog/")), SECONDS, "no worker is up")
         send(cluster, source)
         events = cluster.s3.client("sqs")

@@ -1,4 +1,4 @@
-"""A short run of faults on a whole installation: what `make cluster-faults` does at length."""
+"""A short run of faults on a whole installation: what `make cluster-faults` does at length. `make chaos` runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.faults_report import document, show
 SMALL = Scale(rows=(60, 200), race_rows=400, max_tokens=(4, 24), expire_seconds=3, at_once=3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_given_two_faults_when_jobs_come_by_all_doors_then_nothing_is_lost_doubled_or_changed(
     place: Path, model_folder: Path

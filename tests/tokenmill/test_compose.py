@@ -231,7 +231,8 @@ def test_given_what_images_hold_then_versions_are_pinned_and_allowed_by_the_proj
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     used = [
-        project["optional-dependencies"][extra] for extra in ("aws", "engine", "gateway", "kafka", "metrics", "redis")
+        project["optional-dependencies"][extra]
+        for extra in ("aws", "engine", "gateway", "kafka", "metrics", "redis", "tracing")
     ]
     for line in [*project["dependencies"], *(one for extra in used for one in extra)]:
         wanted = Requirement(line)

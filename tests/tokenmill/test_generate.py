@@ -148,7 +148,7 @@ def test_many_ask_at_once_and_a_revoked_one_gives_its_place_up(house: House, cha
     assert (worker.wait(WAIT), intake.wait(WAIT)) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_answers_outlive_orderly_stops_of_worker_and_intake(house: House, chat: Any) -> None:
     first, intake = house.null_worker(TOKENMILL_LANE__DRAIN_SECONDS="0.5"), house.intake()
     house.wait_for_model()
@@ -163,7 +163,7 @@ def test_answers_outlive_orderly_stops_of_worker_and_intake(house: House, chat: 
     assert (first.wait(WAIT), intake.wait(WAIT)) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(house: House, chat: Any) -> None:
     house.null_worker(), house.null_worker(), house.intake()
     house.wait_for_model()

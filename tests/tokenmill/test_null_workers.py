@@ -88,6 +88,7 @@ def finished_at(job: Path) -> datetime:
     return datetime.fromisoformat(json.loads((job / "manifest.json").read_text())["finished_at"])
 
 
+@pytest.mark.exhaustive
 def test_given_one_worker_of_two_models_then_both_get_their_turn(
     cluster: Cluster, model_folder: Path, chat: Any, tmp_path: Path, results: Any
 ) -> None:
@@ -131,6 +132,7 @@ def test_given_an_engine_that_is_stuck_then_its_worker_ends_and_another_does_the
     assert "in execute" in (cluster.place / "stuck.log").read_text(), "it says where it hung"
 
 
+@pytest.mark.exhaustive
 def test_given_two_null_workers_when_one_is_killed_then_all_texts_are_those_worked_out_from_the_requests(
     place: Path,
     model_folder: Path,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from pipeline.planner.capacity import HARDWARE
 from tokenmill.commands.estimate import DEVICES
+from tokenmill.measured import MeasuredSpeed
+from workers.model_host import model_digest
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -123,8 +126,54 @@ def test_given_a_bench_when_it_ends_then_its_figures_are_told_and_estimate_uses_
     assert found["pipeline_rows_per_second"] > 0
     (here,) = estimated["times"]
     assert here["on"] == "this machine"
-    wanted = estimated["prompt_tokens"] / found["prefill"] + estimated["expected_tokens"] / found["decode"]
-    assert here["seconds"] == pytest.approx(wanted)
+    ((rows, step),) = found["decode_steps"]
+    assert rows == 2
+    assert rows / step == pytest.approx(found["decode"])
+    assert estimated["expected_tokens"] == 5, "half of what it may have"
+    wanted = estimated["prompt_tokens"] / found["prefill"] + 4 * step
+    assert here["seconds"] == pytest.approx(wanted), "the first token comes with the prompt"
+
+
+def test_given_figures_of_another_machine_when_estimated_then_its_price_is_the_books_and_workers_share_the_job(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(*(chat(f"r{n}", text=str(n), max_tokens=10, ignore_eos=True) for n in range(40)))
+    speed = asdict(MeasuredSpeed(model_digest(model_folder), "float32", 1, "far away", "2026-01-01", 1e3, 100.0, 8))
+    (place / "speed.json").write_text(json.dumps(speed | {"decode_steps": [[8, 0.08]], "prompt_token": 1e-3}))
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", "10")
+    asked = ("estimate", path, "--model", f"tiny={model_folder}", "--measured", place / "speed.json")
+
+    plain = tokenmill(*asked, "--json").json()["times"]
+    (one,) = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "us-east-1", "--json").json()["times"]
+    four = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "us-east-1", "--workers", "9", "--json").json()
+    spot = tokenmill(*asked, "--instance", "g6.xlarge", "--region", "mars", "--json")
+
+    assert [(entry["on"], entry["cost"]) for entry in plain] == [("far away", None)]
+    assert one["cost"] == pytest.approx(one["seconds"] / 3600 * 0.8048)
+    tokens = four["prompt_tokens"] + four["expected_tokens"]
+    assert one["cost_per_million_tokens"] == pytest.approx(one["cost"] / tokens * 1e6)
+    assert four["workers"] == 4, "there are no more shards than that"
+    assert four["times"][0]["on"] == "far away x 4"
+    assert four["times"][0]["seconds"] < one["seconds"]
+    assert "no price of g6.xlarge in mars, on-demand; it has g6.xlarge in us-east-1" in spot.error
+    (place / "speed.json").write_text(json.dumps(speed | {"model": "another"}))
+    assert "was measured with another model" in tokenmill(*asked).error
+    (place / "speed.json").write_text("[]")
+    assert "is not what 'tokenmill bench --json' prints" in tokenmill(*asked).error
+
+
+def test_given_a_price_book_when_checked_then_it_says_what_a_worker_costs_or_what_is_wrong(
+    tokenmill: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "l4" in tokenmill("prices", "list").out
+    monkeypatch.setenv("TOKENMILL_INSTANCE__TYPE", "g6.xlarge")
+    monkeypatch.setenv("TOKENMILL_INSTANCE__REGION", "us-east-1")
+    monkeypatch.setenv("TOKENMILL_INSTANCE__WORKERS", "2")
+    assert tokenmill("prices", "check", "--json").json()["price_per_hour"] == 0.4024
+    (place / "mine.toml").write_text("price = 1")
+    wrong = tokenmill("prices", "check", place / "mine.toml")
+    assert wrong.code == 1
+    assert f"{place / 'mine.toml'}: price: " in wrong.error
 
 
 def test_given_an_empty_cache_when_models_are_listed_then_the_way_to_get_one_is_told(

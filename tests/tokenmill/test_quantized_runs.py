@@ -10,9 +10,10 @@ from typing import Any, get_args
 import pytest
 
 from engine import config
+from engine.attention import backend_names
 from engine.native.library import CHOICES
 from schemas.job import ModelPin
-from schemas.settings import InstructionSet
+from schemas.settings import Attention, InstructionSet
 from tokenmill.engine_options import EngineOptions
 from tokenmill.measured import FILE, MeasuredSpeed, keep, recall, this_machine
 from tokenmill.options import KvDType, Quantize
@@ -83,7 +84,7 @@ def test_given_a_job_when_it_is_retried_then_it_keeps_its_quantization_unless_to
     assert [(pin["quantization"], pin["kv_dtype"]) for pin in pins] == [("int8-weight-only", "int8"), ("none", "auto")]
 
 
-@pytest.mark.parametrize("option", [("--quantize", "int3"), ("--kv-dtype", "fp8")])
+@pytest.mark.parametrize("option", [("--quantize", "int3"), ("--kv-dtype", "fp4")])
 @pytest.mark.parametrize("command", ["run", "estimate", "bench"])
 def test_given_a_value_that_is_not_known_then_one_line_names_those_that_are(
     tokenmill: Cli, place: Path, run: tuple[object, ...], option: tuple[str, str], command: str
@@ -155,5 +156,10 @@ def test_the_choices_offered_are_those_of_the_engine() -> None:
     assert get_args(Quantize) == get_args(config.Quantize) == get_args(ModelPin.model_fields["quantization"].annotation)
     assert get_args(KvDType) == get_args(config.KVDType) == get_args(ModelPin.model_fields["kv_dtype"].annotation)
     assert get_args(InstructionSet) == CHOICES
-    made = EngineOptions(quantize="int8", kv_dtype="int8", instruction_set="avx2").config()
-    assert (made.quantize, made.kv_dtype, made.instruction_set) == ("int8", "int8", "avx2")
+    assert set(get_args(Attention)) == {"auto", *backend_names()}
+    made = EngineOptions(
+        quantize="int8", kv_dtype="int8", instruction_set="avx2", attention="flash2", kv_block_size=256
+    )
+    config_of = made.config()
+    assert (config_of.quantize, config_of.kv_dtype, config_of.instruction_set) == ("int8", "int8", "avx2")
+    assert (config_of.attention, config_of.cache.block_size) == ("flash2", 256)

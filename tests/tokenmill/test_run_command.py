@@ -212,7 +212,8 @@ def test_given_json_when_a_job_ends_then_stdout_is_one_document_with_its_outcome
         "total": 4, "succeeded": 3, "failed": 1, "expired": 0, "cancelled": 0, "pending": 0
     }  # fmt: skip
     assert outcome["usage"]["completion"] > 0
-    assert outcome["cost"] == pytest.approx(outcome["wall_seconds"] * 2 / 3600)
+    assert 0 < outcome["busy_seconds"] < outcome["wall_seconds"]
+    assert outcome["cost"] == pytest.approx(outcome["busy_seconds"] * 2 / 3600)
     assert outcome["models"][0]["name"] == "tiny"
     assert sum(file["rows"] for file in outcome["files"]) == 4
     assert "cost" in ended.err

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tokenmill.spot_notice import ENDPOINT_VARIABLE, watch_for_notice
+from tokenmill.instance_metadata import ENDPOINT_VARIABLE
+from tokenmill.spot_notice import watch_for_notice
 
 
 class Metadata(ThreadingHTTPServer):

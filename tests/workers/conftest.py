@@ -176,7 +176,7 @@ class MemorySink:
     def note(self, work: ShardWork, rows: Sequence[int]) -> None:
         self.notes.append((work.shard, list(rows)))
 
-    def release(self, work: ShardWork, generated: int) -> None:
+    def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:
         self.released.append(work.shard)
 
     def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 256
 PREFILL_ROWS = 16
 DECODE_TOKENS = 64
+LONG_TOKENS = 512
+LONG_ROWS = 32
+"""Together more keys and values than a processor's caches hold, as in a real batch."""
+LONG_ANSWERS = 16
 
 
 def bench(
@@ -27,7 +31,8 @@ def bench(
     kv_dtype: Annotated[KvDType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Batch sizes for decode. Repeat for several. [default: 1, 16, 64]")
+        list[int] | None,
+        typer.Option(min=1, help="Batch sizes for decode. Repeat for several. [default: 1, 16, 64, 128]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Times each thing is measured, after one warm-up.")] = 3,
     rows: Annotated[int, typer.Option(min=1, help="Requests for the pipeline without a model.")] = 2000,
@@ -54,17 +59,23 @@ def bench(
     results = [measure.scheduler()]
     rows_per_second = measure.pipeline(chosen, rows)
     output.say(f"loading {chosen.name}")
-    batches = sorted(set(batch or (1, 16, 64)))
+    batches = sorted(set(batch or (1, 16, 64, 128)))
     options = EngineOptions(
         dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, instruction_set=settings.instruction_set, threads=threads,
-        max_num_seqs=max(*batches, PREFILL_ROWS),
+        attention=settings.attention, kv_block_size=settings.kv_block_size, max_num_seqs=max(*batches, PREFILL_ROWS),
     )  # fmt: skip
     engine = Engine.load(path, options.config(PREFILL_TOKENS + DECODE_TOKENS))
     results.append(measure.prefill(engine, PREFILL_TOKENS, PREFILL_ROWS, repeats))
     for size in batches:
         output.say(f"decoding, batch {size}")
         results.append(measure.decode(engine, size, DECODE_TOKENS, repeats))
-    best = max(results[2:], key=lambda result: result.tokens_per_second)
+    decoded = results[2:]
+    best = max(decoded, key=lambda result: result.tokens_per_second)
+    longest = min(LONG_TOKENS, engine.spec.max_position - LONG_ANSWERS - 1)
+    if longest >= 2 * PREFILL_TOKENS:
+        output.say(f"prompts of {longest} tokens")
+        room = options.max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (longest + LONG_ANSWERS)
+        results += measure.long_prompts(engine, longest, min(LONG_ROWS, room), LONG_ANSWERS, repeats)
     speed = measured.MeasuredSpeed(
         model=model_digest(path),
         dtype=dtype_name(engine.spec),
@@ -76,6 +87,7 @@ def bench(
         batch=best.rows,
         quantization=quantize,
         kv_dtype=kv_dtype,
+        **_step_times(results[1], decoded, results[2 + len(decoded) :], longest),
     )
     kept = measured.keep(speed, cache)
     if as_json:
@@ -90,6 +102,28 @@ def bench(
         return
     _show(results, rows_per_second)
     output.say(f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {kept}")
+
+
+def _step_times(
+    prefill: Measurement, decoded: list[Measurement], long: list[Measurement], long_tokens: int
+) -> dict[str, Any]:
+    """What steps take: of each token, and of each pair of one and another that it looks at. Two lengths tell them
+    apart; where there is but one, pairs are in the tokens' time."""
+    from pipeline.planner.timing import StepTimes
+    from tokenmill.bench import DECODE_PROMPT_TOKENS
+
+    behind = DECODE_PROMPT_TOKENS + DECODE_TOKENS / 2
+    steps = tuple((one.rows, one.rows / one.tokens_per_second) for one in decoded)
+    token, pair, answer_pair = 1 / prefill.tokens_per_second, 0.0, 0.0
+    if long:
+        prompts, answers = long
+        pair = max(0.0, (1 / prompts.tokens_per_second - token) / (long_tokens / 2 - PREFILL_TOKENS / 2))
+        token -= pair * PREFILL_TOKENS / 2
+        step = answers.rows / answers.tokens_per_second - StepTimes(dict(steps), behind, token).step(answers.rows)
+        answer_pair = max(0.0, step / answers.rows / (long_tokens + LONG_ANSWERS / 2 - behind))
+    return {
+        "decode_steps": steps, "behind": behind, "prompt_token": token, "pair": pair, "answer_pair": answer_pair,
+    }  # fmt: skip
 
 
 def _show(results: list[Measurement], rows_per_second: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,13 +13,16 @@ from tokenmill import options, output
 from tokenmill.options import Debug, DType, Input, Json, KvDType, Model, Quantize
 from tokenmill.settings import read_settings
 
+Market = Literal["on-demand", "spot"]
+
 if TYPE_CHECKING:
     from engine.models.base import ModelSpec
     from pipeline.planner import InputEstimate
     from schemas.job import InputRef, JobSettings, ModelPin
+    from schemas.settings import Settings
     from tokenmill.measured import MeasuredSpeed
 
-DEVICES = ("b200", "h200", "h100", "a100", "l40s", "l4", "t4")
+DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.capacity.HARDWARE`, which takes longer to import than --help may take."""
 
 
@@ -45,9 +48,27 @@ def estimate(
         typer.Option(
             parser=options.price,
             metavar="PRICE",
-            help="For the cost. Default: of this machine the configured one, of devices a typical one.",
+            help="Of a worker, for the cost. Default: of this machine the configured one, of others the price book's.",
         ),
     ] = None,
+    measured_there: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Also the time on the machine where 'tokenmill bench --json' printed this. Repeat for several.",
+        ),
+    ] = None,
+    instance: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Take the price of this instance type from the price book.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="Where that is. Default: as configured, else any.")] = None,
+    market: Annotated[
+        Market | None, typer.Option(help="How it is paid. Default: as configured, else on demand.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="So many work at it together.")] = 1,
     dtype: Annotated[DType, typer.Option(help="For the time on this machine: what 'run' would compute in.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="For the time on this machine, likewise.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="For the time on this machine, likewise.")] = "auto",
@@ -60,7 +81,8 @@ def estimate(
     """Say how many tokens a job has, how long it takes and what it costs. Nothing is computed.
 
     The time on this machine comes from the last 'tokenmill bench' with this model; that on other hardware is a lower
-    bound, from its arithmetic and its memory.
+    bound, from its arithmetic and its memory. Both are the time in which is computed: loading a model and waiting for a
+    worker are not in it, nor in the cost that a job's manifest has.
     """
     from engine.engine import resolve_device, resolve_model_dtype
     from engine.models.load import describe_model
@@ -82,12 +104,18 @@ def estimate(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
     )  # fmt: skip
+    prices = _Prices(settings, price_per_hour, instance, region, market)
+    team = min(workers, max(1, amount.shards))
     times = []
     if speed is not None:
-        times.append(_here(amount, speed, settings.price_per_hour if price_per_hour is None else price_per_hour))
-    times += [_elsewhere(amount, spec, name, price_per_hour) for name in hardware or []]
+        times.append(_as_measured(amount, speed, "this machine", prices.here(), team))
+    for file in measured_there or []:
+        there = _measured_there(file, model_digest(path))
+        times.append(_as_measured(amount, there, there.machine, prices.given(), team))
+    times += [_elsewhere(amount, spec, name, prices.of_device(name), team) for name in hardware or []]
     if as_json:
-        output.print_json({**asdict(amount), "times": times})
+        shown = {name: value for name, value in asdict(amount).items() if name != "work"}
+        output.print_json({**shown, "workers": team, "times": times})
         return
     _show(amount, times)
     if speed is None:
@@ -102,43 +130,120 @@ def _measure(inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *
     from pipeline.ports import World
     from schemas.job import Job
     from tokenmill.inputs import open_input
-    from tokenmill.job_options import token_counter
+    from tokenmill.job_options import template_tokens, token_counter
 
     clock = SystemClock()
     job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
         world = World(store, clock, SystemRandomness(), Path(folder))
         source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
-        return measure(source, job, world, counter=token_counter(path), exact=exact)
+        return measure(source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path))
 
 
-def _here(amount: InputEstimate, speed: MeasuredSpeed, price: float | None) -> dict[str, Any]:
-    """Time and cost on this machine, as measured."""
-    seconds = amount.computed_prompt_tokens / speed.prefill + amount.expected_tokens / speed.decode
-    cost = None if price is None else seconds / 3600 * price
+class _Prices:
+    """What an hour of a worker costs, where somebody says so. Raises `UserError` where the price book lacks what is
+    asked of it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        per_hour: float | None,
+        instance: str | None,
+        region: str | None,
+        market: Market | None,
+    ) -> None:
+        chosen = {"type": instance, "region": region, "market": market}
+        update = {name: value for name, value in chosen.items() if value is not None}
+        if instance is not None:
+            settings = settings.model_copy(update={"price_per_hour": None})
+        self._settings = settings.model_copy(update={"instance": settings.instance.model_copy(update=update)})
+        self._per_hour = per_hour
+        self._named = instance is not None
+
+    def here(self) -> float | None:
+        """Of this machine."""
+        from tokenmill.prices import price_of_worker
+
+        return price_of_worker(self._settings, self._per_hour)
+
+    def given(self) -> float | None:
+        """Of another machine: only what was asked for."""
+        return self.here() if self._named else self._per_hour
+
+    def of_device(self, name: str) -> float | None:
+        """Of an accelerator: what was asked for, else its own in the book."""
+        from tokenmill.prices import read_book
+
+        if self._named or self._per_hour is not None:
+            return self.given()
+        instance = self._settings.instance
+        found = read_book(self._settings.price_book).find(name, instance.region, instance.market)
+        return None if found is None else found.per_hour
+
+
+def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
+    from tokenmill import measured
+    from tokenmill.errors import UserError
+
+    try:
+        speed = measured.read_bench(file)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if speed.model != digest:
+        raise UserError(f"{file}: was measured with another model than --model names; run 'tokenmill bench' with it")
+    return speed
+
+
+def _as_measured(
+    amount: InputEstimate, speed: MeasuredSpeed, on: str, price: float | None, workers: int
+) -> dict[str, Any]:
+    """Time and cost on a machine that was measured; each worker has its part."""
+    from engine.config import ScheduleConfig
+    from pipeline.planner.timing import seconds_of
+    from tokenmill.wiring import rows_for
+
+    most = ScheduleConfig().max_num_seqs
+    rows = rows_for(amount.max_tokens, amount.work.longest) if workers == 1 else None
+    seconds = seconds_of(amount.work.divided(workers), speed.times, min(most, rows or most))
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
-    return {"on": "this machine", "seconds": seconds, "cost": cost, "basis": basis}
+    return _entry(amount, on, seconds, price, workers, basis)
 
 
-def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None) -> dict[str, Any]:
-    """The least time and cost on one device; seconds None where the model doesn't fit."""
+def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:
+    """The least time and cost on devices of a kind; seconds None where the model doesn't fit."""
     from pipeline.planner.capacity import HARDWARE, DoesNotFit, ModelShape, bound
 
     try:
         least = bound(
             ModelShape(spec.num_parameters, spec.num_layers, spec.num_kv_heads, spec.head_dim),
             HARDWARE[name],
-            requests=amount.unique,
-            prompt_tokens=amount.prompt_tokens,
-            computed_prompt_tokens=amount.computed_prompt_tokens,
-            output_tokens=amount.expected_tokens,
+            requests=-(-amount.unique // workers),
+            prompt_tokens=amount.prompt_tokens / workers,
+            computed_prompt_tokens=amount.computed_prompt_tokens / workers,
+            output_tokens=amount.expected_tokens / workers,
             price_per_hour=price,
         )
     except DoesNotFit as error:
-        return {"on": name, "seconds": None, "cost": None, "basis": str(error)}
-    hourly = HARDWARE[name].price_per_hour if price is None else price
-    basis = f"lower bound, batch {least.sequences}, {hourly:g} an hour"
-    return {"on": name, "seconds": least.seconds, "cost": least.cost, "basis": basis}
+        return _entry(amount, name, None, price, workers, str(error))
+    priced = "" if price is None else f", {price:g} an hour"
+    return _entry(amount, name, least.seconds, price, workers, f"lower bound, batch {least.sequences}{priced}")
+
+
+def _entry(
+    amount: InputEstimate, on: str, seconds: float | None, price: float | None, workers: int, basis: str
+) -> dict[str, Any]:
+    cost = None if price is None or seconds is None else workers * seconds / 3600 * price
+    tokens = amount.prompt_tokens + amount.expected_tokens
+    return {
+        "on": on if workers == 1 else f"{on} x {workers}",
+        "seconds": seconds,
+        "cost": cost,
+        "cost_per_million_tokens": None if cost is None or not tokens else cost / tokens * 1e6,
+        "cost_per_million_output_tokens": (
+            None if cost is None or not amount.expected_tokens else cost / amount.expected_tokens * 1e6
+        ),
+        "basis": basis,
+    }
 
 
 def _show(amount: InputEstimate, times: list[dict[str, Any]]) -> None:
@@ -162,9 +267,14 @@ def _show(amount: InputEstimate, times: list[dict[str, Any]]) -> None:
                 entry["on"],
                 None if entry["seconds"] is None else output.duration(entry["seconds"]),
                 None if entry["cost"] is None else f"{entry['cost']:.4f}",
+                None if entry["cost_per_million_tokens"] is None else f"{entry['cost_per_million_tokens']:.4f}",
                 entry["basis"],
             )
             for entry in times
         ]
         console.print()
-        console.print(output.table(None, ("on", "time", "cost", ""), cells, right=("time", "cost")))
+        console.print(
+            output.table(
+                None, ("on", "time", "cost", "a million tokens", ""), cells, right=("time", "cost", "a million tokens")
+            )
+        )

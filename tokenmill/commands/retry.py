@@ -25,13 +25,16 @@ from tokenmill.options import (
     Json,
     KvCacheMemory,
     KvDType,
+    MaxCost,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
     PricePerHour,
     Quantize,
+    Replicas,
     RootUrl,
     SpeculateOption,
+    TensorParallel,
     Threads,
     Tier,
 )
@@ -57,8 +60,7 @@ class Ended(StrEnum):
 ONLY_HERE: Final = {
     "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
     "kv_dtype": "--kv-dtype", "speculate": "--speculate", "content_policy": "--content-policy", "device": "--device",
-    "threads": "--threads",
-    "fresh": "--fresh",
+    "threads": "--threads", "tensor_parallel": "--tensor-parallel", "replicas": "--replicas", "fresh": "--fresh",
     "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
 }  # fmt: skip
@@ -90,6 +92,7 @@ def retry(
     ] = None,
     tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: as in JOB.")] = None,
     deadline: Deadline = None,
+    max_cost: MaxCost = None,
     dtype: Annotated[DType | None, typer.Option(help="Of weights and arithmetic. Default: as in JOB.")] = None,
     quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in JOB.")] = None,
     kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in JOB.")] = None,
@@ -97,6 +100,8 @@ def retry(
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
     max_output_tokens: MaxOutputTokens = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the job in NEW, and start anew.")] = False,
     price_per_hour: PricePerHour = None,
@@ -133,7 +138,7 @@ def retry(
         _check_options(context, job_given, url)
         body = {
             "only": only, "include_invalid": include_invalid or None, "tier": tier,
-            "completion_window": _window(deadline), "max_output_tokens": max_output_tokens,
+            "completion_window": _window(deadline), "max_output_tokens": max_output_tokens, "max_cost": max_cost,
         }  # fmt: skip
         asked = {name: value for name, value in body.items() if value is not None}
         jobs_over_http.retry(url, job_given, asked, watch=watch, as_json=as_json)
@@ -143,7 +148,7 @@ def retry(
     place = locate(job_given, root_url, settings)
     given = Path(job_given).expanduser()
     out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
-    wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens)
+    wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
     if out is None:
         _check_options(context, str(place), place.root)
         retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
@@ -153,19 +158,22 @@ def retry(
     if watch:
         raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
     from tokenmill.engine_options import engine_options  # needs torch, which isn't there where no model runs
+    from tokenmill.prices import check_limit, price_of_worker
     from tokenmill.running import execute
 
     first = _first(out, new, statuses, include_invalid=include_invalid, other_model=model is not None)
     pin = first.job.models[0]
     engine = engine_options(
         settings, dtype or pin.dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
-        quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate,
+        quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
+        replicas,
     )  # fmt: skip
     plan = _plan(
         first, new, wishes, engine, input_, model, chat_template,
-        fresh=fresh, price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+        fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour),
         content_policy=content_policy,
     )  # fmt: skip
+    check_limit(plan)
     tell_rows(first)
     execute(plan, as_json=as_json)
 
@@ -184,7 +192,7 @@ def _plan(
     content_policy: list[str] | None,
 ) -> RunPlan:
     """Everything that can be found out, and refused, before a retry is run here."""
-    from pipeline.retry import retried_settings
+    from pipeline.retry import limit_of_retry, retried_settings
     from tokenmill import job_options
     from tokenmill.wiring import RunPlan
     from workers.settings import WorkerSettings
@@ -209,6 +217,7 @@ def _plan(
             request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
         ),
         deadline=wishes.deadline,
+        max_cost=limit_of_retry(job, wishes),
         retry_of=job.id,
         digest=job.models[0].digest if model is None and chat_template is None else None,
     )

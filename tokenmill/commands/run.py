@@ -19,6 +19,7 @@ from tokenmill.options import (
     Json,
     KvCacheMemory,
     KvDTypeOption,
+    MaxCost,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
@@ -27,7 +28,9 @@ from tokenmill.options import (
     OutputTo,
     PricePerHour,
     QuantizeOption,
+    Replicas,
     SpeculateOption,
+    TensorParallel,
     Threads,
     Tier,
 )
@@ -46,6 +49,7 @@ def run(
     out: OutputTo,
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     deadline: Deadline = None,
+    max_cost: MaxCost = None,
     dtype: DTypeOption = "auto",
     quantize: QuantizeOption = "none",
     kv_dtype: KvDTypeOption = "auto",
@@ -53,6 +57,8 @@ def run(
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
     max_output_tokens: MaxOutputTokens = None,
     on_invalid: Annotated[
         OnInvalid, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
@@ -74,19 +80,21 @@ def run(
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
     """
     from tokenmill.engine_options import engine_options
+    from tokenmill.prices import check_limit, price_of_worker
     from tokenmill.running import execute
 
     settings = read_settings()
     engine = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate,
+        speculate, tensor_parallel, replicas,
     )  # fmt: skip
     plan = _plan(
         input_, model, out, tier, engine, chat_template,
         on_invalid=on_invalid, fresh=fresh, limit=limit, seed=seed, max_output_tokens=max_output_tokens,
-        price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour, deadline=deadline,
+        price_per_hour=price_of_worker(settings, price_per_hour), deadline=deadline, max_cost=max_cost,
         content_policy=content_policy,
     )  # fmt: skip
+    check_limit(plan)
     execute(plan, as_json=as_json)
 
 
@@ -105,6 +113,7 @@ def _plan(
     max_output_tokens: int | None,
     price_per_hour: float | None,
     deadline: timedelta | None,
+    max_cost: float | None,
     content_policy: list[str] | None,
 ) -> RunPlan:
     """Everything that can be found out, and refused, before a job is made. Cheap checks come first."""
@@ -134,4 +143,5 @@ def _plan(
             request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
         ),
         deadline=deadline,
+        max_cost=max_cost,
     )

@@ -20,19 +20,21 @@ from tokenmill.options import (
     DTypeOption,
     KvCacheMemory,
     KvDTypeOption,
+    LogForm,
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MetricsPort,
     Models,
     PricePerHour,
     QuantizeOption,
+    Replicas,
     RootUrl,
     SpeculateOption,
     SwitchAfter,
+    TensorParallel,
     Threads,
     folder,
 )
-from tokenmill.output import say
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -52,6 +54,12 @@ Settle = Annotated[
 Host = Annotated[
     str, typer.Option(help="The address on which HTTP is served. Others than this machine's own need an API key.")
 ]
+Candidate = Annotated[
+    bool,
+    typer.Option(
+        "--candidate", help="The model is a new version: compute copies for its release, and nothing else before."
+    ),
+]
 Port = Annotated[int, typer.Option(min=0, max=65_535, help="0: any that is free.")]
 
 
@@ -67,6 +75,7 @@ def serve(
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
     chat_template: ChatTemplate = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
@@ -75,6 +84,7 @@ def serve(
     settle: Settle = 2.0,
     switch_after: SwitchAfter = 60.0,
     metrics_port: MetricsPort = None,
+    log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
     """Answer HTTP and what is dropped into DIR/incoming, until told to stop: everything in one process, no other
@@ -95,28 +105,38 @@ def serve(
     from tokenmill.job_options import content_policies
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
+    from tokenmill.prices import price_of_worker
     from tokenmill.processes import run_together
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
+    from tokenmill.tracing import traces_of
     from tokenmill.working import Worker
 
-    log_to_stderr(logging.INFO)
     settings = read_settings()
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate,
+        speculate, tensor_parallel,
     )  # fmt: skip
-    with until_told() as stop, open_root(str(data), settings) as root, RunLock(data.expanduser()):
+    with (
+        until_told() as stop,
+        traces_of("serve") as traces,
+        open_root(str(data), settings, traces=traces) as root,
+        RunLock(data.expanduser()),
+    ):
         hints = hints_in_process(root)
-        price = _price(price_per_hour, settings)
-        figures = DispatchFigures(priced=price is not None)
-        gateway = Gateway(root, settings, hints, host, port, dispatching=sources.dispatching(figures, root.world.clock))
+        price = price_of_worker(settings, price_per_hour)
+        figures = DispatchFigures()
+        told = sources.all_of(sources.dispatching(figures, root.world.clock), sources.prices(hints.heartbeats, price))
+        gateway = Gateway(root, settings, hints, host, port, dispatching=told)
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
-        work = Worker(root, hints, loads, settings, switch_after, policies)
+        work = Worker(root, hints, loads, settings, switch_after, policies, price)
         place = data.expanduser() / "incoming"
-        say(f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order")
+        tell(
+            f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order"
+        )
         dispatching = service.dispatcher_part(root, hints, settings, figures, price)
         keeping = service.housekeeping_part(root, hints, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping}
@@ -134,64 +154,107 @@ def worker(
     content_policy: ContentPolicies = None,
     device: DeviceOption = "auto",
     threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
     chat_template: ChatTemplate = None,
     max_num_seqs: MaxNumSeqs = 128,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     kv_cache_memory: KvCacheMemory = None,
+    price_per_hour: PricePerHour = None,
     switch_after: SwitchAfter = 60.0,
     metrics_port: MetricsPort = None,
+    log_format: LogForm = None,
+    candidate: Candidate = False,
     _debug: Debug = False,
 ) -> None:
     """Own an engine, and compute the shards that a dispatcher hands out, until told to stop.
 
-    Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there.
+    With --candidate its model is a new version, and answers nobody until a release has promoted it: see
+    'tokenmill release --help'.
+
+    Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there. With
+    --replicas it is as many workers, which end together.
     """
     from tokenmill.engine_options import engine_options
     from tokenmill.job_options import content_policies
-    from tokenmill.working import run_worker
+    from tokenmill.prices import price_of_worker
+    from tokenmill.replicas import environments
+    from tokenmill.working import run_replicas, run_worker
 
     settings = read_settings()
     policies = content_policies(content_policy, settings)
     options = engine_options(
         settings, dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
-        speculate,
+        speculate, tensor_parallel, replicas,
     )  # fmt: skip
     loads = _loads(model, settings, options, chat_template)
-    run_worker(root_url, settings, loads, switch_after, policies, metrics_port)
+    price = price_of_worker(settings, price_per_hour)
+    if candidate:
+        from tokenmill.candidate import run_candidate
+        from tokenmill.errors import UserError
+
+        if len(loads) != 1 or replicas > 1:
+            raise UserError("--candidate takes one --model and no --replicas; start a worker for each")
+        run_candidate(root_url, settings, loads[0], switch_after, policies, metrics_port, log_format, price)
+        return
+    if replicas > 1:
+        own = environments(replicas, tensor_parallel, on_gpus=options.on_gpus)
+        run_replicas(own, root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
+    else:
+        run_worker(root_url, settings, loads, switch_after, policies, metrics_port, log_format, price)
 
 
 def dispatcher(
     root_url: RootUrl = None,
     price_per_hour: PricePerHour = None,
     metrics_port: MetricsPort = None,
+    log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
     """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
     from pipeline.dispatching.figures import DispatchFigures
     from pipeline.metrics import sources
+    from pipeline.releases.keeper import ReleaseKeeper
     from tokenmill import service
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
+    from tokenmill.prices import price_of_worker
     from tokenmill.processes import run_together
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
+    from tokenmill.tracing import traces_of
 
-    log_to_stderr(logging.INFO)
     settings = read_settings()
-    with until_told() as stop, open_root(root_url, settings) as root, hints_on_servers(settings) as hints:
-        say(f"dispatching for {root.url}")
-        price = _price(price_per_hour, settings)
-        figures = DispatchFigures(priced=price is not None)
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
+    with (
+        until_told() as stop,
+        traces_of("dispatcher") as traces,
+        open_root(root_url, settings, traces=traces) as root,
+        hints_on_servers(settings) as hints,
+    ):
+        tell(f"dispatching for {root.url}")
+        price = price_of_worker(settings, price_per_hour)
+        figures = DispatchFigures()
         dispatching = service.dispatcher_part(root, hints, settings, figures, price)
-        told = sources.dispatching(figures, root.world.clock), sources.workers(hints.heartbeats, each=False)
-        others = {"housekeeping": service.housekeeping_part(root, hints, settings)}
+        told = (
+            sources.dispatching(figures, root.world.clock),
+            sources.workers(hints.heartbeats, each=False),
+            sources.prices(hints.heartbeats, price),
+        )
+        keeper = ReleaseKeeper(root.world)
+        others = {"housekeeping": service.housekeeping_part(root, hints, settings), "releases": keeper.run}
         telling = service.backlog_part(root, hints, settings)
-        with metrics_served(settings, metrics_port, *told):
+        with metrics_served(settings, metrics_port, *told, sources.releases(lambda: keeper.figures)):
             run_together(stop, dispatching, others if telling is None else others | {"backlog": telling})
 
 
-def intake(root_url: RootUrl = None, metrics_port: MetricsPort = None, _debug: Debug = False) -> None:
+def intake(
+    root_url: RootUrl = None,
+    metrics_port: MetricsPort = None,
+    log_format: LogForm = None,
+    _debug: Debug = False,
+) -> None:
     """Make jobs of what comes in by the doors that are set up, until told to stop. Several may run.
 
     With an s3:// root: what is dropped below incoming/, told of by TOKENMILL_BUCKET__QUEUE_URL or found by listing.
@@ -205,13 +268,18 @@ def intake(root_url: RootUrl = None, metrics_port: MetricsPort = None, _debug: D
     from tokenmill.processes import run_together
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
+    from tokenmill.tracing import traces_of
 
-    log_to_stderr(logging.INFO)
     settings = read_settings()
-    with until_told() as stop, open_root(root_url, settings) as root:
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "intake")
+    with (
+        until_told() as stop,
+        traces_of("intake") as traces,
+        open_root(root_url, settings, traces=traces) as root,
+    ):
         parts = door_parts(root, settings)
-        say(f"taking in for {root.url}: {', '.join(parts)}")
-        with metrics_served(settings, metrics_port, sources.intake(root.came_in)):
+        tell(f"taking in for {root.url}: {', '.join(parts)}")
+        with metrics_served(settings, metrics_port, sources.intake(root.came_in, root.world.letters)):
             run_together(stop, _wait, parts)
 
 
@@ -220,6 +288,7 @@ def gateway(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     metrics_port: MetricsPort = None,
+    log_format: LogForm = None,
     _debug: Debug = False,
 ) -> None:
     """Serve HTTP as OpenAI's clients speak it, until told to stop. Several may run, behind a balancer.
@@ -233,17 +302,19 @@ def gateway(
     from tokenmill.processes import run_together
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
+    from tokenmill.tracing import traces_of
 
-    log_to_stderr(logging.INFO)
     settings = read_settings()
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "gateway")
     with (
         until_told() as stop,
-        open_root(root_url, settings) as root,
+        traces_of("gateway") as traces,
+        open_root(root_url, settings, traces=traces) as root,
         hints_on_servers(settings) as hints,
         shared_on_redis(root, settings) as shared,
     ):
         served = Gateway(root, settings, hints, host, port, shared)
-        say(f"serving {served.url}/v1 for {root.url}")
+        tell(f"serving {served.url}/v1 for {root.url}")
         with metrics_served(settings, metrics_port, *served.sources):
             run_together(stop, _wait, served.parts)
 
@@ -264,10 +335,6 @@ def _loads(
         raise UserError(f"two models are called {max(names, key=names.count)}; give them names with NAME=MODEL")
     template = read_template(chat_template)
     return [partial(load_any, one, options.config(), template) for one in chosen]
-
-
-def _price(given: float | None, settings: Settings) -> float | None:
-    return settings.price_per_hour if given is None else given
 
 
 def _wait(stop: threading.Event) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from tokenmill import output
 from tokenmill.errors import UserError
-from tokenmill.options import Debug, Json, MaxOutputTokens, OnInvalid, Tier, amount_of_time
+from tokenmill.options import Debug, Json, MaxCost, MaxOutputTokens, OnInvalid, Tier, amount_of_time
 from tokenmill.settings import read_settings
 
 
@@ -49,6 +49,7 @@ def submit(
     refuse_late: Annotated[
         bool, typer.Option("--refuse-late", help="Rather compute nothing than miss the deadline.")
     ] = False,
+    max_cost: MaxCost = None,
     max_output_tokens: MaxOutputTokens = None,
     on_invalid: Annotated[
         OnInvalid | None, typer.Option(help="An invalid line fails by itself (row), or stops the job at once (job).")
@@ -78,8 +79,8 @@ def submit(
     if refuse_late and deadline is None:
         raise UserError("--refuse-late needs a --deadline")
     chosen: dict[str, Any] = {
-        "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "seed": seed,
-        "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
+        "model": model, "tier": tier, "deadline": deadline, "refuse_late": refuse_late or None, "max_cost": max_cost,
+        "seed": seed, "max_output_tokens": max_output_tokens, "on_invalid": on_invalid, "limit": limit,
     }  # fmt: skip
     wanted = {name: value for name, value in chosen.items() if value is not None}
     if to.startswith(submitting.GATEWAYS):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-import structlog
 import torch
 from torch import Tensor
 
 from engine.errors import CorruptWeights
+from engine.logs import get_logger
 from engine.quant.weight import Activations, QWeight
 
-logger = structlog.get_logger(__name__)
+logger = get_logger(__name__)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

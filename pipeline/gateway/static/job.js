@@ -2,7 +2,7 @@
 
 import { ApiError, ask, get, lines, post, save, why } from "./api.js";
 import { announce, count, cut, h, moment, notice, rate, say, span, status } from "./dom.js";
-import { Bar, cost } from "./jobs.js";
+import { Bar, cost, money } from "./jobs.js";
 import { poll } from "./poll.js";
 import { isOpen, left, rowRate } from "./rates.js";
 
@@ -141,6 +141,8 @@ function facts(job, perSecond) {
     ["Answer tokens", count(tokens.output_tokens)],
     ["Computed again", own.repeated_tokens ? `${count(own.repeated_tokens)} tokens` : null],
     ["Cost", cost(job) === "–" ? null : cost(job)],
+    ["Cost limit", own.max_cost ? money(own.max_cost) : null],
+    ["A million tokens", own.cost_per_million_tokens ? money(own.cost_per_million_tokens) : null],
     ["Model", job.model ?? "several"],
     ["Tier", own.tier],
     ["Endpoint", job.endpoint],

@@ -106,6 +106,9 @@ export class Bar {
 }
 
 export function cost(job) {
-  const value = job.tokenmill?.cost;
+  return money(job.tokenmill?.cost);
+}
+
+export function money(value) {
   return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 3 }) : "–";
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from engine.models.hf_check import DenseAttend
 from engine.models.load import load_model
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
-from engine.quant.linear import QuantizedLinear
-from engine.quant.rtn import AT_LOAD, round_to_nearest
+from engine.quant.fp8 import multiplies_rowwise
+from engine.quant.linear import QuantizedLinear, fast_at_load
+from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
+from engine.quant.weight import Activations
 from tests.engine.oracle import Setting, check_equal, engine_answers, greedy_answer, make_prompts
 from tests.native_paths import native_path
 
@@ -77,3 +80,17 @@ def test_rounded_weights_are_small(tiny_model: Callable[[str], Path]) -> None:
             assert isinstance(linear, QuantizedLinear)
             assert linear.weight.form == "int4"
             assert linear.num_bytes <= 0.75 * linear.in_features * linear.out_features
+
+
+def test_where_there_are_units_for_fp8_inputs_are_rounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, cuda = torch.randn(32, 64), torch.device("cuda")
+    for capability, activations in (((8, 9), Activations("fp8")), ((8, 6), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, of=capability: of)
+        rounding = at_load("fp8", cuda)
+        assert rounding == replace(AT_LOAD["fp8"], activations=activations)
+        assert multiplies_rowwise(round_to_nearest(weight, rounding)) == (activations is not None)
+        assert fast_at_load("fp8", cuda) == (activations is not None), "else it is said that this is slow"
+    assert at_load("fp8", CPU) == AT_LOAD["fp8"]
+    assert at_load("int4", cuda) == AT_LOAD["int4"]
+    assert not fast_at_load("fp8", CPU)
+    assert not fast_at_load("int4", CPU)

@@ -78,7 +78,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_models: Any) -> 
     tiny_models.make_tiny_model("llama", folder)
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(
-        "engine.engine.time", SimpleNamespace(perf_counter=lambda: now.seconds, monotonic=lambda: now.seconds)
+        "engine.device.loop.time", SimpleNamespace(perf_counter=lambda: now.seconds, monotonic=lambda: now.seconds)
     )
 
     def timed() -> Engine:

@@ -171,19 +171,6 @@ def test_the_backlog_stays_short_and_in_the_planners_order(house: House) -> None
     assert [task.shard for task in house.queue.tasks] == [2, 3], "a shard that is held makes room for the next"
 
 
-def test_a_lost_message_is_put_again_after_a_while_and_less_and_less_often(house: House) -> None:
-    plan_by_hand(house.ledger, house.world, [[0]])
-    house.dispatcher.add(house.ledger)
-    put_at = []
-    for _ in range(300):
-        house.dispatcher.tick()
-        if house.queue.tasks:
-            put_at.append(house.world.clock.monotonic())
-            house.queue.lose(0)
-        house.world.clock.sleep(1.0)
-    assert put_at == [0.0, 30.0, 90.0, 210.0]
-
-
 def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_again_once_when_beats_are_kept(
     tmp_path: Path,
 ) -> None:
@@ -367,3 +354,18 @@ def test_events_tell_the_story_once_and_in_order(house: House) -> None:
     progress = [event for event in heard if isinstance(event, ProgressMade)]
     assert [(event.counts.total, event.counts.pending) for event in progress] == [(4, 3), (4, 0)]
     assert len({event.id for event in heard}) == len(heard)
+
+
+@pytest.mark.parametrize(("workers", "waiting"), [(0, 2), (8, 2), (12, 3), (40, 9)])
+def test_given_a_large_fleet_then_its_queue_holds_a_shard_for_each_four_workers(
+    tmp_path: Path, workers: int, waiting: int
+) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store))
+    plan_by_hand(house.ledger, world, [[row] for row in range(9)])
+    house.dispatcher.add(house.ledger)
+    for number in range(workers):
+        house.client(f"w{number}").holding([])
+    house.dispatcher.tick()
+    client = house.client("taking")
+    assert sum(client.take(0) is not None for _ in range(9)) == waiting

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
-from pipeline.ports import WorkerState, World
+from pipeline.ports import WorkerState, World, queue_name
 from pipeline.worker_api import WorkerLoad
 from schemas.job import Closing, Tier
 from schemas.progress import Progress
@@ -148,3 +149,26 @@ def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Pa
     assert seconds(tier=Tier.BULK, tenant="other") == pytest.approx(300 / 50)
     assert seconds(tier=Tier.BULK, tenant="heavy") == pytest.approx(300 / 75)
     assert dispatcher.end_of(job.model_copy(update={"id": "new"}), {"other model": 300}) is None
+
+
+@pytest.mark.parametrize(("seconds", "first"), [(300.0, ["late"] * 4), (50_000.0, ["late", "other"] * 2)])
+def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn(
+    tmp_path: Path, seconds: float, first: list[str]
+) -> None:
+    world, queue = simulated_world(tmp_path), MemoryQueue()
+    beats = MemoryHeartbeats(world.clock, LIFETIME)
+    dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(backlog=1))
+    for name in ("late", "other"):
+        ledger = JobLedger(world.store, f"jobs/{name}/")
+        due = world.clock.now() + timedelta(seconds=seconds) if name == "late" else None
+        plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
+        dispatcher.add(ledger)
+    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    dispatcher._outlook.look((), beats.workers(), world.clock.now())  # the speed is known when the first shard goes
+    went = []
+    while len(went) < 4:
+        dispatcher.tick()
+        while (task := queue.take([queue_name(PIN.key, Tier.STANDARD)], 0.0)) is not None:
+            went.append(task.job)
+            beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(task.job, task.shard)}), 0, 1.0))
+    assert went == first

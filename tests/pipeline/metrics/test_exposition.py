@@ -39,7 +39,7 @@ def test_names_and_units_are_as_prometheus_wants_them() -> None:
         assert metric.kind != "histogram" or metric.name.endswith("_seconds"), metric
         assert metric.help.endswith("."), metric
         assert not set(metric.labels) & {"tenant", "job", "instance", "le", "worker", "id", "user", "key"}, metric
-        assert set(metric.by) <= {"worker", "dispatcher", "gateway", "intake"}
+        assert set(metric.by) <= {"worker", "dispatcher", "gateway", "intake", "autoscale"}
         assert metric.by
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 

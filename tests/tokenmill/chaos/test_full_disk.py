@@ -78,6 +78,7 @@ def resize(disk: Path, size: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
 
 
+@pytest.mark.exhaustive
 def test_given_a_full_disk_when_there_is_room_again_then_the_same_command_goes_on(
     setup: Setup, source: Path, calm: Path, disk: Path
 ) -> None:

@@ -42,6 +42,7 @@ def patient(setup: Setup, place: Path) -> Setup:
     return Setup(f"tiny={folder}", place, setup.options, (("TOKENMILL_CHECKPOINT_SECONDS", "0.05"),))
 
 
+@pytest.mark.exhaustive
 def test_given_a_long_answer_when_killed_then_it_goes_on_from_its_last_logged_token(patient: Setup) -> None:
     told = long_answer(patient, random.Random(2), tokens=4000, kills=1)
     assert len(told["logged_at_each_kill"]) == 1

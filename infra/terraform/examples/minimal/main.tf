@@ -4,6 +4,8 @@
 locals {
   tags = { Project = "tokenmill", Installation = var.name }
 
+  scaling = { min = 0, max = 1 }
+
   environment = merge(module.storage.environment, module.events.environment, var.environment)
 }
 
@@ -58,6 +60,7 @@ module "control" {
   secrets       = module.queue.secrets
   intake        = { spot = true }
   dispatcher    = { spot = true }
+  fleets        = { gpu = { models = var.models, scaling = local.scaling } }
   tags          = local.tags
 }
 
@@ -78,7 +81,7 @@ module "workers" {
   secrets     = module.queue.secrets
 
   pools      = { one = { purchase = "on_demand", instance_types = var.instance_types, max_instances = 1 } }
-  scaling    = { min = 0, max = 1 }
+  scaling    = local.scaling
   deployment = { minimum_healthy = 0, maximum = 100 }
 
   metric_namespace = module.control.metric_namespace

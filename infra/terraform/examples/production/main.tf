@@ -84,6 +84,7 @@ module "control" {
 
   intake     = { count = 2 }
   dispatcher = { count = 2, cpu = 2048, memory = 4096 }
+  fleets     = { for name, fleet in var.fleets : name => { models = fleet.models, scaling = fleet.scaling } }
 
   gateway = one([for chosen in var.gateway[*] : merge(chosen, { balancer_subnets = module.network.private_subnet_ids })])
 }

@@ -60,10 +60,11 @@ variable "fleets" {
       base           = optional(number, 0)
     }))
     scaling = object({
-      min            = optional(number, 0)
-      max            = number
-      target_seconds = optional(number, 900)
-      idle_minutes   = optional(number, 15)
+      min                = optional(number, 0)
+      max                = number
+      target_seconds     = optional(number, 3600)
+      cold_start_seconds = optional(number, 300)
+      idle_minutes       = optional(number, 15)
     })
     backlog_seconds = optional(number, 21600)
   }))

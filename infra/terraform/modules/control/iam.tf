@@ -7,17 +7,17 @@ locals {
   # All may see names, or S3 would answer 403 where it has to answer 404.
   access = {
     intake = {
-      read   = concat(["active", "announced", "catalog", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"], local.places)
+      read   = concat(["active", "announced", "catalog", "close", "deadletters", "intake", "jobs", "owed", "releases", "taken", "tenants", "versions", "webhooks"], local.places)
       write  = ["active", "announced", "close", "deadletters", "intake", "jobs", "owed", "taken", "tenants", "webhooks"]
       delete = ["announced", "owed"]
     }
     dispatcher = {
-      read   = concat(["active", "announced", "batches", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "taken", "tenants", "webhooks"], local.places)
-      write  = ["active", "close", "finalizing", "jobs", "tenants", "webhooks"]
-      delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "taken", "tenants", "webhooks"]
+      read   = concat(["active", "announced", "batches", "canaries", "catalog", "close", "deadletters", "files", "finalizing", "intake", "jobs", "releases", "scaling", "taken", "tenants", "versions", "webhooks"], local.places)
+      write  = ["active", "catalog", "close", "finalizing", "jobs", "releases", "scaling", "tenants", "webhooks"]
+      delete = ["active", "announced", "batches", "close", "deadletters", "files", "intake", "jobs", "releases", "taken", "tenants", "webhooks"]
     }
     gateway = {
-      read   = ["active", "batches", "catalog", "close", "files", "finalizing", "jobs", "keys", "tenants", "webhooks"]
+      read   = ["active", "batches", "catalog", "close", "files", "finalizing", "jobs", "keys", "tenants", "versions", "webhooks"]
       write  = ["active", "batches", "close", "files", "finalizing", "jobs", "tenants", "webhooks"]
       delete = ["batches", "close", "files", "finalizing", "tenants", "webhooks"]
     }

@@ -12,6 +12,17 @@ locals {
   request_limit = try(var.gateway.request_seconds, 600)
   port          = 8000
 
+  # What `tokenmill autoscale` calls a pool is a fleet here.
+  pools = { for name, fleet in var.fleets : name => {
+    models = [for model in fleet.models : split("=", model)[0]]
+    limits = {
+      least           = fleet.scaling.min
+      most            = fleet.scaling.max
+      cold_start      = fleet.scaling.cold_start_seconds
+      standard_within = fleet.scaling.target_seconds
+    }
+  } }
+
   common = merge({ AWS_DEFAULT_REGION = local.region }, var.environment)
 
   services = merge(
@@ -31,6 +42,7 @@ locals {
         environment = {
           TOKENMILL_CLOUDWATCH__NAMESPACE    = var.metric_namespace
           TOKENMILL_CLOUDWATCH__INSTALLATION = var.name
+          TOKENMILL_AUTOSCALE__POOLS         = jsonencode(local.pools)
         }
       }
     },

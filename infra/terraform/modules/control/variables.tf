@@ -136,9 +136,23 @@ variable "gateway" {
 }
 
 variable "metric_namespace" {
-  description = "Of CloudWatch, where a dispatcher tells the backlog of each model; workers are scaled by that."
+  description = "Of CloudWatch, where a dispatcher tells the backlog of each model and how many workers it wishes for; fleets are scaled by that."
   type        = string
   default     = "tokenmill"
+}
+
+variable "fleets" {
+  description = "Fleets of workers, by their names: the models that they serve, and their scaling as in the module workers. The dispatcher wishes for their workers."
+  type = map(object({
+    models = list(string)
+    scaling = object({
+      min                = optional(number, 0)
+      max                = number
+      target_seconds     = optional(number, 3600)
+      cold_start_seconds = optional(number, 300)
+    })
+  }))
+  default = {}
 }
 
 variable "log_retention_days" {

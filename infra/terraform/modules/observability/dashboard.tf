@@ -7,6 +7,7 @@ locals {
   tokens  = [for model in local.models : [var.metric_namespace, "BacklogTokens", "Installation", var.name, "Model", model, { label = model }]]
   speed   = [for model in local.models : [var.metric_namespace, "TokensPerSecond", "Installation", var.name, "Model", model, { label = model }]]
   workers = [for model in local.models : [var.metric_namespace, "Workers", "Installation", var.name, "Model", model, { label = model }]]
+  wishes  = [for fleet in keys(var.fleets) : [var.metric_namespace, "DesiredWorkers", "Installation", var.name, "Pool", fleet, { label = fleet }]]
   queues = [for name in [var.queue_name, var.dead_letter_queue_name] :
   ["AWS/SQS", "ApproximateNumberOfMessagesVisible", "QueueName", name, { label = name }]]
   redis = [for node in var.redis_node_ids : ["AWS/ElastiCache", "DatabaseMemoryUsagePercentage", "CacheClusterId", node, { label = node }]]
@@ -15,6 +16,7 @@ locals {
     [
       { title = "Seconds of work for one worker", metrics = local.backlog, stat = "Maximum" },
       { title = "Tokens left", metrics = local.tokens, stat = "Maximum" },
+      { title = "Workers that are wished for", metrics = local.wishes, stat = "Maximum" },
       { title = "Workers", metrics = local.workers, stat = "Maximum" },
       { title = "Tokens a second of one worker", metrics = local.speed, stat = "Maximum" },
       { title = "Open jobs", metrics = [[var.metric_namespace, "OpenJobs", "Installation", var.name, { label = "jobs" }]], stat = "Maximum" },

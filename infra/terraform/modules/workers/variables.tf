@@ -125,13 +125,13 @@ variable "memory_mib" {
 }
 
 variable "scaling" {
-  description = "How many workers there are. min 0: none when nothing is left to do; 1 or more where callers wait for answers. target_seconds: in which what is left should be done, at the speed that is measured. idle_minutes: without any backlog until all but min are let go."
+  description = "How many workers there are. min 0: none when nothing is left to do; 1 or more where callers wait for answers. target_seconds: in which work without a deadline should be done. cold_start_seconds: from the wish for a worker until it computes. idle_minutes: without any wish for a worker until all but min are let go. The module control takes this, too: its dispatcher is who wishes."
   type = object({
-    min            = optional(number, 0)
-    max            = number
-    target_seconds = optional(number, 900)
-    idle_minutes   = optional(number, 15)
-    cooldown       = optional(number, 300)
+    min                = optional(number, 0)
+    max                = number
+    target_seconds     = optional(number, 3600)
+    cold_start_seconds = optional(number, 300)
+    idle_minutes       = optional(number, 15)
   })
 
   validation {

@@ -42,6 +42,22 @@ run "without_a_gateway" {
   }
 }
 
+run "fleets_are_pools" {
+  variables {
+    fleets = { gpu = { models = ["llama=s3://weights/llama", "embed=s3://weights/embed"], scaling = { max = 40 } } }
+  }
+
+  assert {
+    condition = jsondecode(one([
+      for variable in jsondecode(aws_ecs_task_definition.this["dispatcher"].container_definitions)[0].environment :
+      variable.value if variable.name == "TOKENMILL_AUTOSCALE__POOLS"
+      ])) == {
+      gpu = { models = ["llama", "embed"], limits = { least = 0, most = 40, cold_start = 300, standard_within = 3600 } }
+    }
+    error_message = "the dispatcher doesn't wish for the fleet's workers, or for more than there may be"
+  }
+}
+
 run "places_of_two_tenants" {
   variables {
     places = ["incoming/", "team-a/incoming/"]

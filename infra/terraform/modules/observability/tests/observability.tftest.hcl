@@ -34,7 +34,7 @@ run "the_least" {
   }
 
   assert {
-    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 7
+    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 8
     error_message = "the dashboard lacks a graph"
   }
 
@@ -64,7 +64,7 @@ run "with_everything" {
   }
 
   assert {
-    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 8
+    condition     = length(jsondecode(aws_cloudwatch_dashboard.this.dashboard_body).widgets) == 9
     error_message = "the dashboard says nothing of HTTP"
   }
 }

@@ -19,25 +19,27 @@ variables {
     spot   = { purchase = "spot", instance_types = ["g6.xlarge", "g5.xlarge"], max_instances = 6 }
   }
 
-  scaling = { min = 0, max = 8, target_seconds = 900 }
+  scaling = { min = 0, max = 8 }
 }
 
 run "eight_workers" {
-  # 900 s of work are one worker's, 901 s two's, and anything above 6,300 s is all of them's.
+  # A wish for one starts one, for two two, and for more than there may be all.
   assert {
     condition = {
       for step in aws_appautoscaling_policy.work.step_scaling_policy_configuration[0].step_adjustment :
       step.scaling_adjustment => "${step.metric_interval_lower_bound}-${coalesce(step.metric_interval_upper_bound, "all")}"
       } == {
-      1 = "0-900", 2 = "900-1800", 3 = "1800-2700", 4 = "2700-3600"
-      5 = "3600-4500", 6 = "4500-5400", 7 = "5400-6300", 8 = "6300-all"
+      1 = "0-1.5", 2 = "1.5-2.5", 3 = "2.5-3.5", 4 = "3.5-4.5"
+      5 = "4.5-5.5", 6 = "5.5-6.5", 7 = "6.5-7.5", 8 = "7.5-all"
     }
-    error_message = "not a step for each worker, or one isn't target_seconds wide"
+    error_message = "not a step for each worker, or a wish isn't in the middle of its step"
   }
 
   assert {
-    condition     = one([for query in aws_cloudwatch_metric_alarm.work.metric_query : query.expression if query.return_data == true]) == "FILL(m0, 0) + FILL(m1, 0)"
-    error_message = "the work of one of the models is not counted"
+    condition = alltrue([for alarm in [aws_cloudwatch_metric_alarm.work, aws_cloudwatch_metric_alarm.sleep] :
+      alarm.metric_name == "DesiredWorkers" && alarm.dimensions == tomap({ Installation = "tokenmill", Pool = "gpu" })
+    ])
+    error_message = "the fleet follows something else than the wish for its workers"
   }
 
   assert {

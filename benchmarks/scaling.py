@@ -1,0 +1,102 @@
+"""What the autoscaler is worth, and what each size of an installation needs: simulated days, beside somebody who knows
+all beforehand.
+
+python -m benchmarks.scaling --json benchmarks/results/scaling.json
+
+The worker is assumed (`EXAMPLE`), not measured, unless --worker names what `tokenmill bench --json` has printed.
+Nothing here says how fast S3, Redis or the dispatcher's own loop is: they take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.simulator.mill import MillSettings, simulate
+from pipeline.simulator.report import report
+from pipeline.simulator.trace import Drawn, Pattern, draw_trace
+from pipeline.simulator.worker_model import EXAMPLE, WorkerModel, read_worker_model
+from schemas.scaling import ScalingLimits
+
+PATTERNS: Final[tuple[Pattern, ...]] = ("bursts", "ramp", "daynight", "spot-storm")
+HOURS: Final = (3_600.0, 21_600.0)
+MINUTES: Final = (900.0, 3_600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One simulated day. `deadlines`: seconds, the shortest and the longest."""
+
+    name: str
+    pattern: Pattern
+    gpus: int
+    requests: int
+    deadlines: tuple[float, float] = HOURS
+    seed: int = 0
+    gather: float = 0.0
+
+
+def cases(worker: WorkerModel, largest: int) -> Iterator[Case]:
+    """What is simulated."""
+    a_day = worker.rows_per_second(worker.batch, 300.0, 200.0) * 86_400
+    for seed in (0, 1):
+        for pattern in PATTERNS:
+            yield Case("a third busy", pattern, 16, round(16 / 3 * a_day), seed=seed)
+            yield Case("deadlines of minutes", pattern, 32, round(32 * 0.15 * a_day), MINUTES, seed)
+            yield Case("nearly full", pattern, 16, round(16 * 0.7 * a_day), seed=seed)
+    for gather in (600.0, 1_800.0):
+        yield Case("one GPU that gathers", "daynight", 1, 10**6, gather=gather)
+    for gpus in (1, 10, 100, 1_000):
+        for pattern in ("daynight", "bursts") if gpus <= largest else ():
+            yield Case("sizes", pattern, gpus, gpus * 10**6)
+
+
+def played(case: Case, worker: WorkerModel) -> dict[str, Any]:
+    """The figures that tell."""
+    trace = draw_trace(case.pattern, Drawn(case.requests, deadlines=case.deadlines), case.seed)
+    settings = MillSettings(worker, ScalingLimits(most=case.gpus, gather=case.gather), seed=case.seed)
+    begun = time.perf_counter()
+    found = report(trace, settings, simulate(trace, settings))
+    return {
+        "case": case.name, "pattern": case.pattern, "seed": case.seed, "gpus": case.gpus, "requests": case.requests,
+        "gather": case.gather, "shards": found.shards,
+        "deadlines": found.deadlines, "deadlines_met": found.deadlines_met,
+        "deadlines_oracle": found.deadlines_oracle, "met_of_oracle": round(found.met_of_oracle, 4),
+        "worker_hours": round(found.worker_hours, 1), "oracle_worker_hours": round(found.oracle_worker_hours, 1),
+        "cost_over_oracle": round(found.cost_over_oracle, 3), "busy_share": round(found.busy_share, 3),
+        "workers_peak": found.workers_peak, "oracle_peak": found.oracle_peak, "starts": found.starts,
+        "interrupted": found.interrupted, "changes": found.changes,
+        "changes_an_hour_max": found.changes_an_hour_max, "wait_p95": round(found.wait_p95),
+        "longest_queue": found.longest_queue, "simulated_in": round(time.perf_counter() - begun, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", type=Path, default=None)
+    parser.add_argument("--largest", type=int, default=1_000, help="GPUs; 1,000 take a minute each")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    worker = EXAMPLE if args.worker is None else read_worker_model(args.worker)
+    runs = []
+    for case in cases(worker, args.largest):
+        runs.append(played(case, worker))
+        one = runs[-1]
+        print(
+            f"{case.name:22} {case.pattern:10} {case.gpus:5} GPUs: {one['deadlines_met']}/{one['deadlines_oracle']} of "
+            f"{one['deadlines']} deadlines, {one['cost_over_oracle']:.3f} times the least cost, "
+            f"{one['changes_an_hour_max']} changes an hour at most, {one['simulated_in']} s",
+            flush=True,
+        )
+        if args.json is not None:
+            document = {"worker": worker.model_dump(), "runs": runs}
+            args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What lies between a step and the device that computes it: transfers, graphs, memory."""

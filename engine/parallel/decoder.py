@@ -1,0 +1,115 @@
+"""A rank's decoder: the fused decoder over its part of the weights, with the sums over the ranks in their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import Quantize
+from engine.models.base import CausalModel
+from engine.models.decoder import DecoderSpec, FusedDecoder
+from engine.models.loader import TorchBuilder, Use
+from engine.parallel.group import RankGroup
+from engine.parallel.shares import Share
+from engine.quant.base import Linear
+from engine.quant.weight import QWeight
+
+
+class SummedLinear:
+    """A product whose input is cut among the ranks: its output is the sum of theirs."""
+
+    __slots__ = ("_group", "_part", "in_features", "out_features")
+
+    def __init__(self, part: Linear, group: RankGroup) -> None:
+        self.in_features, self.out_features = part.in_features, part.out_features
+        self._part = part
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.sum(self._part(x))
+
+
+class GatheredLinear:
+    """A product whose output is cut among the ranks, each of which gets all of it: `width` features of each rank, and
+    of the last one what is left of `out_features`."""
+
+    __slots__ = ("_group", "_part", "_width", "in_features", "out_features")
+
+    def __init__(self, part: Linear, group: RankGroup, width: int, out_features: int) -> None:
+        self.in_features, self.out_features = part.in_features, out_features
+        self._part = part
+        self._group = group
+        self._width = width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        part = self._part(x)
+        if part.shape[1] < self._width:
+            part = F.pad(part, (0, self._width - part.shape[1]))
+        whole = self._group.gather(part).transpose(0, 1).reshape(len(x), -1)
+        return whole[:, : self.out_features].contiguous()
+
+
+class RankDecoder(FusedDecoder):
+    """A `CausalModel` whose forward pass all ranks run together, in step. Hidden states and logits are whole on each
+    of them.
+
+    Attributes:
+        whole: the whole model's spec. `spec` is it but for the heads, which are the rank's own, as its cache is.
+    """
+
+    def __init__(self, share: Share, dtype: torch.dtype, group: RankGroup, **parts: Any) -> None:
+        super().__init__(share.local, dtype, **parts)
+        local = self._spec
+        self.whole = share.spec.model_spec(dtype)
+        self._spec = replace(self.whole, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads)
+        self._tokens = share.vocabulary
+        self._group = group
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Each token's row lies on one rank; the others add zeros, so nothing is rounded."""
+        here = input_ids - self._tokens.first
+        elsewhere = (here < 0) | (here >= self._tokens.end - self._tokens.first)
+        hidden = super()._embed(here.masked_fill(elsewhere, 0))
+        return self._group.sum(hidden.masked_fill_(elsewhere[:, None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class RankBuilder:
+    """Makes a rank's decoder, of torch's operators."""
+
+    share: Share
+    group: RankGroup
+    inner: TorchBuilder
+
+    @property
+    def quantize(self) -> Quantize:
+        return self.inner.quantize
+
+    def runs(self, weight: QWeight, use: Use) -> bool:
+        return self.inner.runs(weight, use)
+
+    def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
+        return self.inner.linear(weight, bias)
+
+    def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:
+        return self.inner.gated(weight, bias)
+
+    def head(self, weight: Tensor | QWeight) -> Linear:
+        return self._gathered(self.inner.head(weight))
+
+    def tied_head(self, embedding: Tensor | QWeight) -> Linear:
+        return self._gathered(self.inner.tied_head(embedding))
+
+    def decoder(self, spec: DecoderSpec, dtype: torch.dtype, **parts: Any) -> CausalModel:
+        layers = tuple(
+            replace(layer, output=SummedLinear(layer.output, self.group), down=SummedLinear(layer.down, self.group))
+            for layer in parts.pop("layers")
+        )
+        return RankDecoder(self.share, dtype, self.group, layers=layers, **parts)
+
+    def _gathered(self, part: Linear) -> Linear:
+        return GatheredLinear(part, self.group, self.share.vocabulary_width, self.share.spec.vocab_size)

@@ -1,0 +1,65 @@
+"""Loading a rank's part of a model; what both sides, the leader and the other ranks, do alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.config import Quantize
+from engine.errors import OutOfMemory, UnsupportedModel
+from engine.models.load import open_model
+from engine.models.loader import TorchBuilder, build_decoder
+from engine.parallel.decoder import RankBuilder, RankDecoder
+from engine.parallel.group import RankGroup
+from engine.parallel.shares import Share
+from engine.parallel.slicing import ShareOfWeights
+
+
+def load_share(
+    path: Path, dtype: torch.dtype, group: RankGroup, *, quantize: Quantize, max_positions: int | None
+) -> RankDecoder:
+    """Load this rank's part. Quantizing at load rounds each part by itself.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptWeights, OutOfMemory: as `load_model`; and where the model can't be cut
+            into so many parts.
+    """
+    opened = open_model(path)
+    if opened.decoder is None:
+        raise UnsupportedModel(
+            f"{path}: {opened.config.model_type} models are computed by transformers' code, which can't be shared by "
+            "several devices; leave --tensor-parallel out"
+        )
+    share = Share(opened.decoder, group.rank, group.size)
+    builder = RankBuilder(share, group, TorchBuilder(quantize))
+    try:
+        model = build_decoder(
+            share.local,
+            ShareOfWeights(opened.weights, share),
+            dtype=dtype,
+            device=group.device,
+            positions=max_positions,
+            builder=builder,
+        )
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemory(f"a share of {path} does not fit the memory of {group.device}: {error}") from error
+    assert isinstance(model, RankDecoder)
+    return model
+
+
+def rank_device(kind: str, rank: int) -> torch.device:
+    """Where a rank computes: of the GPUs that the process sees, the one with its number."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is its own: without what it maps from files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,148 @@
+"""A rank other than the first: a process that computes what the leader tells it, and ends with it.
+
+It schedules nothing and samples nothing: it gets each step as attention sees it, and runs the same forward pass over
+its own part of the weights and of the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.attention import AttentionBackend, AttentionStep, KVLayout, make_backend
+from engine.errors import EngineError
+from engine.logs import only_errors
+from engine.memory import available_bytes
+from engine.parallel.decoder import RankDecoder
+from engine.parallel.group import RankGroup
+from engine.parallel.loading import load_share, rank_device, resident_bytes
+from engine.parallel.messages import Answer, Done, Failed, Forward, Join, Load, Loaded, Logits, MakeCache, Message, Zero
+
+
+class Follower:
+    """Does what it is told. A new model takes the place of the one before."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._loaded: RankDecoder | None = None
+        self._attention: AttentionBackend | None = None
+
+    def obey(self, message: Message) -> Answer | None:
+        """Do one thing; None: nobody waits for an answer. Raises what doing it raises."""
+        match message:
+            case Load():
+                return self._load(message)
+            case MakeCache():
+                return self._make_cache(message)
+            case Zero():
+                self._cache.zero(message.group, message.blocks)
+            case Forward():
+                self._forward(message)
+            case Logits():
+                spec = self._model.spec
+                hidden = torch.empty(message.rows, spec.hidden_size, dtype=spec.dtype, device=self._group.device)
+                self._model.logits(self._group.broadcast(hidden))
+            case Join():
+                raise AssertionError("a rank joins once")
+        return None
+
+    @property
+    def _model(self) -> RankDecoder:
+        assert self._loaded is not None, "a model is loaded before it computes"
+        return self._loaded
+
+    @property
+    def _cache(self) -> AttentionBackend:
+        assert self._attention is not None, "the cache is made before a step"
+        return self._attention
+
+    def _load(self, message: Load) -> Answer:
+        self._loaded = self._attention = None
+        before = resident_bytes()
+        try:
+            self._loaded = load_share(
+                message.path, message.dtype, self._group, quantize=message.quantize, max_positions=message.max_positions
+            )
+        except EngineError as error:
+            return Failed(f"{type(error).__name__}: {error}")
+        return Loaded(available_bytes(self._group.device), resident_bytes() - before)
+
+    def _make_cache(self, message: MakeCache) -> Answer:
+        spec = self._model.spec
+        layout = KVLayout(message.groups, message.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+        try:
+            self._attention = make_backend(message.attention, layout, spec.dtype, self._group.device)
+        except (EngineError, MemoryError, torch.OutOfMemoryError) as error:
+            return Failed(f"{type(error).__name__}: {error}")
+        return Done()
+
+    def _forward(self, message: Forward) -> None:
+        rows = 3 if message.lengths else 2
+        inputs = torch.empty(rows, message.tokens, dtype=torch.int64, device=self._group.device)
+        self._group.broadcast(inputs)
+        step = AttentionStep(self._cache, self._cache.prepare(message.batch))
+        self._model.forward(inputs[0], inputs[1], step, inputs[2] if message.lengths else None)
+
+
+def serve(connection: Connection) -> None:
+    """Obey until the leader hangs up."""
+    follower: Follower | None = None
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        answer: Answer | None
+        try:
+            if isinstance(message, Join):
+                follower, answer = Follower(_join(message)), Done()
+            else:
+                assert follower is not None, "the first message is to join"
+                answer = follower.obey(message)
+        except Exception as error:
+            # Whatever it was, this rank is out of step now: it says why, if anybody still listens, and ends.
+            if not _answer(connection, Failed(f"{type(error).__name__}: {error}")):
+                return
+            raise
+        if answer is not None:
+            _answer(connection, answer)
+
+
+def _join(message: Join) -> RankGroup:
+    if message.threads is not None:
+        torch.set_num_threads(message.threads)
+    device = rank_device(message.device, message.rank)
+    return RankGroup(message.rank, message.size, device, message.meeting, message.timeout)
+
+
+def _answer(connection: Connection, answer: Answer) -> bool:
+    """Whether the leader is there to be told."""
+    try:
+        connection.send(answer)
+    except OSError:
+        return False
+    return True
+
+
+def _end_with_leader() -> None:
+    """stdin's end means that the leader is gone, or wants no more; also while this rank waits for others on a GPU."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """What the process does; the number of the leader's socket is its one argument."""
+    only_errors()  # the leader says the rest
+    threading.Thread(target=_end_with_leader, daemon=True).start()
+    with Connection(int(sys.argv[1])) as connection, torch.inference_mode():
+        connection.send(Done())
+        serve(connection)
+    os._exit(0)  # threads of the group may still wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    main()

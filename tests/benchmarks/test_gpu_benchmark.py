@@ -1,0 +1,429 @@
+"""The GPU benchmark's arithmetic by hand, its report, its carrying of wheels, and a dry run with all else hidden."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import carry, mixed, profiling, report, serve
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.roofline import Form, Rates, Shape, bound
+
+ROOT = Path(__file__).parent.parent.parent
+RATES = Rates(bandwidth=4.3e12, bf16=790e12, fp8=1450e12)
+LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 128256)
+
+FOUND_THERE = ("torch", "numpy", "transformers", "triton", "tokenizers", "safetensors")
+"""What a machine with a GPU is taken to have; whatever these require is there, too, but for what is said next."""
+
+NEWER = {"pydantic", "pydantic_core"}
+"""What only newer versions of those require."""
+
+
+def test_given_a_model_when_its_sizes_are_taken_then_they_are_those_counted_by_hand() -> None:
+    assert LLAMA.layer_parameters == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert LLAMA.head_parameters == 4096 * 128256
+    assert LLAMA.kv_bytes(2) == 131072
+    assert Shape.of({
+        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    }) == LLAMA  # fmt: skip
+
+
+def test_given_one_request_at_a_time_when_it_is_bounded_then_reading_the_weights_is_what_takes_time() -> None:
+    found = bound(LLAMA, Form(), RATES, [(128, 100)], batch=1)
+
+    weights = 2 * (LLAMA.layer_parameters + LLAMA.head_parameters)
+    assert found.weights_bound
+    assert found.products == pytest.approx(100 * weights / 4.3e12)
+    assert found.cache == pytest.approx(99 * (128 + 50) * 131072 / 4.3e12)
+    assert found.prompts == pytest.approx(4 * 32 * 32 * 128 * (128 * 129 / 2) / 790e12)
+    assert found.tokens_per_second == pytest.approx(100 / found.seconds)
+
+
+@pytest.mark.parametrize(
+    ("isl", "osl", "form", "wanted"),
+    [
+        (128, 128, Form(2, 2), 22_700),
+        (128, 2048, Form(2, 2), 18_100),
+        (1000, 1000, Form(2, 2), 11_900),
+        (2048, 128, Form(2, 2), 2_500),
+        (128, 2048, Form(1, 1), 35_000),
+    ],
+)
+def test_given_many_requests_when_they_are_bounded_then_it_is_about_the_published_estimate(
+    isl: int, osl: int, form: Form, wanted: float
+) -> None:
+    """Of a bound for one H200 that was worked out apart, without the prompts' attention and with one rate for all."""
+    found = bound(LLAMA, form, RATES, [(isl, osl)] * 1000, batch=None)
+
+    assert not found.weights_bound
+    assert found.tokens_per_second == pytest.approx(wanted, rel=0.12)
+
+
+def test_given_prefixes_in_common_when_a_job_is_bounded_then_they_cost_nothing_but_their_reading() -> None:
+    alone = bound(LLAMA, Form(), RATES, [(1000, 10)] * 8, batch=8)
+    shared = bound(LLAMA, Form(), RATES, [(1000, 10)] * 8, batch=8, cached=7 * 900)
+
+    assert shared.prompts == pytest.approx(alone.prompts * (1 - 7 * 900 / 8000))
+    assert shared.products < alone.products
+    assert shared.cache == alone.cache
+    with pytest.raises(ValueError, match="no fp8 rate"):
+        bound(LLAMA, Form(1, 2), Rates(1.0, 1.0), [(1, 1)], batch=1)
+
+
+def test_given_kernels_that_overlap_when_they_are_added_up_then_time_counts_once_and_gaps_are_what_none_covers() -> (
+    None
+):
+    found = profiling.account(
+        [(0.0, 10.0, "nvjet_gemm"), (5.0, 12.0, "attend_tiles"), (20.0, 30.0, "nvjet_gemm"), (29.0, 40.0, "relu")]
+    )
+
+    assert found["span_seconds"] == pytest.approx(40e-6)
+    assert found["busy_seconds"] == pytest.approx(32e-6)
+    assert found["idle_share"] == pytest.approx(8 / 40)
+    assert found["longest_gaps_us"] == [8.0]
+    assert found["kernels"][0] | {"share": 0} == {
+        "name": "nvjet_gemm", "calls": 2, "seconds": 2e-05, "share": 0, "mean_us": 10.0
+    }  # fmt: skip
+    assert found["shares"]["products"] == pytest.approx(20 / 38)
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    with pytest.raises(ValueError, match="saw nothing"):
+        profiling.account([])
+
+
+def test_given_two_stages_when_they_report_then_neither_loses_the_others_findings(tmp_path: Path) -> None:
+    first = report.Report(tmp_path, "machine", dry_run=False)
+    first.add("copy", {"bytes_per_second": 2.0})
+    second = report.Report(tmp_path, "serve", dry_run=False)
+    second.add("cell", {"rate": math.inf, "many": (1, 2)})
+    first.add("bf16", {"operations_per_second": 3.0})
+    first.end()
+
+    stages = report.read(tmp_path)["stages"]
+    assert stages["machine"]["parts"] == {"copy": {"bytes_per_second": 2.0}, "bf16": {"operations_per_second": 3.0}}
+    assert stages["machine"]["ended"]
+    assert stages["serve"]["parts"]["cell"] == {"rate": "inf", "many": [1, 2]}
+    assert not stages["serve"]["ended"], "it did not say so"
+    assert report.measured_rates(tmp_path, dry=False) == Rates(2.0, 3.0, None)
+    assert report.measured_rates(tmp_path, dry=True) is None, "a dry run's rates are nobody's"
+
+
+def test_given_a_stage_that_hangs_or_fails_when_it_runs_apart_then_the_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "_GRACE", 0.0)
+    wanted = ["--stage", "machine", "--out", str(tmp_path), "--limit-seconds"]
+
+    assert command.main([*wanted, "0.05"]) == 1
+
+    assert "did not end within" in report.read(tmp_path)["stages"]["machine"]["error"]
+
+
+def test_given_no_time_is_left_when_a_stage_runs_then_its_parts_are_skipped_one_by_one(tmp_path: Path) -> None:
+    late = Context(torch.device("cpu"), dry=True, deadline=time.monotonic(), folder=tmp_path)
+
+    found = dict([*serve.run(late), *mixed.run(late)])
+
+    assert len(found) == 4 + 2, "what must be loaded first, in each form"
+    assert all(list(part) == ["skipped"] for part in found.values())
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()) -> Path:
+    """A wheel of these files."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requires)]
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, content in files.items():
+            archive.writestr(inside, content)
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, "", ""]))
+    return path
+
+
+FAKE_VLLM = b"""
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        self.max_tokens = max_tokens
+
+class _Answer:
+    def __init__(self, count):
+        self.token_ids = [1] * count
+
+class _Output:
+    def __init__(self, count):
+        self.outputs = [_Answer(count)]
+
+class LLM:
+    def __init__(self, model, *, load_format, skip_tokenizer_init, enable_prefix_caching, max_model_len, **options):
+        assert load_format == "dummy"
+        assert options.pop("max_num_batched_tokens") and options.pop("max_num_seqs")
+        assert set(options) <= {"dtype", "gpu_memory_utilization", "enforce_eager"}, options
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        return [_Output(each.max_tokens) for each in params]
+"""
+
+FAKE_FLASH = b"""
+import torch
+
+def flash_attn_varlen_func(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, causal,
+                           fa_version):
+    assert causal and fa_version == 3
+    out = torch.empty_like(q)
+    for row, length in enumerate(seqused_k.tolist()):
+        begin, end = cu_seqlens_q[row : row + 2].tolist()
+        keys, values = (pages[block_table[row].long()].flatten(0, 1)[:length] for pages in (k, v))
+        keys, values = (each.repeat_interleave(q.shape[1] // k.shape[2], 1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * q.shape[2] ** -0.5
+        hidden = torch.ones(end - begin, length).triu(length - (end - begin) + 1).bool()
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
+    return out
+"""
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Path:
+    """A folder with the parts of a vLLM that only counts."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    noise = os.urandom(40_000)
+    files = {
+        "vllm/__init__.py": FAKE_VLLM,
+        "vllm/vllm_flash_attn.py": FAKE_FLASH,
+        "vllm/_C_stable.abi3.so": noise,
+        "vllm/_moe_C.abi3.so": noise,
+        "vllm/utils/deep_gemm.py": b"",
+        "vllm/third_party/deep_gemm/kernel.cuh": noise,
+        "vllm-0.26.0.data/purelib/vllm/beside.py": b"x = 1\n",
+        "vllm-0.26.0.data/scripts/vllm": b"#!python",
+    }
+    wheel(wheels, "vllm", "0.26.0", files)
+    wheel(wheels, "tiny", "1.0", {"tiny.py": b"y = 2\n"})
+    status = carry.main(["pack", "--to", str(tmp_path / "carried"), "--wheels", str(wheels)])
+    assert status == 0
+    return tmp_path / "carried"
+
+
+def test_given_wheels_when_they_are_packed_then_what_is_not_needed_stays_behind_and_the_rest_arrives(
+    carried: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+
+    carry.main(["unpack", str(carried / "a"), "--to", str(site)])
+
+    found = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+    assert found == {
+        ".carried.json", "vllm/__init__.py", "vllm/_C_stable.abi3.so", "vllm/utils/deep_gemm.py", "vllm/beside.py",
+        "vllm/vllm_flash_attn.py",
+        "vllm-0.26.0.dist-info/METADATA", "tiny.py", "tiny-1.0.dist-info/METADATA",
+    }  # fmt: skip
+    assert carry.main(["whole", str(site)]) == 0
+
+
+def test_given_parts_when_one_is_missing_or_damaged_then_it_is_noticed(tmp_path: Path) -> None:
+    noise = os.urandom(40_000)
+    wheels = [wheel(tmp_path, "vllm", "1", {"vllm/a.so": noise, "vllm/b.so": noise[::-1]})]
+    parts = carry.pack(wheels, tmp_path / "to", part_bytes=50_000, large=10_000)
+    site = tmp_path / "site"
+
+    assert [len(part) for part in parts] == [2, 1]
+    assert carry.main(["whole", str(site)]) == 1
+    carry.unpack(tmp_path / "to" / "a", site)
+    assert not carry.whole(site)
+    carry.unpack(tmp_path / "to" / "b", site)
+    assert carry.whole(site)
+    assert {(site / "vllm/a.so").read_bytes(), (site / "vllm/b.so").read_bytes()} == {noise, noise[::-1]}
+
+    (packed,) = (tmp_path / "to" / "b").glob("*.xz")
+    packed.write_bytes(packed.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="damaged"):
+        carry.unpack(tmp_path / "to" / "b", site)
+    with pytest.raises(ValueError, match="a part may have 9000"):
+        carry.pack(wheels, tmp_path / "other", part_bytes=9_000, large=10_000)
+
+
+def test_given_exact_requirements_when_pins_are_read_then_those_of_extras_are_none(tmp_path: Path) -> None:
+    requires = (
+        "pydantic_core==2.41.5",
+        "other (==1.0) ; extra == 'all'",
+        "torch>=2",
+        "x==3.0; python_version > '3'",
+    )
+
+    found = carry.pins([wheel(tmp_path, "pydantic", "2", {}, requires)])
+
+    assert found == {"pydantic-core": "2.41.5", "x": "3.0"}
+
+
+def hidden_packages() -> set[str]:
+    """Modules that are installed here, but are not to be expected on a machine with a GPU."""
+    there, open_ = set(), list(FOUND_THERE)
+    while open_:
+        name = open_.pop().lower().replace("_", "-")
+        if name in there:
+            continue
+        there.add(name)
+        try:
+            requires = distribution(name).requires or []
+        except ModuleNotFoundError:
+            continue
+        parsed = map(Requirement, requires)
+        open_ += [each.name for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {
+        module for module, owners in packages_distributions().items()
+        if not there & {owner.lower().replace("_", "-") for owner in owners} and module not in OURS
+    } | NEWER  # fmt: skip
+
+
+OURS = {"benchmarks", "engine", "pipeline", "schemas", "tokenmill", "workers"}
+
+HIDE = """
+import importlib.machinery, sys
+HIDDEN = frozenset({hidden!r})
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(importlib.machinery.PathFinder, name)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder()
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose Pythons see nothing but what a machine with a GPU has."""
+    hidden = hidden_packages()
+    assert {"structlog", "pydantic", "gguf", "orjson", "llguidance", "re2", "pytest"} <= hidden
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "sitecustomize.py").write_text(HIDE.format(hidden=sorted(hidden)))
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+
+
+def run_bare(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All of them, however deep."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def failures(value: Any, at: str = "") -> list[str]:
+    """Where something has an error, or a check that failed."""
+    if isinstance(value, list):
+        return [each for item in value for each in failures(item, at)]
+    if not isinstance(value, dict):
+        return []
+    mine = [f"{at}: {value.get('error', 'not ok')}"] if "error" in value or value.get("ok") is False else []
+    return mine + [each for name, inner in value.items() for each in failures(inner, f"{at} / {name}")]
+
+
+@pytest.mark.exhaustive
+def test_given_a_bare_machine_when_all_stages_run_dry_then_every_figure_is_there_and_fits_the_others(
+    bare: dict[str, str], carried: Path, tmp_path: Path
+) -> None:
+    site, out = tmp_path / "site", tmp_path / "out"
+    carry.unpack(carried / "a", site)
+
+    options = ("--dry-run", "--together", "--out", str(out), "--vllm", str(site))
+    done = run_bare(bare, "-m", "benchmarks.gpu", "--stage", "all", *options)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = json.loads((out / "gpu.json").read_text())["stages"]
+    assert list(stages) == list(command.STAGES)
+    assert not failures(stages), failures(stages)
+    assert all(math.isfinite(number) for number in numbers(stages))
+    skipped = {
+        name for stage in stages.values() for name, part in stage["parts"].items() if "skipped" in part
+    }  # fmt: skip
+    assert skipped == {"demo model"}, "no file was named"
+    check_attention(stages["attention"]["parts"])
+    check_steady_states(stages["serve"]["parts"])
+    check_job(stages["mixed"]["parts"])
+    check_peers(stages["peers"]["parts"])
+    for part in stages["profile"]["parts"].values():
+        assert 0 < part["busy_seconds"] <= part["span_seconds"] <= part["wall_seconds"]
+        assert sum(part["shares"].values()) == pytest.approx(1, abs=1e-3)
+
+
+def check_attention(parts: dict[str, Any]) -> None:
+    (timed,) = (part for name, part in parts.items() if name.startswith("time"))
+    runs = {name: run for name, run in timed["runs"].items() if "skipped" not in run}
+    assert set(runs) == {"triton (ours)", "triton, fp8 cache (ours)", "torch, dense", "FlashAttention 3 of vLLM"}
+    for name, run in runs.items():
+        assert run["distance"] < (0.1 if "fp8" in name else 1e-5), name
+        assert run["ours_is_faster_by"] == pytest.approx(run["seconds"] / runs["triton (ours)"]["seconds"], rel=1e-3)
+
+
+def check_steady_states(parts: dict[str, Any]) -> None:
+    cells = {name: part for name, part in parts.items() if "output_tokens" in part}
+    assert len(cells) == 2 * 2 * 2, "models, forms, lengths"
+    for name, cell in cells.items():
+        assert cell["output_tokens_per_second"] == pytest.approx(cell["output_tokens"] / cell["seconds"], rel=1e-4)
+        assert cell["steps"] * 4 >= cell["output_tokens"] > 0, name
+        assert 1 <= cell["mean_rows"] <= 4
+        assert (cell["steps_ahead"] > 0) == ("float32" in name), name
+        assert cell["steps_recorded"] == 0, "a CPU has no graphs"
+        for least in cell["bound"].values():
+            seconds = least["products"] + least["prompts"] + least["cache"]
+            assert least["output_tokens_per_second"] == pytest.approx(least["output_tokens"] / seconds, rel=1e-3)
+            rate = cell["output_tokens_per_second"]
+            assert least["share"] == pytest.approx(rate / least["output_tokens_per_second"], rel=1e-3)
+
+
+def check_job(parts: dict[str, Any]) -> None:
+    for part in parts.values():
+        assert part["done"] == part["requests"] == 12
+        assert 0 < part["seconds_until_none_waited"] <= part["seconds"]
+        assert 0 < part["bound"]["share"] < 1
+
+
+def check_peers(parts: dict[str, Any]) -> None:
+    rates = {name: part["output_tokens_per_second"] for name, part in parts.items() if "peak_rss_bytes" in part}
+    assert set(rates) == {"tokenmill", "vllm", "vllm starts", "transformers"}
+    ratio = rates["tokenmill"] / rates["transformers"]
+    assert parts["ratios"]["ours / transformers"] == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_given_a_bare_machine_when_a_stage_runs_then_all_is_imported_and_the_file_says_that_there_is_no_gpu(
+    bare: dict[str, str], tmp_path: Path
+) -> None:
+    script = "import sys, engine.engine, engine.quantizing, engine.embedding.engine, engine.speculative.eagle\n"
+    script += "from benchmarks.gpu.__main__ import main\n"
+    script += f"sys.exit(main(['--stage', 'machine', '--together', '--out', {str(tmp_path)!r}]))"
+
+    done = run_bare({**bare, "CUDA_VISIBLE_DEVICES": ""}, "-c", script)
+
+    stages = report.read(tmp_path)["stages"]
+    assert stages, done.stderr
+    assert "torch sees no GPU" in stages["machine"]["error"]
+    assert done.returncode == 1

@@ -1,0 +1,236 @@
+"""The adapters of FlashAttention, called with functions of the libraries' signatures that compute by definition."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import KVLayout, make_backend
+from engine.attention import choice as choosing
+from engine.attention.flash import LIBRARIES, FlashAttention, find_flash2, find_flash3, find_torch_varlen
+from engine.errors import EngineError
+from engine.plan import CacheGroup
+from tests.engine.attention.test_paged_attention import Sequences
+
+CUDA = torch.device("cuda")
+LAYOUT = KVLayout((CacheGroup((0,), None, 4),), 256, 2, 64, 4)
+
+
+def over_pages(
+    q: Tensor, keys: Tensor, values: Tensor, firsts: Tensor, lengths: Tensor, table: Tensor, scale: float, window: Any
+) -> Tensor:
+    """What all of the libraries say they compute: rows of q at the end of their keys, window (left, right) around."""
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (firsts, lengths, table))
+    assert q.is_contiguous()
+    assert keys.is_contiguous()
+    out = torch.full_like(q, float("nan"))
+    left, right = (math.inf if side < 0 else side for side in window)
+    for i, length in enumerate(lengths.tolist()):
+        begin, end = int(firsts[i]), int(firsts[i + 1])
+        pages = table[i, : -(-length // keys.shape[1])].long()
+        k, v = (t[pages].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // t.shape[2], 1) for t in (keys, values))
+        at = torch.arange(length - (end - begin), length)[:, None]
+        key_at = torch.arange(length)[None, :]
+        seen = (key_at >= at - left) & (key_at <= at + right)
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k) * scale
+        weights = scores.masked_fill(~seen, -math.inf).softmax(2)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v.masked_fill(~seen.any(0)[:, None, None], 0))
+    return out
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    """FlashAttention 3's."""
+    assert causal
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    return over_pages(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window_size)
+
+
+def vllms(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None, scheduler_metadata=None,
+    q_descale=None, k_descale=None, v_descale=None, num_splits=0, fa_version=2, s_aux=None,
+):  # fmt: skip
+    """vLLM's `flash_attn_varlen_func`, which takes either lengths of keys or where they begin."""
+    assert causal
+    assert fa_version == 3
+    assert cu_seqlens_k is None
+    assert isinstance(window_size, list)
+    assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(seqused_k.max()))
+    return over_pages(q, k, v, cu_seqlens_q, seqused_k, block_table, softmax_scale, window_size)
+
+
+def flash2s(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    """FlashAttention 2's `flash_attn_varlen_func`, which has the lengths of paged keys from `cu_seqlens_k`."""
+    assert causal
+    assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    lengths = cu_seqlens_k.diff()
+    assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(lengths.max()))
+    return over_pages(q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, window_size)
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """torch's; causal is a window that ends at the query."""
+    assert enable_gqa
+    assert key.shape[1] % 256 == 0
+    assert torch.equal(cu_seq_k.diff(), seqused_k)
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(seqused_k.max()))
+    return over_pages(query, key, value, cu_seq_q, seqused_k, block_table, scale, window_size)
+
+
+def module(**functions: Any) -> ModuleType:
+    made = ModuleType("stand_in")
+    vars(made).update(functions)
+    return made
+
+
+STAND_INS = {
+    "flash3": ("flash3", module(flash_attn_with_kvcache=flash_attn_with_kvcache)),
+    "flash3 of vLLM": ("flash3", module(flash_attn_varlen_func=vllms, fa_version_unsupported_reason=lambda _: None)),
+    "flash2": ("flash2", module(flash_attn_varlen_func=flash2s)),
+    "torch-varlen": ("torch-varlen", module(varlen_attn=varlen_attn)),
+}
+
+
+@pytest.mark.parametrize("which", list(STAND_INS))
+@pytest.mark.parametrize("window", [None, 1, 300])
+def test_adapters_agree_with_the_oracle(which: str, window: int | None) -> None:
+    name, stand_in = STAND_INS[which]
+    rng = np.random.default_rng(7)
+    torch.manual_seed(7)
+    sequences = Sequences(rng, count=4, longest=600, block_size=256, window=window)
+    layout = KVLayout(sequences.groups, 256, 2, 16, 6)
+    fast = FlashAttention(LIBRARIES[name], (stand_in, "here"), layout, torch.float32, torch.device("cpu"))
+    oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
+    for stored in (*fast.storage.keys, *fast.storage.values):
+        stored.fill_(float("nan"))
+    for counts in ([250, 3, 1, 40], [7, 1, 1, 300], [1, 1, 1, 1]):
+        batch = sequences.batch([0, 1, 2, 3], counts)
+        mine, theirs = fast.prepare(batch), oracle.prepare(batch)
+        for layer in range(2):
+            q, k, v = torch.randn(sum(counts), 10, 16).split([6, 2, 2], dim=1)
+            got = fast.attend(layer, q, k, v, 0.3, mine)
+            torch.testing.assert_close(got, oracle.attend(layer, q, k, v, 0.3, theirs), atol=2e-5, rtol=2e-5)
+
+
+def test_torchs_own_function_has_the_signature_it_is_called_with() -> None:
+    found = find_torch_varlen(download=False)
+    if found is None:
+        pytest.skip(f"NOT TESTED HERE: torch {torch.__version__} knows no pages of keys; 2.12 does")
+    theirs, ours = (inspect.signature(f).parameters for f in (found[0].varlen_attn, varlen_attn))
+    assert {name: (p.kind, p.default) for name, p in theirs.items()} == {
+        name: (p.kind, p.default) for name, p in ours.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype", "capability", "reason"),
+    [
+        ("flash2", {"block_size": 32}, torch.bfloat16, (9, 0), "blocks of 256 tokens or a multiple, not of 32"),
+        ("torch-varlen", {"block_size": 300}, torch.bfloat16, (9, 0), "blocks of 256 tokens or a multiple, not of 300"),
+        ("flash3", {}, torch.float32, (9, 0), "bfloat16 and float16, not float32"),
+        ("flash3", {}, torch.bfloat16, (8, 0), "not for devices of compute capability 8.0"),
+        ("flash3", {}, torch.bfloat16, (10, 0), "not for devices of compute capability 10.0"),
+        ("flash2", {"head_dim": 512}, torch.bfloat16, (9, 0), "heads of a multiple of 8 up to 256, not of 512"),
+        ("flash2", {}, torch.bfloat16, (8, 6), None),
+        ("flash3", {"block_size": 32}, torch.float16, (9, 0), None),
+    ],
+)
+def test_what_a_library_can_not_do_is_said_with_the_fix(
+    name: str,
+    changes: dict[str, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    told = LIBRARIES[name].refusal(replace(LAYOUT, **changes), dtype, CUDA)
+    assert (told is None) if reason is None else (told is not None and reason in told)
+
+
+def test_by_name_a_library_is_had_or_an_error_says_why_not() -> None:
+    with pytest.raises(EngineError, match=r"^attention 'flash3' runs on CUDA devices, not on cpu$"):
+        make_backend("flash3", LAYOUT, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(EngineError, match=r"^attention 'flash2' takes blocks of 256 .*: set kv_block_size$"):
+        make_backend("flash2", replace(LAYOUT, block_size=32), torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for name, package in (("flash3", "flash_attn_interface, kernels or vllm"), ("flash2", "flash-attn")):
+        with pytest.raises(EngineError, match=rf"^attention '{name}' needs {package}, which can't be imported here$"):
+            make_backend(name, LAYOUT, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("installed", "block_size", "fp8", "chosen"),
+    [
+        (("triton", "flash3", "flash2"), 32, False, "flash3"),
+        (("triton", "flash3", "flash2"), 32, True, "triton"),
+        (("triton", "flash2", "torch-varlen"), 256, False, "triton"),
+        (("flash2", "torch-varlen"), 256, False, "flash2"),
+        (("torch-varlen",), 256, False, "torch-varlen"),
+        (("flash2", "torch-varlen"), 32, False, "paged-sdpa"),
+        ((), 256, False, "paged-sdpa"),
+    ],
+)
+def test_the_best_of_what_is_installed_is_chosen(
+    installed: tuple[str, ...], block_size: int, fp8: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(choosing, "find_spec", lambda name: name if name in installed else None)
+    there = {
+        name: replace(library, find=lambda download, name=name: (module(), name) if name in installed else None)
+        for name, library in LIBRARIES.items()
+    }
+    monkeypatch.setattr(choosing, "LIBRARIES", there)
+    name, found = choosing._best(replace(LAYOUT, block_size=block_size), torch.bfloat16, CUDA, fp8)
+    assert name == chosen
+    assert (found is not None) == (chosen in LIBRARIES)
+
+
+def test_flash3_is_looked_for_in_its_homes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, vllm = module(), module(is_fa_version_supported=lambda version: version == 3)
+    asked: list[str] = []
+    homes = {
+        "flash_attn_interface": module(),
+        "kernels": module(get_kernel=lambda name: asked.append(name) or kernel),
+        "vllm.vllm_flash_attn": vllm,
+    }
+    monkeypatch.setattr("engine.attention.flash._imported", lambda name: (homes[name], name) if name in homes else None)
+    assert find_flash3(True) == (homes.pop("flash_attn_interface"), "flash_attn_interface")
+    assert find_flash3(False) == (vllm, "vllm.vllm_flash_attn")
+    assert not asked, "nothing is downloaded unasked"
+    assert find_flash3(True) == (kernel, "kernels: kernels-community/flash-attn3")
+    homes["kernels"] = module(get_kernel=lambda name: {}[name])
+    assert find_flash3(True) == (vllm, "vllm.vllm_flash_attn")
+    homes["vllm.vllm_flash_attn"] = module(is_fa_version_supported=lambda version: version == 2)
+    assert find_flash3(False) is None
+
+
+def test_a_package_that_can_not_be_imported_here_is_not_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_flash2(False) is None

@@ -1,0 +1,338 @@
+"""Two ranks answer as one process does: the same tokens at float32, whatever the family and however the work is cut.
+
+One pair of processes serves the whole file; each test loads its own model into it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import (
+    CacheConfig,
+    Completion,
+    Engine,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    as_token_ids,
+)
+from engine.errors import EngineError, EngineLost, UnsupportedModel
+from engine.parallel.team import Team
+from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
+from tests.engine.quant.packing import pack_awq, pack_gptq, write
+
+MAX_TOKENS = 12
+PLAIN = Setting(batch_size=16, chunk_size=2048, block_size=32, prefix_caching=False)
+CUT = Setting(batch_size=8, chunk_size=24, block_size=16, prefix_caching=True, num_blocks=18)
+"""Chunks, preemption and hits in the prefix cache."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one KV head for both": ("llama", {"num_key_value_heads": 1}),
+    "llama, as many KV heads as heads": ("llama", {"num_key_value_heads": 4}),
+    "llama with biases": ("llama-bias", {}),
+    "llama with a tied head": ("llama-tied", {"vocab_size": 256}),
+    "llama with dynamic rotation": ("llama-dynamic", {"max_position_embeddings": 64}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3-softcap", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    team = Team(2, torch.device("cpu"), threads=2, timeout=60)
+    yield team
+    team.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts(seed=11, count=14, vocab_size=250, shared=40, longest=90)
+
+
+def alone(path: Path, setting: Setting = PLAIN, **changes: Any) -> Engine:
+    return Engine.load(path, setting.config(max_model_len=256, attention="paged-sdpa", **changes))
+
+
+def shared(path: Path, team: Team, setting: Setting = PLAIN, **changes: Any) -> Engine:
+    config = setting.config(max_model_len=256, tensor_parallel=2, **changes)
+    return Engine.load(path, config, team)
+
+
+def all_tokens(completions: list[Completion]) -> list[list[int]]:
+    assert [completion.error for completion in completions] == [None] * len(completions)
+    return [tokens_of(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_answers_as_one_process_does(
+    name: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    family, changes = FAMILIES[name]
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
+    engine = shared(path, team, CUT)
+    assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)) == wanted
+    stats = engine.stats()
+    assert stats.preemptions > 0 or family == "llama-dynamic"  # whose prefixes are shared less
+    assert stats.cached > 0
+    assert stats.free_blocks == stats.total_blocks
+    assert len({tuple(tokens) for tokens in wanted}) > len(prompts) // 2, "the model must look at its prompts"
+
+
+def test_choices_log_probabilities_and_scored_prompts_are_the_same(
+    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+) -> None:
+    params = SamplingParams(
+        max_tokens=5, temperature=0.8, top_p=0.9, n=3, seed=5, logprobs=4, prompt_logprobs=2, repetition_penalty=1.2
+    )
+    requests = [Request(str(i), as_token_ids(prompt), params) for i, prompt in enumerate(prompts[:4])]
+    path = tiny_model("qwen3")
+    one, two = (
+        {done.request_id: done for done in engine.run(requests)} for engine in (alone(path), shared(path, team))
+    )
+    assert one.keys() == two.keys() == {request.request_id for request in requests}
+    for name, wanted in one.items():
+        got = two[name]
+        for left, right in zip(wanted.choices, got.choices, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+            assert left.logprobs is not None
+            assert right.logprobs is not None
+            np.testing.assert_allclose(left.logprobs.chosen, right.logprobs.chosen, atol=1e-4)
+        assert wanted.prompt_logprobs is not None
+        assert got.prompt_logprobs is not None
+        np.testing.assert_allclose(wanted.prompt_logprobs.chosen, got.prompt_logprobs.chosen, atol=1e-4)
+
+
+def test_guessed_tokens_change_nothing(team: Team, tiny_model: Callable[[str], Path]) -> None:
+    prompts = [[5, 6, 7, 8] * 12, [9, 10, 11] * 9]
+    path = tiny_model("llama")
+    wanted = all_tokens(engine_answers(alone(path), prompts, 24))
+    engine = shared(path, team, speculation=SpeculationConfig("ngram"))
+    assert all_tokens(engine_answers(engine, prompts, 24)) == wanted
+    assert engine.stats().speculation.sources["ngram"].num_drafted > 0
+
+
+def test_bfloat16_is_as_near_as_rounding_allows(
+    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+) -> None:
+    path = tiny_model("llama")
+    exact, rounded = (scores(alone(path, dtype=dtype), prompts[:4]) for dtype in ("float32", "bfloat16"))
+    parallel = scores(shared(path, team, dtype="bfloat16"), prompts[:4])
+    assert np.abs(parallel - exact).mean() < 1.5 * np.abs(rounded - exact).mean()
+
+
+PACKINGS: dict[str, Callable[[str, torch.Tensor], Any]] = {
+    "awq, groups of 16": lambda _, weight: pack_awq(weight),
+    "gptq, groups of 16": lambda _, weight: pack_gptq(weight),
+    "gptq, groups that the ranks cut": lambda _, weight: pack_gptq(weight, group=weight.shape[1] // 3),
+    "gptq, 8 bits, a factor a row": lambda _, weight: pack_gptq(weight, bits=8, group=-1),
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    method = name.split(",", maxsplit=1)[0]
+    if method == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+    group = -1 if "row" in name else 32 if "cut" in name else 16
+    return {
+        "quant_method": "gptq",
+        "bits": 8 if "8 bits" in name else 4,
+        "group_size": group,
+        "desc_act": False,
+        "sym": True,
+    }
+
+
+def weights_for(tiny_models: Any, folder: Path) -> Path:
+    """Wide enough for groups."""
+    made: Path = tiny_models.make_tiny_model("llama", folder, hidden_size=96, intermediate_size=96, vocab_size=256)
+    return made
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_quantized_checkpoints_answer_as_one_process_does(
+    name: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    folder = weights_for(tiny_models, tmp_path / "plain")
+    write(folder, tmp_path / "packed", settings_of(name), PACKINGS[name])
+    wanted = all_tokens(engine_answers(alone(tmp_path / "packed"), prompts, MAX_TOKENS))
+    assert all_tokens(engine_answers(shared(tmp_path / "packed", team), prompts, MAX_TOKENS)) == wanted
+
+
+@pytest.mark.parametrize("inputs", ["calibrated", "as they come"])
+def test_int8_checkpoints_with_int8_inputs_answer_as_one_process_does(
+    inputs: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("tests.engine.quant.library")
+    how = library.INT8_STATIC if inputs == "calibrated" else library.INT8_TOKENS
+    folder = weights_for(tiny_models, tmp_path / "plain")
+    library.compress(folder, tmp_path / "packed", {"all": library.group(library.INT8_ROWS, how)}, "int-quantized")
+    one, two = alone(tmp_path / "packed"), shared(tmp_path / "packed", team)
+    if inputs == "calibrated":
+        wanted = all_tokens(engine_answers(one, prompts, MAX_TOKENS))
+        assert all_tokens(engine_answers(two, prompts, MAX_TOKENS)) == wanted
+        return
+    # Each rank rounds its own part of a row, by that part's largest: no two numbers are the same, and none is worse.
+    exact, rounded, parallel = (scores(engine, prompts[:6]) for engine in (alone(folder), one, two))
+    assert 0 < np.abs(parallel - exact).mean() < 1.2 * np.abs(rounded - exact).mean()
+
+
+def scores(engine: Engine, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
+    """Log-probabilities of the prompts' tokens, one after the other."""
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, temperature=0.0)
+    requests = [Request(str(i), as_token_ids(prompt), params) for i, prompt in enumerate(prompts)]
+    done = {one.request_id: one for one in engine.run(requests)}
+    parts = [done[request.request_id].prompt_logprobs for request in requests]
+    return np.concatenate([part.chosen[1:] for part in parts if part is not None])
+
+
+def test_weights_in_activation_order_are_refused_by_name_unless_they_are_made_dense(
+    team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    folder = weights_for(tiny_models, tmp_path / "plain")
+    settings = {**settings_of("gptq"), "desc_act": True}
+    write(folder, tmp_path / "packed", settings, lambda _, weight: pack_gptq(weight, shuffled=True))
+    with pytest.raises(EngineError, match=r"o_proj.weight is stored in activation order.*--quantize dense"):
+        shared(tmp_path / "packed", team)
+    wanted = all_tokens(engine_answers(alone(tmp_path / "packed", quantize="dense"), prompts, MAX_TOKENS))
+    engine = shared(tmp_path / "packed", team, quantize="dense")
+    assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
+
+
+def test_each_rank_holds_its_share_and_no_more(team: Team, tiny_models: Any, tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model(
+        "llama", tmp_path / "large", vocab_size=20_000, hidden_size=384, intermediate_size=1536, num_hidden_layers=6
+    )
+    whole = (path / "model.safetensors").stat().st_size
+    engine = shared(path, team)
+    resident = engine._runner._model.resident  # type: ignore[attr-defined]
+    # This process has memory to use again, from the models of other tests; the other rank has not.
+    assert len(resident) == 2
+    assert 0.4 * whole < resident[1] < 0.6 * whole, f"{resident[1]} of {whole} bytes"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "llama",
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "3 attention heads can't be shared evenly by 2",
+        ),
+        ("llama", {"intermediate_size": 81}, "an MLP of 81 columns can't be shared evenly by 2"),
+        ("phi", {}, "phi models are computed by transformers' code, which can't be shared"),
+    ],
+)
+def test_models_that_can_not_be_cut_are_refused(
+    family: str, changes: dict[str, Any], message: str, team: Team, tiny_models: Any, tmp_path: Path
+) -> None:
+    path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        shared(path, team)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_dtype": "int8"}, "kv_dtype 'int8' is of the native kernels"),
+        ({"instruction_set": "avx2"}, "instruction_set 'avx2' is of the native kernels"),
+        ({"attention": "native"}, "attention 'native' doesn't run under"),
+        ({"speculation": SpeculationConfig("draft", "somewhere")}, "speculate 'draft' doesn't run under"),
+        ({"speculation": SpeculationConfig("eagle3", "somewhere")}, "speculate 'eagle3' doesn't run under"),
+    ],
+)
+def test_settings_that_several_ranks_can_not_follow_are_refused(
+    changes: dict[str, Any], message: str, team: Team, tiny_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        shared(tiny_model("llama"), team, **changes)
+
+
+def test_what_is_not_finite_is_wiped_off_every_rank(
+    team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+) -> None:
+    poison = 255
+
+    def edit(model: Any) -> None:
+        model.model.embed_tokens.weight[poison].fill_(float("nan"))
+        model.lm_head.weight[poison].zero_()  # it is never answered
+
+    path = tiny_models.make_tiny_model("llama", tmp_path / "model", edit=edit)
+    wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
+    engine = shared(path, team, CUT)
+    for _ in range(3):  # until every block has held it
+        failed = engine_answers(engine, [[poison, 5 + n] * 45 for n in range(4)], MAX_TOKENS)
+        assert {one.choices[0].finish_reason.value for one in failed} == {"error"}
+    assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
+
+
+def test_pooled_states_are_the_same(team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]) -> None:
+    params = SamplingParams(max_tokens=0, temperature=0.0)
+    requests = [Request(str(i), as_token_ids(p), params, pooling="mean") for i, p in enumerate(prompts[:5])]
+    path = tiny_model("qwen3")
+    one, two = (
+        {done.request_id: done.pooled for done in e.run(requests)} for e in (alone(path), shared(path, team, CUT))
+    )
+    for name, wanted in one.items():
+        got = two[name]
+        assert wanted is not None
+        assert got is not None
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_memory_is_of_all_ranks_together(team: Team, tiny_model: Callable[[str], Path]) -> None:
+    config = EngineConfig(
+        dtype="float32", max_model_len=64, cache=CacheConfig(memory_bytes=1 << 20, prefix_caching=False)
+    )
+    one = Engine.load(tiny_model("llama"), config)
+    two = Engine.load(tiny_model("llama"), replace(config, tensor_parallel=2), team)
+    # Each has half of the heads and half of the memory.
+    assert two.stats().total_blocks == one.stats().total_blocks
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Callable[[str], Path]) -> None:
+    team = Team(2, torch.device("cpu"), threads=2, timeout=8)
+    engine = shared(tiny_model("llama"), team)
+    engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=50, temperature=0.0)))
+    engine.step()
+    (pid,) = team.pids
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(EngineLost, match=r"the engine lost a rank: .*[Tt]im"):
+        engine.step()
+    assert time.monotonic() - begun < 30
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_is_killed_ends_the_engine_within_seconds_and_says_so(
+    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+) -> None:
+    """The last one: nothing can be computed by this pair any more."""
+    engine = shared(tiny_model("llama"), team, CUT)
+    (pid,) = team.pids
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(str(number), as_token_ids(prompt), SamplingParams(max_tokens=50, temperature=0.0)))
+    engine.step()
+    os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(EngineLost, match=rf"rank 1 \(process {pid}\) was killed by SIGKILL"):
+        engine.step()
+    assert time.monotonic() - begun < 10
+    with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+        engine.step()
+    with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+        shared(tiny_model("llama"), team)

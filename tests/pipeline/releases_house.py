@@ -1,0 +1,83 @@
+"""A root in memory with two versions of a model, jobs that the stable one has answered, and a candidate's worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.active import mark
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.ledger import JOBS, JobLedger
+from pipeline.ports import ShardTask, World, queue_name
+from pipeline.rejects import commit_rejects
+from pipeline.releases.book import ReleaseBook
+from pipeline.releases.keeper import ReleaseKeeper
+from pipeline.releases.shadow_client import ShadowClient
+from pipeline.shard_client import ShardClient
+from pipeline.worker_api import ShardReport
+from schemas.checkpoints import FinishedRows
+from schemas.job import CatalogEntry, ModelPin, Tier
+from schemas.release_options import ReleaseRules
+from schemas.releases import Release
+from tests.pipeline.made_jobs import MODEL, PIN, computed, plan_by_hand, report
+from tests.pipeline.simulation import simulated_world
+
+OLD = CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:" + "0" * 64}), max_model_len=512)
+NEW = CatalogEntry(pin=PIN.model_copy(update={"digest": "sha256:" + "1" * 64}), max_model_len=512)
+RULES = ReleaseRules(share=1.0, least_shards=4, most_shards=16, more_errors=0.5)
+
+
+class ReleasesHouse:
+    """One root."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.world: World = simulated_world(scratch)
+        self.book = ReleaseBook(self.world.store)
+        self.keeper = ReleaseKeeper(self.world)
+        self.book.publish(OLD)
+        self.book.publish(NEW, candidate=True)
+
+    def begin(self, rules: ReleaseRules = RULES, **how: object) -> Release:
+        return self.book.begin(MODEL, NEW, rules, self.world.clock.now(), **how)  # type: ignore[arg-type]
+
+    def job(self, name: str, shards: int, pin: ModelPin = OLD.pin) -> JobLedger:
+        """A job of shards with four rows each, all answered by a worker with the pinned model."""
+        ledger = JobLedger(self.world.store, f"{JOBS}{name}/")
+        mark(ledger)
+        plan_by_hand(ledger, self.world, [list(range(4 * n, 4 * n + 4)) for n in range(shards)], models=(pin,))
+        segment = ledger.segment(0)
+        assert segment is not None
+        commit_rejects(ledger, segment, self.world)
+        client, queue = self.worker([pin])
+        for number in range(1, shards + 1):
+            queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask(name, number))
+            work = client.take(0)
+            assert work is not None
+            client.begin(work)
+            client.commit(work, computed(work), report(work))
+        return ledger
+
+    def worker(self, pins: list[ModelPin]) -> tuple[ShardClient, MemoryQueue]:
+        queue = MemoryQueue()
+        client = ShardClient(
+            "stable", self.world, lambda job: JobLedger(self.world.store, f"{JOBS}{job}/"), queue,
+            MemoryHeartbeats(self.world.clock, 10.0), lambda: False, models=[pin.key for pin in pins],
+        )  # fmt: skip
+        return client, queue
+
+    def shadow(self, release: Release, mark: str = "", most: int = 100) -> int:
+        """A candidate's worker computes what there is to copy; how many shards it took. `mark`: what it adds to each
+        answer."""
+        client = ShadowClient("candidate", self.world, release)
+        for count in range(most):
+            work = client.take(0)
+            if work is None:
+                return count
+            assert work.job.model_named(MODEL) == NEW.pin
+            client.begin(work)
+            done = computed(work)
+            rows = [row if row.text is None else replace(row, text=mark + row.text) for row in done.rows]
+            assert client.commit(work, FinishedRows(rows, done.usages), ShardReport())
+            self.world.clock.sleep(0.01)
+        return most

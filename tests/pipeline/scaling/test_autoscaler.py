@@ -1,0 +1,219 @@
+"""What the autoscaler sees of a root, what it remembers there, and whom it tells."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.adapters.cloudwatch import CloudWatch
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.availability import ServiceUnavailable
+from pipeline.backlog_figures import BacklogFigures, BacklogLook
+from pipeline.inputs import pin_uri
+from pipeline.intake import Intake, JobDraft
+from pipeline.ports import Heartbeats, PipelineError
+from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
+from pipeline.scaling.look import FirstTokens, observe, pools_of, see
+from schemas.figures import Histogram, TierFigures, WorkerFigures
+from schemas.job import Tier
+from schemas.options import JobOptions
+from schemas.scaling import AutoscaleOptions, PoolOptions, ScalingLimits
+from tests.pipeline.test_backlog_figures import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
+
+LIMITS = ScalingLimits(most=9)
+ONE_POOL = AutoscaleOptions(pools={"gpu": PoolOptions(models=("m", "other"), limits=LIMITS)})
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.store.close()
+
+
+class Told:
+    """A target that remembers."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, PoolDecision]] = []
+
+    def put(self, _figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+        self.all.append({one.pool: one for one in decisions})
+
+
+def scaler(house: House, options: AutoscaleOptions = AutoscaleOptions(), *targets: Any, **more: Any) -> Autoscaler:  # noqa: B008
+    look = BacklogLook(house.world, house.heartbeats, assumed=100.0)
+    return Autoscaler(house.world, look, house.heartbeats, options, targets, **more)
+
+
+def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerFigures:
+    return WorkerFigures(
+        model="m", tiers={Tier.INTERACTIVE: TierFigures(ttft=Histogram(counts=ttft))},
+        kv_blocks=100, kv_blocks_used=used, lane_open=3, lane_waiting=waiting,
+    )  # fmt: skip
+
+
+def observed(house: House, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
+    look = BacklogLook(house.world, house.heartbeats, assumed=100.0)
+    seen = see(look, house.heartbeats, house.world.clock.now())
+    (pool,) = pools_of(ONE_POOL, {"m", "other"})
+    return observe(pool, seen, before)
+
+
+def test_given_an_open_job_then_what_is_left_of_it_is_demanded_at_the_measured_speed(house: House) -> None:
+    job = house.submit("one", "m")
+    tokens = job.input.size // 4
+    assert observed(house)[0].work == pytest.approx(tokens / 100)
+    house.beat("w1", MODEL, 400.0)
+    found, _ = observed(house)
+    assert (found.work, found.live) == (pytest.approx(tokens / 400), 1)
+    (demand,) = found.demands
+    assert demand.due is None
+    assert 0 <= demand.waited < 60
+    assert not demand.bulk
+
+
+def test_given_a_job_of_two_models_of_a_pool_then_it_counts_once_at_the_slower_one(house: House) -> None:
+    job = house.submit("both", "m", "other")
+    house.beat("w1", MODEL, 400.0)
+    house.beat("w2", OTHER, 200.0)
+    found, _ = observed(house)
+    assert (found.work, found.live) == (pytest.approx(job.input.size // 4 / 200), 2)
+
+
+def test_given_a_worker_that_ends_then_it_is_not_live(house: House) -> None:
+    house.beat("w1", MODEL, 400.0)
+    (state,) = house.heartbeats.workers()
+    house.heartbeats.beat(replace(state, draining=True))
+    assert observed(house)[0].live == 0
+
+
+def test_given_what_workers_tell_then_callers_kv_and_late_first_tokens_are_seen(house: House) -> None:
+    house.beat("w1", MODEL, 400.0)
+    house.heartbeats.tell("w1", figures((100,), waiting=2, used=50))
+    found, first = observed(house)
+    assert (found.ttft_p95, found.callers, found.callers_waiting, found.kv_used) == (None, 5, 2, 0.5)
+    # 100 were there before; of the next 40 a tenth took up to 2 s (bucket 13), the others a millisecond.
+    house.heartbeats.tell("w1", figures((136, *[0] * 12, 4)))
+    found, after = observed(house, first)
+    assert found.ttft_p95 == 2.0
+    # Too few since: they count with those that follow.
+    house.heartbeats.tell("w1", figures((146, *[0] * 12, 4)))
+    found, waiting = observed(house, after)
+    assert found.ttft_p95 is None
+    assert waiting == after
+
+
+def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(house: House) -> None:
+    assert [pool.name for pool in pools_of(AutoscaleOptions(), {"m", "other"})] == ["m", "other"]
+    assert [(pool.name, pool.limits.most) for pool in pools_of(ONE_POOL, {"m", "other", "third"})] == [
+        ("gpu", 9),
+        ("third", 8),
+    ]
+    # Its first worker is being started, and has published nothing yet.
+    assert pools_of(ONE_POOL, set()) == []
+
+
+def test_given_a_decision_then_the_next_process_goes_on_from_it(house: House) -> None:
+    house.submit("one", "m")
+    target = Told()
+    scaler(house, AutoscaleOptions(), target).once()
+    first = target.all[0]["m"]
+    assert (first.desired, first.decision.before, first.observed.live) == (1, 0, 0)
+    assert target.all[0]["other"].desired == 0
+    # Another process, a moment later: the worker is awaited, not wished for again.
+    scaler(house, AutoscaleOptions(), target).once()
+    second = target.all[1]["m"]
+    assert (second.desired, second.decision.before) == (1, 1)
+    assert second.decision.memory.changed == first.decision.memory.changed
+    assert [start.count for start in second.decision.memory.starting] == [1]
+
+
+def test_given_speeds_that_were_measured_then_they_outlive_workers_and_processes(house: House) -> None:
+    job = house.submit("one", "m")
+    house.beat("w1", MODEL, 500.0)
+    scaler(house).once()
+    house.heartbeats.leave("w1")
+    target = Told()
+    scaler(house, AutoscaleOptions(), target).once()
+    assert target.all[0]["m"].observed.work == pytest.approx(job.input.size // 4 / 500)
+
+
+def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
+    house.submit("one", "m")
+    dry = scaler(house, keep=False)
+    assert [one.desired for one in dry.once()] == [1, 0]
+    assert house.store.info(PAPER) is None
+    assert dry.once()[0].decision.before == 1, "it remembers by itself"
+
+
+def test_given_a_paper_that_is_damaged_then_the_past_is_forgotten(house: House) -> None:
+    house.store.replace(PAPER, b"{nonsense")
+    house.submit("one", "m")
+    assert [one.desired for one in scaler(house).once()] == [1, 0]
+
+
+def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: House) -> None:
+    class Deaf(MemoryHeartbeats):
+        def workers(self) -> Any:
+            raise ServiceUnavailable("Redis: is away")
+
+    target = Told()
+    deaf: Heartbeats = Deaf(house.world.clock, 60.0)
+    look = BacklogLook(house.world, deaf, assumed=100.0)
+    with pytest.raises(PipelineError):
+        Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).once()
+    assert target.all == []
+    assert house.store.info(PAPER) is None
+
+
+def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house: House) -> None:
+    stop, target = threading.Event(), Told()
+
+    class Failing:
+        calls = 0
+
+        def put(self, _figures: BacklogFigures, _decisions: Sequence[PoolDecision]) -> None:
+            Failing.calls += 1
+            if Failing.calls == 3:
+                stop.set()
+            raise ServiceUnavailable("CloudWatch: is away")
+
+    again = scaler(house, AutoscaleOptions(every_seconds=0.01), Failing(), target)
+    thread = threading.Thread(target=again.run, args=(stop,))
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(target.all) == 3
+
+
+def test_given_a_deadline_then_it_is_what_is_left_until_it(house: House) -> None:
+    source = house.folder / "late.jsonl"
+    house.submit("late", "m")
+    due = house.world.clock.now() + timedelta(hours=2)
+    draft = JobDraft(pin_uri(str(source)), JobOptions(model="m", deadline=due, tier=Tier.BULK), "default", "with")
+    Intake(house.world).accept(draft)
+    demands = {demand.bulk: demand for demand in observed(house)[0].demands}
+    assert demands[True].due == pytest.approx(7_200, abs=30)
+    assert demands[False].due is None
+
+
+def test_given_decisions_when_cloudwatch_is_told_then_it_has_them_by_installation_and_pool(
+    house: House,
+    cloudwatch: Any,  # noqa: F811
+    unique_name: Callable[[], str],
+) -> None:
+    space = unique_name()
+    house.submit("one", "m")
+    decisions = scaler(house, ONE_POOL, CloudWatch(space, "here", "us-east-1")).once()
+    assert told(cloudwatch, space, "DesiredWorkers", Installation="here", Pool="gpu") == decisions[0].desired == 1
+    per_worker = told(cloudwatch, space, "BacklogSecondsPerWorker", Installation="here", Pool="gpu")
+    assert per_worker == pytest.approx(decisions[0].observed.work)
+    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == pytest.approx(per_worker)
+    assert told(cloudwatch, space, "DesiredWorkers", Installation="elsewhere", Pool="gpu") is None

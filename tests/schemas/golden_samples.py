@@ -1,0 +1,274 @@
+"""One of each thing that outlives a process or crosses to another, with as many of its fields set as can be together:
+what the golden files are made of, and what they are compared with."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.doors.kafka_batches import KafkaBatch, KafkaGroup, Origin
+from pipeline.gateway.keys import ApiKey, Scope
+from pipeline.ledger import read_paper
+from pipeline.notices import Due, Wanted
+from pipeline.records import AttemptRecord, EndRecord, NoteRecord, PartSummary, RunRecord, Tombstone
+from pipeline.results import FOOTER_KEY
+from schemas.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
+from schemas.errors import RowError, RowErrorCode
+from schemas.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
+from schemas.heartbeat import HeartbeatPaper
+from schemas.job import (
+    CatalogEntry,
+    Closing,
+    Counts,
+    FileEntry,
+    FileStamp,
+    InputFile,
+    InputFormat,
+    InputRef,
+    Job,
+    JobError,
+    JobSettings,
+    JobStatus,
+    Manifest,
+    ModelPin,
+    Paper,
+    PlanSegment,
+    RejectsRef,
+    ShardRef,
+    Usage,
+)
+from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
+from schemas.lane import read_event as read_lane_event
+from schemas.lane import read_request as read_lane_request
+from schemas.progress import Progress
+from schemas.queue import task_arguments
+from schemas.release_options import ReleaseRules
+from schemas.releases import (
+    Bounds,
+    CanaryAnswer,
+    CanaryFailure,
+    CanaryRecord,
+    Comparison,
+    Drift,
+    Outcome,
+    Release,
+    ShadowHead,
+)
+from schemas.results import ResultRow, RowStatus, results_table
+from schemas.tables import SHARD_FIELDS, result_schema, shard_schema
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+SHA = "ab" * 32
+PIN = ModelPin(
+    name="tiny", source="/models/tiny", digest=f"sha256:{SHA}", revision="main", dtype="float32", quantization="int8",
+    kv_dtype="int8",
+)  # fmt: skip
+ENTRY = CatalogEntry(pin=PIN, max_model_len=512, policies="p1", published_at=NOON)
+COUNTS = Counts(total=6, succeeded=2, failed=1, expired=1, cancelled=1, pending=1)
+DONE = Counts(total=2, succeeded=1, failed=1)
+USAGE = Usage(prompt=5, cached=1, completion=7, repeated=2, drafted=3, accepted=1)
+INPUT = InputRef(
+    uri="/in.jsonl", format=InputFormat.JSONL,
+    files=(InputFile(uri="/in.jsonl", size=9, sha256=SHA, stamp=FileStamp(mtime=1, ctime=2, inode=3), version="v",
+                     etag="e"),),
+)  # fmt: skip
+SHARD = ShardRef(
+    number=1, key="plans/a/shards/00001.parquet", sha256=SHA, size=9, rows=2, computed_rows=2, model="tiny",
+    prompt_tokens=10, expected_tokens=14,
+)  # fmt: skip
+ANSWER = CanaryAnswer(prompt=(1, 2), tokens=(3,), logprobs=(-0.5,), runners_up=(-1.5,))
+BOUNDS = Bounds(mean=0.5, low=0.25, high=0.75)
+DRIFT = Drift(mean=0.25, most=0.5, tokens=16)
+
+PAPERS: dict[str, Paper] = {
+    "job": Job(
+        id="job-1", tenant="team-a", input=INPUT, models=(PIN,),
+        settings=JobSettings(seed=7, limit=10, url="/v1/completions"),
+        created_at=NOON, deadline=NOON, refuse_late=True, retry_of="job-0", metadata={"a": "b"},
+    ),
+    "plan-segment": PlanSegment(
+        job="job-1", index=0, attempt="a", first_row=0, end_row=5, blank_lines=1, unselected=1, rejected=1,
+        rejects=RejectsRef(number=0, key="r", sha256=SHA, size=1, rows=1), unique=2, prefix_groups=1,
+        shared_prefix_tokens=4, max_tokens=20, certain_tokens=1, sequences=2, tokens_per_byte=0.25, shards=(SHARD,),
+        last=True,
+    ),
+    "closing": Closing(kind="cancel", at=NOON),
+    "manifest": Manifest(
+        job="job-1", status=JobStatus.COMPLETED, counts=DONE, usage=USAGE, repeated_at_most=9, created_at=NOON,
+        finished_at=NOON, wall_seconds=1.5, engine_seconds=1.0, tokens_per_second=7.0, total_tokens_per_second=12.0,
+        price_per_hour=2.0, cost=0.5, files=(FileEntry(path="results/part-00001.parquet", rows=2, size=9, sha256=SHA),),
+        models=(PIN,), engine={"block_size": 16}, versions={"torch": "2"},
+        errors=(JobError(code="c", message="m", line=1, param="p"),),
+    ),
+    "progress": Progress(
+        job="job-1", status=JobStatus.IN_PROGRESS, counts=COUNTS, usage=USAGE, shards_total=2, shards_done=1,
+        tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
+    ),
+    "catalog-entry": ENTRY,
+    "attempt": AttemptRecord(attempt=1, attempt_id="a", worker="w", session="s", started_at=NOON),
+    "note": NoteRecord(rows=(1, 2)),
+    "end": EndRecord(attempt_id="a", generated=5),
+    "run": RunRecord(started_at=NOON),
+    "tombstone": Tombstone(job="job-1", at=NOON),
+    "kafka-batch": KafkaBatch(
+        cluster="c", topic="t", partition=0, tenant="team-a", first=1, last=2, at=NOON, previous=0, sample=1,
+        sample_sha256=SHA, refused=1, resent=1,
+        groups=(KafkaGroup(tier="bulk", model="tiny", deadline="6h", output_expires_after="30d", job="j", lines="l",
+                           size=9, sha256=SHA, rows=1, records="r"),),
+    ),
+    "kafka-origin": Origin(batch="b", group=0, reply_to="t"),
+    "notice-wanted": Wanted(at=NOON),
+    "notice-due": Due(id="e", type="batch.completed", job="job-1", at=NOON),
+    "api-key": ApiKey(id="0" * 16, digest=SHA, tenant="team-a", scopes=(Scope.ADMIN,), created_at=NOON, expires_at=NOON,
+                      label="l", max_tokens=9),
+    "heartbeat": HeartbeatPaper(name="w", models=("k",), held=(("job-1", 1),), waiting_tokens=5, tokens_per_second=9.5,
+                                draining=True),
+    "canary-record": CanaryRecord(pin=PIN, answers=(ANSWER,), recorded_at=NOON, worker="w"),
+    "canary-failure": CanaryFailure(pin=PIN, reason="r", at=NOON, worker="w"),
+    "release": Release(id="n/00001", number=1, mode="canary", stable=ENTRY, candidate=ENTRY, rules=ReleaseRules(),
+                       started_at=NOON),
+    "release-outcome": Outcome(
+        release="n/00001", verdict="promoted", by="comparison", reasons=("r",), at=NOON,
+        comparison=Comparison(shards=8, rows=80, failed=1, mended=1, more_errors=BOUNDS, agreement=BOUNDS,
+                              latency=BOUNDS, drift=DRIFT),
+    ),
+    "release-drift": DRIFT,
+    "shadow-head": ShadowHead(release="n/00001", job="job-1", shard=1, worker="w", finished_at=NOON),
+}  # fmt: skip
+
+EVENTS = {
+    "event-job-changed": JobChanged(id="job-1/status", job="job-1", at=NOON, status=JobStatus.FAILED, counts=DONE,
+                                    message="m"),
+    "event-shard-committed": ShardCommitted(id="job-1/part/1", job="job-1", at=NOON, shard=1, rows=2, attempt=1,
+                                            usage=USAGE),
+    "event-release-ended": ReleaseEnded(id="n/00001/ended", at=NOON, model="tiny", release=1, stable=f"sha256:{SHA}",
+                                        candidate=f"sha256:{SHA}", verdict="promoted", by="comparison", reasons=("r",)),
+    "event-progress": ProgressMade(id="job-1/progress/1", job="job-1", at=NOON, counts=COUNTS, usage=USAGE),
+}  # fmt: skip
+
+LANE = {
+    "lane-tokens": TokensEvent("r1", 1, 0, 0, (5, 6), "hi", {"content": []}, [{"index": 0}]),
+    "lane-end": EndEvent("r1", 1, 1, {"id": "x"}, "p1"),
+    "lane-error": ErrorEvent("r1", 1, 1, "c", "m", 503, "p"),
+    "lane-hand-back": HandBackEvent("r1", 1, 1),
+}
+REQUEST = LaneRequest(
+    "r1", "key", {"model": "tiny"}, "/v1/completions", deadline=NOON, tenant="t", attempt=2, tokens=((1,),)
+)
+TASK = b'[["job-1", 1, 1], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
+
+HEAD = CheckpointHead(job="job-1", shard=1, attempt_id="a", sequence=0, final=True, generated=9, exposed=4)
+LOGGED = LoggedChoice(
+    3, 0, 0, np.array([5, 6], dtype=np.int32), "stop", 2,
+    LoggedLogprobs(np.array([-0.5, -1.0], dtype=np.float32), np.array([[5], [6]], dtype=np.int32),
+                   np.array([[-0.5], [-1.0]], dtype=np.float32)),
+)  # fmt: skip
+ROWS = [
+    ResultRow(
+        custom_id="a", row=0, status=RowStatus.SUCCEEDED, status_code=200, text="hi", finish_reason="stop",
+        response='{"id": "x"}', model="tiny", prompt_tokens=5, cached_tokens=1, completion_tokens=7,
+        embedding=[0.5, 1.0], created_at=NOON, started_at=NOON, finished_at=NOON, attempt=1,
+    ),
+    ResultRow.refused(1, "b", RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long"), model="tiny", attempt=1),
+]  # fmt: skip
+SUMMARY = PartSummary(
+    job="job-1", part=1, attempt=1, attempt_id="a", worker="w", counts=DONE, usage=USAGE, started_at=NOON,
+    committed_at=NOON, engine_started_at=NOON, engine_finished_at=NOON, engine={"block_size": 16},
+    versions={"torch": "2"}, exposed=4, accounted={"a": 7},
+)  # fmt: skip
+CARRIED = pa.schema([pa.field("topic", pa.string()), pa.field("status", pa.int64())])
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A file: its bytes as they are written today, and today's reader, as plain data that can be compared."""
+
+    data: bytes
+    read: Callable[[bytes], Any]
+
+
+def samples() -> dict[str, Golden]:
+    """All of them, by their files' names."""
+    made = {f"{name}.json": Golden(paper.to_json(), _paper_reader(type(paper))) for name, paper in PAPERS.items()}
+    for name, event in EVENTS.items():
+        made[f"{name}.json"] = Golden(event.to_json(), lambda data: _plain(read_event(data)))
+    for name, one in LANE.items():
+        made[f"{name}.json"] = Golden(event_json(one), lambda data: json.loads(event_json(read_lane_event(data))))
+    made["lane-request.json"] = Golden(
+        request_json(REQUEST), lambda data: json.loads(request_json(read_lane_request(data)))
+    )
+    made["queue-task.json"] = Golden(TASK, lambda data: list(_task(data)))
+    made["checkpoint.bin"] = Golden(encode(HEAD, FinishedRows(ROWS, [USAGE] * 2), [LOGGED]), _read_checkpoint)
+    made["part.parquet"] = Golden(_parquet(_part()), read_table)
+    made["shard.parquet"] = Golden(_parquet(_shard()), read_table)
+    return made
+
+
+def _plain(paper: Paper) -> Any:
+    """What the bytes said, without what a reader of today adds."""
+    return paper.model_dump(mode="json", exclude_unset=True)
+
+
+def _paper_reader(kind: type[Paper]) -> Callable[[bytes], Any]:
+    return lambda data: _plain(read_paper("a golden file", data, kind))
+
+
+def _task(data: bytes) -> tuple[str, int, int]:
+    read = task_arguments(data)
+    return read.job, read.shard, read.attempt
+
+
+def _read_checkpoint(data: bytes) -> Any:
+    found = decode(data)
+    running = [
+        {"row": one.row, "start": one.start, "token_ids": one.token_ids.tolist(), "stop_token_id": one.stop_token_id,
+         "logprobs": None if one.logprobs is None else one.logprobs.chosen.tolist()}
+        for one in found.running
+    ]  # fmt: skip
+    return {
+        "head": _plain(found.head),
+        "finished": found.finished.to_pylist(),
+        "running": running,
+    }
+
+
+def read_table(data: bytes) -> Mapping[str, Any]:
+    """Rows and footer."""
+    table = pq.read_table(pa.BufferReader(data))
+    footer = (table.schema.metadata or {}).get(FOOTER_KEY.encode())
+    summary = None if footer is None else _plain(read_paper("a golden part", footer, PartSummary))
+    return {"rows": table.to_pylist(), "summary": summary}
+
+
+def _part() -> pa.Table:
+    table = results_table(ROWS)
+    schema = result_schema(CARRIED)
+    for field, values in zip(list(schema)[table.num_columns :], (["x", None], [1, 2]), strict=True):
+        table = table.append_column(field, pa.array(values, field.type))
+    return table.replace_schema_metadata({FOOTER_KEY: SUMMARY.model_dump_json(exclude_none=True)})
+
+
+def _shard() -> pa.Table:
+    values: dict[str, list[Any]] = {
+        "row": [0, 1], "compute_row": [0, 0], "custom_id": ["a", "b"], "url": ["/v1/completions"] * 2,
+        "body": ['{"prompt": "x"}', ""], "model": ["tiny"] * 2, "request_hash": [bytes(16)] * 2,
+        "prefix_group": [1, None], "prefix_readers": [1, None], "estimated_prompt_tokens": [5, 5],
+        "expected_tokens": [7, 7],
+    }  # fmt: skip
+    arrays = [pa.array(values[field.name], field.type) for field in SHARD_FIELDS]
+    carried = [pa.array(["x", None], pa.string()), pa.array([1, 2], pa.int64())]
+    return pa.table([*arrays, *carried], schema=shard_schema(CARRIED))
+
+
+def _parquet(table: pa.Table) -> bytes:
+    body = io.BytesIO()
+    pq.write_table(table, body, compression="zstd")
+    return body.getvalue()

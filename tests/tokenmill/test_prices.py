@@ -1,0 +1,108 @@
+"""What a worker costs: as it is told, as its settings say, or as the instance says of itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.prices import Market
+from schemas.settings import InstanceOptions, Settings, load_settings
+from tokenmill import instance_metadata
+from tokenmill.errors import UserError
+from tokenmill.instance_metadata import ENDPOINT_VARIABLE
+from tokenmill.prices import price_of_worker
+
+
+class Metadata(ThreadingHTTPServer):
+    """An instance's service. `silent`: it takes a question, and never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.said = {"instance-type": "g6.xlarge", "placement/region": "us-east-1", "instance-life-cycle": "spot"}
+        self.silent = threading.Event()
+        self.over = threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Metadata
+
+    def do_PUT(self) -> None:
+        if self.server.silent.is_set():
+            self.server.over.wait()
+            return
+        self._answer(200, "a-session")
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/latest/meta-data/")
+        if self.headers["X-aws-ec2-metadata-token"] != "a-session":
+            self._answer(401, "")
+        else:
+            self._answer(200 if name in self.server.said else 404, self.server.said.get(name, ""))
+
+    def _answer(self, code: int, body: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    with Metadata() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv(ENDPOINT_VARIABLE, f"http://127.0.0.1:{server.server_address[1]}")
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tokenmill.toml lies."""
+    monkeypatch.chdir(tmp_path)
+
+
+def asking(**more: Any) -> Settings:
+    return load_settings(instance=InstanceOptions(ask_ec2=True), **more)
+
+
+def test_given_nothing_then_no_price_is_made_up() -> None:
+    assert price_of_worker(load_settings()) is None
+
+
+@pytest.mark.parametrize(("market", "price"), [("spot", 0.268), ("on-demand", 0.8048)])
+def test_given_an_instance_then_its_price_is_the_books_shared_by_its_workers(market: Market, price: float) -> None:
+    instance = InstanceOptions(type="g6.xlarge", region="us-east-1", market=market, workers=2)
+    assert price_of_worker(load_settings(instance=instance)) == pytest.approx(price / 2)
+    assert price_of_worker(load_settings(instance=instance, price_per_hour=2.0)) == 2.0
+    assert price_of_worker(load_settings(instance=instance, price_per_hour=2.0), 3.0) == 3.0
+
+
+def test_given_an_instance_that_the_book_lacks_then_it_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"no price of x9.huge in any, on-demand; it doesn't have that type"):
+        price_of_worker(load_settings(instance=InstanceOptions(type="x9.huge")))
+
+
+def test_given_an_ec2_instance_when_asked_then_it_says_what_it_is_and_how_it_is_paid(metadata: Metadata) -> None:
+    assert price_of_worker(asking()) == 0.268
+    metadata.said["instance-life-cycle"] = "on-demand"
+    assert price_of_worker(asking()) == 0.8048
+
+
+def test_given_a_service_that_never_answers_then_it_is_given_up_and_said(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)
+    metadata.silent.set()
+    with pytest.raises(UserError, match=r"can't be asked what this machine is .*TOKENMILL_INSTANCE__ASK_EC2"):
+        price_of_worker(asking())

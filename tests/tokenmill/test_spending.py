@@ -1,0 +1,62 @@
+"""A run that may only cost so much: it keeps what it has, says why the rest has no answer, and a retry goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+Chat = Callable[..., dict[str, Any]]
+Cli = Callable[..., Any]
+Write = Callable[..., Path]
+
+ROWS, ROWS_PER_PART = 20, 5
+
+
+@pytest.fixture
+def job(
+    place: Path, model_folder: Path, chat: Chat, write_lines: Write, monkeypatch: pytest.MonkeyPatch
+) -> tuple[object, ...]:
+    monkeypatch.setenv("TOKENMILL_PLAN__MAX_SHARD_ROWS", str(ROWS_PER_PART))
+    path = write_lines(*(chat(f"r{n}", text=f"number {n}", max_tokens=4) for n in range(ROWS)))
+    return "run", path, "--model", f"tiny={model_folder}", "-o", place / "out"
+
+
+def rows(out: Path) -> Counter[str | None]:
+    return Counter(pq.read_table(out / "results")["error_code"].to_pylist())
+
+
+def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_retry_answers_the_rest(
+    tokenmill: Cli, place: Path, job: tuple[object, ...], model_folder: Path
+) -> None:
+    limited = tokenmill(*job, "--price-per-hour", "36", "--max-cost", "1e-9", "--json")
+
+    manifest = limited.json()
+    assert limited.code == 0
+    assert "has reached its spending limit; what was finished is kept" in limited.err
+    assert rows(place / "out") == {None: ROWS_PER_PART, "spend_limit": ROWS - ROWS_PER_PART}
+    assert (manifest["status"], manifest["counts"]["cancelled"]) == ("cancelled", ROWS - ROWS_PER_PART)
+    assert manifest["cost"] == pytest.approx(manifest["busy_seconds"] / 100)
+    assert manifest["cost"] > 1e-9
+    (spending,) = manifest["spending"]
+    assert (spending["model"], spending["cost"]) == ("tiny", manifest["cost"])
+    assert tokenmill("jobs", "show", place / "out", "--json").json()["cost"] == manifest["cost"]
+    assert "cost limit" in tokenmill("jobs", "show", place / "out").out
+
+    retry = ("jobs", "retry", place / "out", "-o", place / "more", "--price-per-hour", "36")
+    same = tokenmill(*retry, "--json").json()
+    assert same["counts"]["succeeded"] == ROWS_PER_PART, "a retry may cost as much as the first job might"
+    again = tokenmill(*retry, "--fresh", "--max-cost", "1000", "--json").json()
+    assert (again["status"], again["counts"]["succeeded"]) == ("completed", ROWS - ROWS_PER_PART)
+
+
+def test_given_a_limit_and_no_price_then_nothing_is_begun(tokenmill: Cli, place: Path, job: tuple[object, ...]) -> None:
+    refused = tokenmill(*job, "--max-cost", "1")
+    assert refused.code == 1
+    assert "--max-cost can't be kept" in refused.error
+    assert not (place / "out" / "job.json").exists()
+    assert "may cost nothing" in tokenmill(*job, "--max-cost", "0").error

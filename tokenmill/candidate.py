@@ -1,0 +1,154 @@
+"""A worker with a new version of a model: it works on copies while a release is open, and for real once that has
+promoted it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import Final
+
+import structlog
+
+from pipeline.canaries import Canaries
+from pipeline.metrics.sources import own_work
+from pipeline.releases.book import ReleaseBook, Standing
+from pipeline.releases.shadow_client import ShadowClient
+from schemas.figures import WorkerFigures
+from schemas.releases import Release
+from schemas.settings import Settings
+from tokenmill.hints import Hints, hints_on_servers
+from tokenmill.logs import LogFormat, log_to_stderr
+from tokenmill.metrics import metrics_served
+from tokenmill.processes import run_together, settled_heap, unique_name
+from tokenmill.readiness import LoadModel, Readiness
+from tokenmill.root import Root, open_root
+from tokenmill.spot_notice import watch_for_notice
+from tokenmill.stopping import until_told
+from tokenmill.tracing import traces_of
+from tokenmill.working import Worker, entry_of
+from workers.content_policies import Policies
+from workers.settings import WorkerSettings
+from workers.shard_worker import ShardWorker
+from workers.warmup import drift_from
+from workers.watchdog import Watchdog
+
+IDLE_SECONDS: Final = 1.0
+"""Between two looks whether there is a release."""
+
+logger = structlog.get_logger(__name__)
+
+
+def run_candidate(
+    root_url: str | None,
+    settings: Settings,
+    load: LoadModel,
+    switch_after: float,
+    policies: Policies,
+    metrics_port: int | None = None,
+    log_format: LogFormat | None = None,
+    price_per_hour: float | None = None,
+) -> None:
+    """A process with a candidate, until told to stop. Raises as `run_worker` does."""
+    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
+    with (
+        until_told() as stop,
+        traces_of("worker") as traces,
+        open_root(root_url, settings, traces=traces) as root,
+        hints_on_servers(settings) as hints,
+    ):
+        worker = CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
+        tell(f"ready to be released in {root.url}: {worker.version}")
+        with metrics_served(settings, metrics_port, own_work(worker.figures), worker.readiness.tell()):
+            run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+
+
+class CandidateWorker:
+    """A `Part`. Before a release, and after one that was rolled back, it waits: for the next one, or to be stopped.
+
+    Attributes:
+        version: what its model is called, with the digest.
+        readiness: knows how long it took to get ready.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        hints: Hints,
+        load: LoadModel,
+        settings: Settings,
+        switch_after: float,
+        policies: Policies,
+        price_per_hour: float | None = None,
+    ) -> None:
+        self._root = root
+        self._name = unique_name(root.world.random)
+        self._book = ReleaseBook(root.world.store)
+        self._watchdog = Watchdog(settings.stuck_seconds)
+        self._settings = WorkerSettings(
+            request_timeout=settings.request_timeout,
+            checkpoint_seconds=float("inf"),  # a copy that is lost costs nobody anything
+            look_seconds=hints.look_seconds,
+            policies=policies,
+        )
+        self.readiness = Readiness(root.world, settings.warmup, self._name)
+        self._model = model = self.readiness.load(load)
+        self._pin = model.pin()
+        self._book.publish(entry_of(model, policies, root), candidate=True)
+        self.version = f"{self._pin.name}@{self._pin.digest}"
+        self._promote = partial(Worker, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour)
+        self._serving: Worker | None = None
+        self._client: ShadowClient | None = None
+
+    def figures(self) -> WorkerFigures | None:
+        """What the worker counted since it began with what it does now; None: nothing yet."""
+        if self._serving is not None:
+            return self._serving.figures()
+        return None if self._client is None else self._client.figures
+
+    def __call__(self, stop: threading.Event) -> None:
+        """Work until `stop` is set."""
+        told: str | None = None
+        while not stop.is_set():
+            last = self._book.last(self._pin.name)
+            if self._is_served(last):
+                logger.info("promoted, and serving", model=self.version)
+                self._serving = self._promote()
+                self._serving(stop)
+                return
+            if last is not None and self._is_tried(last):
+                self._shadow(last.release, stop)
+                continue
+            state = "waiting" if last is None or last.outcome is None else last.outcome.verdict
+            if state != told:
+                logger.info("no release to work for", model=self.version, last=state)
+                told = state
+            stop.wait(IDLE_SECONDS)
+
+    def _is_served(self, last: Standing | None) -> bool:
+        return last is not None and last.served.pin.key == self._pin.key
+
+    def _is_tried(self, last: Standing) -> bool:
+        return last.outcome is None and last.release.candidate.pin.key == self._pin.key
+
+    def _shadow(self, release: Release, stop: threading.Event) -> None:
+        """Compute copies until the release has ended, or until `stop`."""
+        logger.info("working on copies", model=self.version, release=release.number, share=release.rules.share)
+        self._note_drift(release)
+        client = ShadowClient(self._name, self._root.world, release)
+        self._client = client
+        clock = self._root.world.clock
+        try:
+            with settled_heap(), self._watchdog.watching():
+                ShardWorker(self._model, client, client, clock, self._settings, self._watchdog).run(stop)
+        finally:
+            self._client = None
+
+    def _note_drift(self, release: Release) -> None:
+        """How far its log-probabilities are from what the stable version recorded, unless another worker said so."""
+        record = Canaries(self._root.world.store).find(release.stable.pin)
+        if record is None or self._model.weightless or self._book.drift(release) is not None:
+            return
+        drift = drift_from(self._model, record.answers)
+        if drift is not None:
+            self._book.note_drift(release, drift)

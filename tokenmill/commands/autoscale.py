@@ -1,0 +1,103 @@
+"""`tokenmill autoscale`: how many workers each pool should have, told to whoever starts and ends them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tokenmill.options import Debug, Json, MetricsPort, RootUrl
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.scaling.autoscaler import ScalingTarget
+    from schemas.settings import Settings
+
+ADAPTERS = ("print", "cloudwatch", "http")
+
+
+def _adapter(name: str) -> str:
+    if name not in ADAPTERS:
+        raise typer.BadParameter(f"{name!r} is not known; give one of {', '.join(ADAPTERS)}")
+    return name
+
+
+def autoscale(
+    root_url: RootUrl = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_adapter,
+            metavar="ADAPTER",
+            help="Who is told: print (stdout; the default), cloudwatch (TOKENMILL_CLOUDWATCH__NAMESPACE), http (JSON "
+            "at /autoscale/POOL on the metrics port, for KEDA). Repeat for several.",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Decide once, and end.")] = False,
+    interval: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds between two decisions. Default: TOKENMILL_AUTOSCALE__EVERY_SECONDS (30)."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print only, and write nothing down for the next decision."),
+    ] = False,
+    metrics_port: MetricsPort = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Decide how many workers each pool should have, and tell it, until told to stop.
+
+    By the work that waits, at the speed that workers measure, against deadlines; by how long it has waited; by TTFT and
+    KV cache use while callers wait. Limits are in TOKENMILL_AUTOSCALE__LIMITS and __POOLS. A dispatcher with
+    TOKENMILL_CLOUDWATCH__NAMESPACE does this by itself; several may run.
+    """
+    from pipeline.backlog_figures import BacklogLook
+    from pipeline.scaling.autoscaler import Autoscaler
+    from tokenmill.errors import UserError
+    from tokenmill.hints import heartbeats_on_servers
+    from tokenmill.logs import log_to_stderr
+    from tokenmill.metrics import metrics_served
+    from tokenmill.processes import run_together
+    from tokenmill.root import open_root
+    from tokenmill.scaling import Printed, Served
+    from tokenmill.stopping import until_told
+
+    log_to_stderr(logging.WARNING if once else logging.INFO)
+    settings = read_settings()
+    chosen = adapter or ["print"]
+    if dry_run and chosen != ["print"]:
+        raise typer.BadParameter("--dry-run only prints; leave --adapter out")
+    if once and "http" in chosen:
+        raise typer.BadParameter("--once ends before anybody could ask; leave out --once or --adapter http")
+    port = settings.metrics.port if metrics_port is None else metrics_port
+    if "http" in chosen and port is None:
+        raise UserError("--adapter http needs a port; give --metrics-port, or set TOKENMILL_METRICS__PORT")
+    served = Served()
+    targets: list[ScalingTarget] = [served]
+    if "print" in chosen:
+        targets.append(Printed(as_json=as_json))
+    if "cloudwatch" in chosen:
+        targets.append(_cloudwatch(settings))
+    options = settings.autoscale
+    if interval is not None:
+        options = options.model_copy(update={"every_seconds": interval})
+    with until_told() as stop, open_root(root_url, settings) as root, heartbeats_on_servers(settings) as heartbeats:
+        look = BacklogLook(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second)
+        scaler = Autoscaler(root.world, look, heartbeats, options, targets, keep=not dry_run)
+        if once:
+            scaler.once()
+            return
+        documents = served.document if "http" in chosen else None
+        with metrics_served(settings, metrics_port, served.tell, documents=documents):
+            run_together(stop, scaler.run, {})
+
+
+def _cloudwatch(settings: Settings) -> ScalingTarget:
+    from pipeline.adapters.cloudwatch import CloudWatch
+    from tokenmill.errors import UserError
+
+    if settings.cloudwatch.namespace is None:
+        raise UserError("--adapter cloudwatch needs a namespace; set TOKENMILL_CLOUDWATCH__NAMESPACE")
+    return CloudWatch(settings.cloudwatch.namespace, settings.cloudwatch.installation, settings.s3.region)

@@ -1,0 +1,66 @@
+"""`tokenmill canary`: the answers that a model must give before a worker serves it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenmill import output
+from tokenmill.options import Debug, DeviceOption, DTypeOption, Json, KvDTypeOption, QuantizeOption, RootUrl, Threads
+from tokenmill.settings import read_settings
+
+app = typer.Typer(
+    help="What a model answers to the canary prompts. Each worker's first model of a digest, dtype and quantization is "
+    "recorded in the root; later ones must answer alike, or they end with exit code 71.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+
+@app.callback()
+def root() -> None:
+    """Keep `record` a command of its own."""
+
+
+@app.command("record", short_help="Write down what a model answers.")
+def record(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As of 'tokenmill worker --model'.")],
+    again: Annotated[bool, typer.Option("--again", help="Replace what was recorded.")] = False,
+    root_url: RootUrl = None,
+    dtype: DTypeOption = "auto",
+    quantize: QuantizeOption = "none",
+    kv_dtype: KvDTypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Have the model answer the canary prompts on this machine, and record that in the root. Where it is recorded
+    already the two are compared, and exit code 71 says that they differ."""
+    from pipeline.canaries import Canaries
+    from tokenmill.engine_options import engine_options
+    from tokenmill.job_options import choose_model
+    from tokenmill.processes import unique_name
+    from tokenmill.readiness import Readiness
+    from tokenmill.root import open_root
+    from tokenmill.working import load_any
+
+    settings = read_settings()
+    options = engine_options(settings, dtype, device, threads, 32, 2048, None, quantize, kv_dtype, "off")
+    chosen = choose_model(model, settings.model_cache)
+    with open_root(root_url, settings) as root:
+        canaries = Canaries(root.world.store)
+        loaded = load_any(chosen, options.config(), None)
+        if again:
+            canaries.forget(loaded.pin())
+        known = canaries.find(loaded.pin()) is not None
+        Readiness(root.world, settings.warmup, unique_name(root.world.random)).load(lambda: loaded)
+        made = canaries.find(loaded.pin())
+    assert made is not None, "it was recorded"
+    if as_json:
+        facts = {"key": made.pin.key, "digest": made.pin.digest, "recorded_at": made.recorded_at.isoformat()}
+        output.print_json({**facts, "recorded": not known, "tokens": sum(len(a.tokens) for a in made.answers)})
+        return
+    said = "answers as recorded" if known else "recorded"
+    output.say(f"{chosen.name} ({made.pin.digest}, {made.pin.dtype}, {made.pin.quantization}): {said}")

@@ -1,0 +1,211 @@
+"""`tokenmill release`: a new version of a model beside the one that is served, compared, promoted or rolled back."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tokenmill import output
+from tokenmill.options import Debug, Json, RootUrl, amount_of_time
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.releases.book import ReleaseBook, Standing
+    from schemas.job import CatalogEntry
+    from schemas.releases import Bounds, Comparison
+    from tokenmill.root import Root
+
+app = typer.Typer(
+    help="New versions of models: tried on copies of real work, compared with the version that is served, and then "
+    "promoted or rolled back. Start workers with --candidate first.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What requests call the model.")]
+
+
+@app.command("start", short_help="Begin to compare a new version.")
+def start(
+    version: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME@sha256:DIGEST",
+            help="The new version; the first 8 digits of its digest are enough. 'release status NAME' lists them.",
+        ),
+    ],
+    share: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of the shards that it computes, too. Default: as the settings say."),
+    ] = None,
+    longest: Annotated[
+        timedelta | None,
+        typer.Option(parser=amount_of_time, metavar="TIME", help="Roll it back if it isn't decided by then."),
+    ] = None,
+    shadow: Annotated[
+        bool, typer.Option("--shadow", help="Only compare; 'release promote' or 'rollback' ends it.")
+    ] = False,
+    root_url: RootUrl = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Begin a release: workers with --candidate compute copies of what the served version has answered, a dispatcher
+    compares, and promotes the new version or rolls it back. Nothing that the new version computes is read by anybody.
+    """
+    from pipeline.releases.book import ReleaseBook
+    from tokenmill.root import open_root
+
+    settings = read_settings()
+    given = {"share": share, "longest_seconds": None if longest is None else longest.total_seconds()}
+    rules = settings.releases.model_validate(
+        settings.releases.model_dump() | {name: value for name, value in given.items() if value is not None}
+    )
+    with open_root(root_url, settings) as root:
+        name, entry = _version(root, version)
+        mode: Literal["canary", "shadow"] = "shadow" if shadow else "canary"
+        release = ReleaseBook(root.world.store).begin(name, entry, rules, root.world.clock.now(), mode)
+    if as_json:
+        output.print_json(release.model_dump(mode="json"))
+        return
+    output.say(
+        f"release {release.number} of {name}: {_short(release.candidate)} beside {_short(release.stable)}, "
+        f"on {rules.share:.0%} of the shards"
+    )
+
+
+@app.command("status", short_help="How a model's release stands.")
+def status(
+    name: Name,
+    history: Annotated[bool, typer.Option("--history", help="All releases of the model, the first one first.")] = False,
+    root_url: RootUrl = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Which version is served, which there are, and how the last release stands."""
+    from pipeline.catalog import Catalog
+    from pipeline.releases.book import ReleaseBook
+    from tokenmill.errors import UserError
+    from tokenmill.root import open_root
+
+    with open_root(root_url, read_settings(), read_only=True) as root:
+        book, catalog = ReleaseBook(root.world.store), Catalog(root.world.store)
+        served, versions, found = catalog.find(name), catalog.versions(name), book.history(name)
+        if served is None and not versions:
+            raise UserError(f"no worker has served {name} in {root.url}; 'tokenmill worker --model {name}=…' does")
+        shown = [_document(root, book, one) for one in (found if history else found[-1:])]
+    if as_json:
+        output.print_json({
+            "model": name,
+            "served": None if served is None else served.pin.digest,
+            "versions": [entry.pin.digest for entry in versions],
+            "releases": shown,
+        })  # fmt: skip
+        return
+    print(f"{name} is {'served by nobody' if served is None else served.pin.digest}")
+    for entry in versions:
+        print(f"  {entry.pin.digest}  {entry.pin.dtype}, {entry.pin.quantization}  from {entry.pin.source}")
+    for document in shown:
+        for line in _lines(document):
+            print(line)
+
+
+@app.command("promote", short_help="Serve the new version, without waiting.")
+def promote(name: Name, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
+    """End the open release: the new version is served from now on, whatever was compared."""
+    _end(name, "promoted", root_url, as_json=as_json)
+
+
+@app.command("rollback", short_help="Keep the old version, or go back to it.")
+def rollback(name: Name, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
+    """End the open release: the old version stays. Where none is open and the last one was promoted, the version before
+    it is served again; workers that hold it must run."""
+    _end(name, "rolled_back", root_url, as_json=as_json)
+
+
+def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str | None, *, as_json: bool) -> None:
+    from pipeline.releases.book import ReleaseBook, ReleaseError, Standing
+    from tokenmill.root import open_root
+
+    with open_root(root_url, read_settings()) as root:
+        book, now = ReleaseBook(root.world.store), root.world.clock.now()
+        last = book.last(name)
+        if last is not None and last.outcome is None:
+            ended = Standing(last.release, book.end(last.release, verdict, "operator", now))
+        elif verdict == "rolled_back":
+            ended = book.go_back(name, now)
+        else:
+            raise ReleaseError(f"no release of {name} is open; 'tokenmill release start' begins one")
+        document = _document(root, book, ended)
+    if as_json:
+        output.print_json(document)
+        return
+    outcome = ended.outcome
+    assert outcome is not None
+    word = outcome.verdict.replace("_", " ")
+    output.say(f"release {ended.release.number} of {name}: {word}; {_short(ended.served)} is served")
+
+
+def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
+    """The model's name, and the one version that is meant. Raises `UserError`."""
+    from pipeline.catalog import BY_DIGEST, Catalog
+    from tokenmill.errors import UserError
+
+    name, mark, digits = given.rpartition(BY_DIGEST)
+    if not mark or not name or len(digits) < 8:
+        raise UserError(f"{given}: give NAME@sha256:DIGEST, with 8 digits or more of the new version's digest")
+    versions = Catalog(root.world.store).versions(name)
+    found = [entry for entry in versions if entry.pin.name.startswith(given)]
+    if len(found) == 1:
+        return name, found[0]
+    known = ", ".join(_short(entry) for entry in versions) or "none"
+    what = "several versions begin so" if found else "no worker has such a version"
+    raise UserError(f"{given}: {what} (there are: {known}); start one with 'tokenmill worker --candidate'")
+
+
+def _document(root: Root, book: ReleaseBook, standing: Standing) -> dict[str, Any]:
+    from pipeline.releases.keeper import compared_now
+
+    release, outcome = standing.release, standing.outcome
+    comparison = outcome.comparison if outcome is not None else compared_now(root.world, release)
+    return {
+        "release": release.number,
+        "mode": release.mode,
+        "model": release.name,
+        "stable": release.stable.pin.digest,
+        "candidate": release.candidate.pin.digest,
+        "started_at": release.started_at.isoformat(),
+        "rules": release.rules.model_dump(mode="json"),
+        "verdict": None if outcome is None else outcome.verdict,
+        "by": None if outcome is None else outcome.by,
+        "ended_at": None if outcome is None else outcome.at.isoformat(),
+        "reasons": [] if outcome is None else list(outcome.reasons),
+        "comparison": None if comparison is None else comparison.model_dump(mode="json"),
+    }
+
+
+def _lines(document: dict[str, Any]) -> list[str]:
+    from schemas.releases import Comparison
+
+    word = "open" if document["verdict"] is None else f"{document['verdict'].replace('_', ' ')} by {document['by']}"
+    lines = [f"release {document['release']} ({document['mode']}): {word}; {document['candidate']} is tried"]
+    lines += [f"  {reason}" for reason in document["reasons"]]
+    if document["comparison"] is not None:
+        lines += [f"  {line}" for line in _figures(Comparison.model_validate(document["comparison"]))]
+    return lines
+
+
+def _figures(found: Comparison) -> list[str]:
+    lines = [f"compared: {found.rows} rows of {found.shards} shards; {found.failed} failed with the new version only"]
+    named: list[tuple[str, Bounds | None]] = [("agreement", found.agreement), ("time of a token", found.latency)]
+    for what, bounds in named:
+        if bounds is not None:
+            lines.append(f"{what}: {bounds.mean:.3g} ({bounds.low:.3g} to {bounds.high:.3g})")
+    if found.drift is not None:
+        lines.append(f"drift of log-probabilities: {found.drift.mean:.3g} nats (most {found.drift.most:.3g})")
+    return lines
+
+
+def _short(entry: CatalogEntry) -> str:
+    return (entry.pin.digest or entry.pin.source)[:19]

@@ -1,0 +1,168 @@
+"""`tokenmill simulate`: a day of an installation in seconds, and what could have been done."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tokenmill import options, output
+from tokenmill.options import Debug, Json
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.simulator.mill import MillSettings
+    from pipeline.simulator.report import Report
+
+Pattern = Literal["bursts", "ramp", "daynight", "spot-storm"]
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help='Jobs as JSON lines: {"at": 0, "rows": 1000, "prompt_tokens": 300, "output_tokens": 200, "deadline": '
+            '3600}, all but the first two may be absent; {"at": 60, "interrupt": 0.2} takes machines away.',
+        ),
+    ] = None,
+    pattern: Annotated[Pattern | None, typer.Option(help="A trace that is drawn instead. [default: daynight]")] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=10_000, help="Workers that there may be at most.")] = 8,
+    fixed: Annotated[bool, typer.Option("--fixed", help="All of them all the time, without the autoscaler.")] = False,
+    worker: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="How fast a worker is: what 'tokenmill bench --json' has printed. Default: an assumed large GPU.",
+        ),
+    ] = None,
+    cold_start: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds until a worker that is wished for computes. Default: of --worker, else 240."),
+    ] = None,
+    hours: Annotated[float, typer.Option(min=0.1, max=24 * 31, help="Of a drawn trace.")] = 24.0,
+    requests_per_day: Annotated[
+        float | None,
+        typer.Option(min=1, max=1e11, help="Of a drawn trace. Default: what a third of the workers could do."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="That they come in. Default: 12 an hour.")] = None,
+    prompt_tokens: Annotated[float, typer.Option(min=1, help="Of a drawn trace's requests, on average.")] = 300.0,
+    output_tokens: Annotated[float, typer.Option(min=1, help="Likewise.")] = 200.0,
+    deadlines: Annotated[
+        tuple[float, float],
+        typer.Option(min=1, metavar="SHORTEST LONGEST", help="Of a drawn trace's jobs that have one, in seconds."),
+    ] = (3_600.0, 21_600.0),
+    answer_error: Annotated[
+        float, typer.Option(min=0, max=2, help="By how much answers turn out longer or shorter than estimated (sigma).")
+    ] = 0.2,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn: the same one gives the same figures.")] = 0,
+    price_per_hour: Annotated[
+        float | None, typer.Option(parser=options.price, metavar="PRICE", help="Of a worker, for the cost.")
+    ] = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Replay a trace on a virtual clock: with the dispatcher's and the autoscaler's own decisions, and workers that
+    take the time that was measured.
+
+    Beside what happens stands what somebody could have done who knew all beforehand: which deadlines could be met, and
+    the least worker-hours. The autoscaler's limits are those of TOKENMILL_AUTOSCALE__LIMITS, with --gpus at most.
+    Requests whose callers wait are not simulated.
+    """
+    from pipeline.simulator.mill import MillSettings
+    from pipeline.simulator.mill import simulate as play
+    from pipeline.simulator.report import report
+    from pipeline.simulator.trace import Drawn, draw_trace, read_trace
+    from pipeline.simulator.worker_model import EXAMPLE, read_worker_model
+
+    if trace is not None and pattern is not None:
+        raise typer.BadParameter("give --trace or --pattern, not both")
+    if deadlines[0] > deadlines[1]:
+        raise typer.BadParameter(f"--deadlines {deadlines[0]:g} {deadlines[1]:g}: give the shortest first")
+    settings = read_settings()
+    model = EXAMPLE if worker is None else read_worker_model(worker)
+    if cold_start is not None:
+        model = model.model_copy(update={"cold_start": cold_start})
+    if trace is None:
+        if requests_per_day is None:
+            requests_per_day = gpus / 3 * model.rows_per_second(model.batch, prompt_tokens, output_tokens) * 86_400
+        requests = max(1, round(requests_per_day * hours / 24))
+        how = Drawn(requests, hours, jobs, prompt_tokens, output_tokens, deadlines)
+        drawn = draw_trace(pattern or "daynight", how, seed)
+    else:
+        drawn = read_trace(trace)
+    limits = settings.autoscale.limits
+    mill = MillSettings(
+        model,
+        limits.model_copy(update={"most": gpus, "least": min(limits.least, gpus)}),
+        fixed=gpus if fixed else None,
+        every=settings.autoscale.every_seconds,
+        plan=settings.plan,
+        answer_error=answer_error,
+        seed=seed,
+    )
+    begun = time.perf_counter()
+    found = report(drawn, mill, play(drawn, mill), price_per_hour)
+    seconds = time.perf_counter() - begun
+    if as_json:
+        output.print_json({**asdict(found), "seed": seed, "settings": _settings(mill), "simulated_in": seconds})
+        return
+    _show(found)
+    output.say(f"simulated {found.hours:.1f} hours in {output.duration(seconds)}; worker: {found.worker}")
+
+
+def _settings(mill: MillSettings) -> dict[str, object]:
+    return {
+        "worker": mill.worker.model_dump(),
+        "scaling": None if mill.fixed else mill.scaling.model_dump(),
+        "every": mill.every,
+        "plan": mill.plan.model_dump(),
+        "answer_error": mill.answer_error,
+    }
+
+
+def _show(found: Report) -> None:
+    cost = "" if found.cost is None else f", cost {found.cost:,.2f}"
+    rows = [
+        ("trace", found.trace),
+        ("came in", f"{output.count(found.requests)} requests in {output.count(found.jobs)} jobs"),
+        ("computed", f"{output.count(found.tokens)} tokens, {output.count(found.tokens_per_second)} a second"),
+        ("workers", f"{found.workers_mean:.1f} on average, {found.workers_peak} at most, of {found.gpus}"),
+        ("paid for", f"{found.worker_hours:,.1f} worker-hours{cost}; {found.busy_share:.0%} of them with work"),
+        (
+            "at least, knowing all",
+            f"{found.oracle_worker_hours:,.1f} worker-hours; this is {found.cost_over_oracle:.2f} times that",
+        ),
+        (
+            "deadlines",
+            f"{found.deadlines_met} of {found.deadlines} met; of the {found.deadlines_oracle} that could be met, "
+            f"{found.met_of_oracle:.1%}",
+        ),
+        (
+            "until work began",
+            f"{output.duration(found.wait_p50)} (median), {output.duration(found.wait_p95)} (95 %), "
+            f"{output.duration(found.wait_max)} (worst)",
+        ),
+        ("until a job's end", f"{output.duration(found.took_p50)} (median), {output.duration(found.took_p95)} (95 %)"),
+        ("changes of the wish", f"{found.changes}; at most {found.changes_an_hour_max} within an hour"),
+        (
+            "machines",
+            f"{found.starts} started, {found.interrupted} taken away; "
+            f"{output.count(found.repeated_rows)} rows computed again",
+        ),
+        ("shards", f"{output.count(found.shards)}; at most {found.longest_queue} in a queue"),
+    ]
+    console = output.stdout()
+    console.print(output.table(None, ("", ""), rows))
+    hourly = found.series[:: max(1, len(found.series) // 24)]
+    console.print()
+    cells = [(f"{at:.1f}", wish, live, f"{backlog:,.1f}") for at, wish, live, backlog in hourly]
+    columns = ("hour", "wished for", "live", "backlog, worker-hours")
+    console.print(output.table(None, columns, cells, right=columns))
