@@ -37,6 +37,7 @@ from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_tr
 
 _LOOK_SECONDS: Final = 0.1
 _LOOKS_PER_RESTORE: Final = 50
+_RESULT_TRIES: Final = 3
 _END_SECONDS: Final = 2.0
 """For how long a worker's loop may not look up."""
 
@@ -313,6 +314,11 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
         "broker_connection_retry": False,
         "broker_connection_retry_on_startup": False,
         "result_backend": results,
+        # A stall of the place for results isn't the task's failure; with Celery's defaults its caller would be told so.
+        "result_backend_always_retry": True,
+        "result_backend_max_retries": _RESULT_TRIES,
+        "result_backend_base_sleep_between_retries_ms": 100,
+        "result_backend_max_sleep_between_retries_ms": 1_000,
         "redis_backend_use_ssl": security(results),
         "result_expires": settings.result_expires,
         "redis_socket_timeout": timeout,
