@@ -94,10 +94,10 @@ class Pooler:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
-    @property
-    def active(self) -> bool:
-        """Whether any row asks for pooling."""
-        return bool(self._rows)
+    def concerns(self, rows: NDArray[np.int32]) -> bool:
+        """Whether any of these rows asks for pooling. (One that was left before its prompt was complete is known here
+        until its next owner comes.)"""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
 
     def assign(self, row: int, request: Request) -> None:
         """The row has a new owner."""

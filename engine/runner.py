@@ -161,16 +161,23 @@ class ModelRunner:
         hidden = self._forward(plan)
         places = np.flatnonzero(plan.samples)
         rows = plan.rows[places]
-        seen = plan.drafts is not None or self._scores(plan) or self._pooler.active
+        seen = plan.drafts is not None or self._scores(plan) or self._pooler.concerns(plan.rows)
         if seen or self._sampler.awaited(rows).any():
-            return Submitted(plan, self._outputs(plan, hidden))
+            output = self._outputs(plan, hidden)
+            if len(places):  # whoever plans the next step need not know which way this one went
+                self._keep(rows, *self._transfer.up(output.token_ids[places].astype(np.int64)))
+            return Submitted(plan, output)
         if not len(places):
             return Submitted(plan, self._nothing(plan))
         packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
+        self._keep(rows, packed[0])
+        return Submitted(plan, None, places, self._transfer.down(packed))
+
+    def _keep(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
+        """Let the next step find what these rows sampled, int64 [S]."""
         (at,) = self._transfer.up(rows.astype(np.int64))
         # What a row draws from values that are not finite is no token, and is never looked at; but it is looked up.
-        self._sampled.index_copy_(0, at, packed[0].clamp(0, self._model.spec.vocab_size - 1))
-        return Submitted(plan, None, places, self._transfer.down(packed))
+        self._sampled.index_copy_(0, at, tokens.clamp(0, self._model.spec.vocab_size - 1))
 
     def result(self, submitted: Submitted) -> StepOutput:
         """See `AheadRunner`."""
@@ -216,7 +223,7 @@ class ModelRunner:
     def _recordable(self, plan: StepPlan) -> bool:
         """Whether all that is wanted of a step is what a graph gives. Prompts that are scored or pooled come in long
         chunks, which would seldom find one, and their hidden states are wanted for longer than until the next step."""
-        return self._reader is None and not self._pooler.active and not self._scores(plan)
+        return self._reader is None and not self._pooler.concerns(plan.rows) and not self._scores(plan)
 
     def _scores(self, plan: StepPlan) -> bool:
         """Whether log-probabilities of prompt tokens are wanted of this step."""
@@ -267,7 +274,7 @@ class ModelRunner:
         total = int(plan.num_logits.sum())
         if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
             return None
-        if self._prompt_logprobs or self._pooler.active or total == plan.num_tokens:
+        if self._prompt_logprobs or self._pooler.concerns(plan.rows) or total == plan.num_tokens:
             return None
         if plan.drafts is None:
             return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
@@ -310,7 +317,9 @@ class ModelRunner:
         for row in scored:
             if np.isnan(scored[row][1]).any():
                 reasons.pop(row, None)
-        pooled = self._pooler.take(plan, hidden, ends, self._rows, failed) if self._pooler.active else {}
+        pooled = {}
+        if self._pooler.concerns(plan.rows):
+            pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
         return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
 
     def _drafted(self, plan: StepPlan, ends: NDArray[Any], places: NDArray[np.intp]) -> Drafted:

@@ -227,6 +227,26 @@ def test_all_are_cancelled_while_a_step_is_under_way(llama: Path) -> None:
     assert again == answers(load(llama, False), [Request("a", prompt(1, 8), PARAMS[0])])
 
 
+def test_a_pooled_prompt_that_is_cancelled_half_way_changes_nobody_else(llama: Path) -> None:
+    """Its row stays empty, and what the runner keeps of it must not touch the tokens that the others go on from."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    requests = [Request(name, prompt(i, 5), params) for i, name in enumerate("ab")]
+    want = answers(load(llama, False), requests)
+    engine = load(llama, True, rows=4, tokens=12)
+    for request in requests:
+        engine.add(request)
+    engine.add(Request("pooled", prompt(9, 80), SamplingParams(max_tokens=0), pooling="mean"))
+    done = []
+    for _ in range(4):
+        done += engine.step()
+    assert engine.cancel("pooled")
+    while engine.has_work:
+        done += engine.step()
+    assert sorted(told(each) for each in done if each.request_id != "pooled") == want
+    assert engine.stats().steps_ahead > 10
+    check_idle(engine)
+
+
 def test_no_block_is_named_by_a_token_that_nobody_knows(llama: Path) -> None:
     """Blocks that fill up with a promised token are found later, and by the right name; those of answers, too."""
     engine = load(llama, True)
