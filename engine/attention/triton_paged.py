@@ -17,8 +17,11 @@ from engine.triton_kernels.attention import attend_tiles, join_splits, store_tok
 
 FP8 = torch.float8_e4m3fn
 
-DECODE_COLUMNS, CHUNK_COLUMNS = 64, 64
+MOST_COLUMNS, LEAST_COLUMNS = 64, 16
 """Keys that a program takes a turn."""
+
+LEAST_SHARED = 64 << 10
+"""Bytes of memory that a program's threads can share, on every device that Triton knows."""
 
 CHUNK_ROWS = 64
 """Queries times heads of a chunk's tile, at least."""
@@ -80,6 +83,7 @@ class TritonPagedAttention:
         upcast: for Triton's interpreter, which gets products of bfloat16 and the rounding to float8 wrong: multiply
             in float32, round by hand.
         processors: of the device, which thin batches are spread over; None: as it says.
+        shared: bytes that a program's threads can share there; None: as it says.
     """
 
     name = "triton"
@@ -92,6 +96,7 @@ class TritonPagedAttention:
         *,
         upcast: bool = False,
         processors: int | None = None,
+        shared: int | None = None,
     ) -> None:
         self.storage = KVStorage(layout, dtype, device)
         self._device = device
@@ -101,9 +106,13 @@ class TritonPagedAttention:
         self._dims = max(16, triton.next_power_of_2(layout.head_dim))
         self._decode_queries = max(1, LEAST_ROWS // self._heads)
         self._chunk_queries = max(self._decode_queries, CHUNK_ROWS // self._heads)
-        if processors is None:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if processors is None or shared is None:
+            there = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+            processors = processors or (1 if there is None else there.multi_processor_count)
+            shared = shared or getattr(there, "shared_memory_per_block_optin", LEAST_SHARED)
         self._processors = processors
+        self._shared = shared
+        self._item = dtype.itemsize
         self._tables: tuple[Tensor, ...] = ()  # of reserved steps, which are read one after the other
 
     @property
@@ -120,11 +129,11 @@ class TritonPagedAttention:
         launches = []
         if decodes:
             splits = self._splits(decodes, int(batch.starts[:decodes].max()) + 1)
-            launches.append(Tiles(at[0], at[1], 0, decodes, self._decode_queries, DECODE_COLUMNS, splits))
+            launches.append(Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits))
         if chunks := len(at[2]):
             splits = self._splits(chunks, int((batch.starts + batch.counts)[decodes:].max()))
             tokens = int(batch.counts[decodes:].sum())
-            launches.append(Tiles(at[2], at[3], decodes, tokens, self._chunk_queries, CHUNK_COLUMNS, splits))
+            launches.append(Tiles(at[2], at[3], decodes, tokens, *self._tile(self._chunk_queries), splits))
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
 
     def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
@@ -151,9 +160,9 @@ class TritonPagedAttention:
         starts, counts, begins, *rest = torch.split(place, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
         splits = self._splits(decodes, table_width * self.storage.layout.block_size)
-        launches = [Tiles(at[0], at[1], 0, decodes, self._decode_queries, DECODE_COLUMNS, splits)]
+        launches = [Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits)]
         if chunks:
-            launches.append(Tiles(at[2], at[3], 0, tokens, self._chunk_queries, CHUNK_COLUMNS, 1))
+            launches.append(Tiles(at[2], at[3], 0, tokens, *self._tile(self._chunk_queries), 1))
         tables = tuple(table[:sequences] for table in self._tables)
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches), place)
 
@@ -230,6 +239,15 @@ class TritonPagedAttention:
                 into, log_sums, out, step.counts, step.begins, tiles.sequences, tiles.firsts, tiles.first_token, rows,
                 **shape,
             )  # fmt: skip
+
+    def _tile(self, queries: int) -> tuple[int, int]:
+        """Queries and keys that a program takes a turn: as many keys as the device has room for."""
+        # While one turn's keys and values are multiplied, those of the next one arrive; queries stay. (What compilers
+        # were seen to take of Hopper; of others they took less.)
+        columns, item = MOST_COLUMNS, max(self._item, 2)
+        while columns > LEAST_COLUMNS and (queries * self._heads + 4 * columns) * self._dims * item > self._shared:
+            columns //= 2
+        return queries, columns
 
     def _splits(self, tiles: int, longest: int) -> int:
         """Among how many programs the keys of each tile are split, with `longest` keys to read: a power of two."""

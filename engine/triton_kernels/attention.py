@@ -7,6 +7,9 @@ second kernel (Flash-Decoding).
 
 A launch's size depends on nothing that lies on the device, so it can be captured in a graph: tiles of sequences that
 have no queries read no table and write nothing.
+
+Triton compiles a kernel anew for each pattern of arguments that are 1 or multiples of 16, addresses among them. Of what
+changes with every step it must not look at that: a serving engine would compile, a second at a time, for hours.
 """
 
 from __future__ import annotations
@@ -16,8 +19,14 @@ import triton.language as tl
 
 from engine.triton_kernels.rounding import to_e4m3
 
+_OF_A_STEP = (
+    "tables", "starts", "counts", "begins", "tile_sequences", "tile_firsts", "table_stride", "first_token",
+    "split_stride",
+)  # fmt: skip
+"""Arguments of `attend_tiles`: ranges that lie anywhere in one copied buffer, and sizes of the step."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=("slots",))
 def store_tokens(  # type: ignore[no-untyped-def]
     k, v, keys, values, slots, k_stride, v_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -55,7 +64,7 @@ def _store_scaled(  # type: ignore[no-untyped-def]
     tl.store(scales + slot * KV_HEADS + head, tl.where(broken, float("nan"), scale), mask=head < KV_HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("slots",))
 def store_tokens_scaled(  # type: ignore[no-untyped-def]
     k, v, keys, values, key_scales, value_scales, slots, k_stride, v_stride,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BY_HAND: tl.constexpr,
@@ -73,7 +82,7 @@ def store_tokens_scaled(  # type: ignore[no-untyped-def]
         _store_scaled(v + row * v_stride, values, value_scales, slot, KV_HEADS, HEADS, HEAD_DIM, DIMS, BY_HAND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP)
 def attend_tiles(  # type: ignore[no-untyped-def]
     q, keys, values, key_scales, value_scales, out, log_sums,
     tables, starts, counts, begins, tile_sequences, tile_firsts,
@@ -181,7 +190,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     tl.store(places, sums.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP[2:6] + _OF_A_STEP[7:])
 def join_splits(  # type: ignore[no-untyped-def]
     parts, log_sums, out, counts, begins, tile_sequences, tile_firsts, first_token, split_stride,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,

@@ -75,7 +75,7 @@ def _quantize_groups(  # type: ignore[no-untyped-def]
     tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))  # of a step: it would be compiled for 1, for multiples of 16, for others
 def _grouped_product(  # type: ignore[no-untyped-def]
     x, x_scales, codes, scales, bias, y, T, N, code_stride, scale_stride, x_scale_stride,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -27,7 +27,7 @@ def _factor(codes, step, rows, groups, row_stride, step_stride, mask, PER: tl.co
     return each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T",))  # of a step: it would be compiled for 1, for multiples of 16, for others
 def _small_weight_product(  # type: ignore[no-untyped-def]
     x, codes, scale, scale_step, low, low_step, bias, y,
     T, N, x_stride, code_stride, scale_stride, scale_step_stride, low_stride, low_step_stride,

@@ -1,0 +1,161 @@
+"""Compiles what our own code launches for a GPU that is not there: `python -m tests.engine.triton.compiling PART 90`.
+
+Each launch goes through Triton's own `run`, with its real arguments, but for the last step: the kernel is compiled for
+the device that is named (down to its machine code, by the ptxas that comes with Triton) and not started. What comes out
+is a JSON list of what was compiled: kernel, bytes of shared memory. It needs a process of its own, without Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import engine.triton_kernels.attention as kernels
+from engine.attention import AttentionBatch, KVLayout
+from engine.attention.triton_paged import TritonPagedAttention
+from engine.device.buckets import Shape, padded
+from engine.plan import CacheGroup
+from engine.quant.rtn import Rounding, round_to_nearest
+from engine.quant.weight import Activations
+from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
+from engine.triton_kernels.small_weights import SmallWeightProduct
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+
+SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, table of technical
+specifications, "Maximum amount of shared memory per thread block")."""
+
+
+class Device:
+    """A device of this compute capability, as far as compiling goes."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def compile_instead(capability: int) -> list[dict[str, Any]]:
+    """From now on launches compile; what they compiled is appended to the list."""
+    driver.set_active(Device(capability))
+    compiled: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    run = JITFunction.run
+
+    def compiling(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            compiled.append({"kernel": self.fn.__name__, "shared": kernel.metadata.shared})
+        return kernel
+
+    JITFunction.run = compiling
+    return compiled
+
+
+def batch(starts: list[int], counts: list[int], block_size: int) -> AttentionBatch:
+    """A step of these sequences, over any blocks."""
+    ends = np.array(starts) + np.array(counts)
+    width = -(-int(ends.max()) // block_size)
+    decodes = int(np.count_nonzero(np.array(counts) == 1))
+    tables = np.ones((len(starts), width), np.int32)
+    slots = np.arange(int(sum(counts)), dtype=np.int64)
+    return AttentionBatch(np.array(starts, np.int32), np.array(counts, np.int32), decodes, (tables,), (slots,))
+
+
+def attention(
+    capability: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head_dim: int,
+    steps: list[AttentionBatch],
+    window: int | None,
+) -> TritonPagedAttention:
+    """All these steps by one backend, with the shapes of a model of 8 heads that share 2."""
+    layout = KVLayout((CacheGroup((0,), window, 8),), 32, 2, head_dim, 8)
+    backend = TritonPagedAttention(layout, cache, CPU, processors=132, shared=SHARED[capability])
+    for step in steps:
+        attend(backend, int(step.counts.sum()), dtype, backend.prepare(step))
+    return backend
+
+
+def attend(backend: TritonPagedAttention, tokens: int, dtype: torch.dtype, prepared: Any) -> None:
+    """A layer's attention of a prepared step."""
+    dim = backend.storage.layout.head_dim
+    qk = torch.zeros(tokens, 10, dim, dtype=dtype)
+    q, k = qk.tensor_split((8,), dim=1)
+    backend.attend(0, q, k, torch.zeros(tokens, 2, dim, dtype=dtype), dim**-0.5, prepared)
+
+
+def shapes(capability: int) -> None:
+    """Attention in all dtypes, head sizes and forms of a step; for other devices than Hopper what takes most room."""
+    steps = [batch([900, 40], [1, 1], 32), batch([500, 0, 64], [1, 70, 33], 32)]
+    dtypes = [(torch.float16, torch.float16, 128)]
+    if capability >= 80:
+        dtypes += [(torch.bfloat16, torch.bfloat16, 256), (torch.float32, torch.float32, 128)]
+    if capability == 90:
+        dtypes += [(torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.bfloat16, 128)]
+        dtypes += [(torch.bfloat16, FP8, 128), (torch.float16, FP8, 128), (torch.bfloat16, FP8, 256)]
+    for dtype, cache, head_dim in dtypes:
+        attention(capability, dtype, cache, head_dim, steps, window=None)
+    attention(capability, torch.float16, torch.float16, 80, steps, window=48)
+
+
+def sizes(capability: int) -> None:
+    """Steps of all sizes and lengths, as they come while requests come and go; and the same padded for graphs."""
+    rng = np.random.default_rng(3)
+    steps = []
+    for rows in (1, 2, 3, 4, 5, 7, 8, 16, 17, 31, 32, 33):
+        chunks = int(rng.integers(0, 3))
+        counts = [1] * rows + rng.integers(2, 40, chunks).tolist()
+        steps.append(batch(rng.integers(0, 250, len(counts)).tolist(), counts, 32))
+    backend = attention(capability, torch.float16, torch.float16, 64, steps, window=None)
+    for tokens in (64, 24, 20, 17, 16):
+        shape = Shape(tokens, 34, 33, True)
+        reserved = backend.reserve(tokens, 34, min(33, tokens), True, 11)
+        backend.refill(reserved, padded(batch([5, 9], [1, 6], 32), shape))
+        attend(backend, tokens, torch.float16, reserved)
+
+
+def products(capability: int) -> None:
+    """Products with small weights and with fp8 ones, of thin and thick batches."""
+    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    roundings = [Rounding("int4", 32), Rounding("int4", 128, symmetric=True), Rounding("int8", None, symmetric=True)]
+    for rounding in roundings:
+        product = SmallWeightProduct(round_to_nearest(weight, rounding), torch.zeros(256))
+        for rows in (1, 3, 16, 20, 32, 48, 64, 70, 128):
+            product(torch.zeros(rows, 512, dtype=torch.float16))
+    if capability < 89:
+        return
+    grouped = round_to_nearest(weight, Rounding("fp8", 128, activations=Activations("fp8")))
+    product = GroupedFp8Product(grouped, None)
+    for rows in (1, 3, 16, 20, 64):
+        product(torch.zeros(rows, 512, dtype=torch.bfloat16))
+        quantize_rows(torch.zeros(rows, 512, dtype=torch.bfloat16))
+
+
+PARTS: dict[str, Callable[[int], None]] = {"shapes": shapes, "sizes": sizes, "products": products}
+
+if __name__ == "__main__":
+    assert isinstance(kernels.attend_tiles, JITFunction), "Triton's interpreter is on"
+    found = compile_instead(int(sys.argv[2]))
+    PARTS[sys.argv[1]](int(sys.argv[2]))
+    print(json.dumps(found))
