@@ -28,7 +28,7 @@ unpack() {  # FOLDER
 case "${1:-}" in
 1)
   unpack .vllm/a &
-  stage machine 40
+  stage machine 45
   stage correctness 120
   stage attention 90
   stage serve 270
@@ -37,10 +37,10 @@ case "${1:-}" in
 2)
   unpack .vllm/b
   if "$PYTHON" -m benchmarks.gpu.carry whole "$VLLM"; then OPTIONS+=(--vllm "$VLLM"); fi
-  stage machine 30
-  stage profile 70
+  stage machine 45
+  stage profile 95
   stage mixed 150
-  stage peers 310
+  stage peers 260
   ;;
 *)
   echo "usage: OUT=folder $0 1|2" >&2

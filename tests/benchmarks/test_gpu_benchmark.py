@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import carry, mixed, profiling, report, serve
+from benchmarks.gpu import attention, carry, correctness, machine, mixed, peers, profiling, report, serve
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import Form, Rates, Shape, bound
 
@@ -142,6 +143,23 @@ def test_given_no_time_is_left_when_a_stage_runs_then_its_parts_are_skipped_one_
 
     assert len(found) == 4 + 2, "what must be loaded first, in each form"
     assert all(list(part) == ["skipped"] for part in found.values())
+
+
+def test_given_a_lease_when_its_stages_begin_then_each_has_the_time_that_it_asks_for_first() -> None:
+    """On a real device; a dry run asks for none. Importing torch and transformers comes off a stage's time."""
+    importing, call = 25.0, 570.0
+    first = {
+        "machine": machine._SECONDS, "correctness": correctness._MODEL_SECONDS, "attention": attention._CASE_SECONDS,
+        "serve": serve._LOAD_SECONDS + 10, "mixed": mixed._SECONDS, "peers": peers._START_SECONDS,
+        "profile": profiling._SECONDS,
+    }  # fmt: skip
+    calls = (ROOT / "benchmarks" / "gpu" / "lease.sh").read_text(encoding="utf-8").split(";;")
+    stages = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in calls]
+
+    assert {name for part in stages for name, _ in part} == set(command.STAGES) == set(first)
+    for part in stages:
+        assert sum(float(limit) for _, limit in part) <= call
+        assert [name for name, limit in part if float(limit) < first[name] + importing] == []
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()) -> Path:
