@@ -1,0 +1,155 @@
+"""The engine's ways on a CUDA device, walked on one that is pretended: the same answers, and nothing waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
+from engine.config import SpeculationConfig
+from engine.device.transfer import PinnedTransfer, transfer_of
+from tests.engine.device.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
+from tests.engine.device.test_loop import answers, check_idle, plain_work, prompt, workload
+
+pytest.importorskip("triton", reason="NOT TESTED HERE: a pretended CUDA device; triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
+    pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a pretended CUDA device; there is no C++ compiler"),
+]
+
+TinyModel = Callable[[str], Path]
+
+
+def load(path: Path, device: str, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {"max_model_len": 96, "threads": 1, "graph_tokens": 8, **changes}
+    return Engine.load(
+        path,
+        EngineConfig(
+            dtype="float32", device=device, cache=CacheConfig(block_size=16, num_blocks=60),  # type: ignore[arg-type]
+            schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=24), **settings,
+        ),
+    )  # fmt: skip
+
+
+def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
+    with pretended_cuda() as device:
+        there = torch.arange(6.0, device=DEVICE).view(2, 3)
+        with pytest.raises(AssertionError, match="add: tensors of the host and of the device together"):
+            there + torch.ones(2, 3)
+        with pytest.raises((TypeError, RuntimeError)):
+            there.numpy()
+        there[0].mul_(2)
+        assert device.waits == []
+        assert there.sum().item() == 18
+        assert there.cpu().tolist() == [[0, 2, 4], [3, 4, 5]]
+        assert there[there > 3].cpu().tolist() == [4, 4, 5]
+        assert device.waits == ["_local_scalar_dense", "_to_copy", "index", "_to_copy"]
+        device.recording = True
+        with pytest.raises(AssertionError, match="_to_copy needs the host while a graph is recorded"):
+            there.cpu()
+
+
+def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> None:
+    with pretended_cuda() as device:
+        transfer = transfer_of(DEVICE)
+        (there,) = transfer.up(np.arange(4, dtype=np.int64))
+        assert isinstance(there, Here)
+        down: Any = transfer.down(there * 3)
+        there.zero_()
+        assert down.here.tolist() != [0, 3, 6, 9]
+        assert down.numpy().tolist() == [0, 3, 6, 9]
+        assert device.waits == []
+
+
+def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_model: TinyModel) -> None:
+    """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
+    path, work = tiny_model("llama"), list(islice(plain_work(), 8))
+    want = answers(load(path, "cpu"), work)
+    with pretended_cuda() as device:
+        engine = load(path, "cuda")
+        assert engine.attention_name == "triton"
+        device.waits.clear()
+        assert answers(engine, work) == want
+        assert device.waits == []
+        check_idle(engine)
+        stats = engine.stats()
+        assert stats.steps_recorded > stats.steps / 3
+        assert stats.steps_ahead >= stats.steps - 2
+
+
+@pytest.mark.parametrize(("family", "guesses"), [("llama", "ngram"), ("gemma3", "off"), ("qwen3", "off")])
+def test_whatever_is_asked_for_gives_the_same_answers(family: str, guesses: Any, tiny_model: TinyModel) -> None:
+    """Masks, penalties, log-probabilities, scored prompts; each family by torch's operators."""
+    path, work = tiny_model(family), list(workload())
+    want = answers(load(path, "cpu", attention="paged-sdpa"), work)
+    with pretended_cuda():
+        engine = load(path, "cuda", attention="paged-sdpa", speculation=SpeculationConfig(guesses))
+        assert answers(engine, work) == want
+        check_idle(engine)
+
+
+def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    requests = [
+        Request(mode, prompt(1, 40), SamplingParams(max_tokens=0), pooling=mode)  # type: ignore[arg-type]
+        for mode in ("mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len")
+    ]
+    want = {done.request_id: done.pooled for done in load(path, "cpu", attention="reference").run(requests)}
+    with pretended_cuda():
+        for done in load(path, "cuda", attention="paged-sdpa").run(requests):
+            np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4", "fp8"])
+def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
+    path, work = tiny_model("llama"), list(islice(plain_work(), 2))
+    with pretended_cuda() as device:
+        engine = load(path, "cuda", attention="paged-sdpa", quantize=quantize)
+        device.waits.clear()
+        assert [error for *_, error, _ in answers(engine, work)] == [None, None]
+        assert set(device.waits) <= {"_to_copy"}, "torch's attention brings its ranges; nothing is asked"
+
+
+def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
+    path, work = tiny_model("llama"), list(islice(plain_work(), 2))
+    with pretended_cuda() as device:
+        engine = load(path, "cuda", kv_dtype="fp8")
+        device.waits.clear()
+        assert [error for *_, error, _ in answers(engine, work)] == [None, None]
+        assert device.waits == []
+        assert engine.stats().steps_recorded > 0
+
+
+def test_memory_is_measured_before_the_cache_is_made(tiny_model: TinyModel) -> None:
+    with pretended_cuda():
+        engine = Engine.load(
+            tiny_model("llama"),
+            EngineConfig(
+                dtype="float32", device="cuda", attention="paged-sdpa", max_model_len=96,
+                cache=CacheConfig(block_size=16, gpu_memory_utilization=0.05, sequences=2, tokens_per_sequence=64),
+            ),
+        )  # fmt: skip
+        assert engine.stats().total_blocks == 10
+
+
+def test_a_wrong_turn_is_seen(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that was left on the host, anywhere in a step, fails it."""
+    with pretended_cuda():
+        engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
+        monkeypatch.setattr(PinnedTransfer, "up", lambda self, *arrays: tuple(map(torch.from_numpy, arrays)))
+        with pytest.raises(Exception, match="tensors of the host and of the device together"):
+            answers(engine, list(islice(plain_work(), 1)))
+
+
+def test_the_device_is_gone_afterwards() -> None:
+    with pretended_cuda() as device:
+        assert isinstance(device, PretendedCuda)
+        assert torch.cuda.is_available()
+    assert not torch.cuda.is_available()
+    assert type(torch.ones(2) + 1) is torch.Tensor
