@@ -30,7 +30,7 @@ from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
 from engine.null_runner import NullRunner
 from engine.pacing import PaceStats
-from engine.parallel.lead import load_parallel
+from engine.parallel.lead import LeadRunner, load_parallel
 from engine.parallel.team import Team
 from engine.plan import CacheGroup, RowState
 from engine.quant.linear import fast_at_load
@@ -298,9 +298,10 @@ class Engine:
         model, schedule = loaded.model, config.schedule
 
         def compute(scheduler: Scheduler) -> StepRunner:
-            return ModelRunner(
+            runner = ModelRunner(
                 model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
             )
+            return LeadRunner(runner, loaded.team)
 
         # No device is named: ranks compute each step when it is told to them, and none is tried again.
         return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.config import ScheduleConfig
 from engine.errors import OutOfMemory
 from engine.logs import get_logger
+from engine.memory import available_bytes
 from engine.models.base import CausalModel
 from engine.request import Request, SamplingParams
 from engine.sampler import Sampler
@@ -82,11 +83,14 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
 
 
 def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> MemoryUse:
-    """Run the largest step on a CUDA device, and see what it takes.
+    """Run the largest step on a CUDA device, and see what it takes. (On a CPU: run it, and see what is left then.)
 
     Raises:
         OutOfMemory: it does not fit.
     """
+    if device.type != "cuda":
+        largest_step(model, schedule, device)
+        return MemoryUse(available_bytes(device), 0, 0)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)

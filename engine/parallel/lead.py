@@ -16,15 +16,17 @@ from torch import Tensor
 from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KVLayout, make_backend
 from engine.attention.native import NativeAttention
 from engine.config import CacheConfig, EngineConfig
+from engine.device.memory import MemoryUse, cache_budget, measure
 from engine.errors import EngineError, OutOfMemory, UnsupportedModel
 from engine.logs import get_logger
 from engine.memory import available_bytes, plan_cache
 from engine.models.base import Attend, ModelSpec
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.loading import load_share, resident_bytes
-from engine.parallel.messages import Answer, Failed, Forward, Load, Loaded, Logits, MakeCache, Zero
+from engine.parallel.messages import Answer, Failed, Forward, Load, Loaded, Logits, MakeCache, Measure, Measured, Zero
 from engine.parallel.team import Team
-from engine.plan import CacheGroup
+from engine.plan import CacheGroup, StepOutput, StepPlan
+from engine.runner import StepRunner
 
 logger = get_logger(__name__)
 
@@ -98,12 +100,27 @@ class LeadModel:
             return self._model.logits(self._team.group.broadcast(hidden))
 
 
+class LeadRunner:
+    """A runner whose results count only if all ranks were there to the end."""
+
+    def __init__(self, inner: StepRunner, team: Team) -> None:
+        self._inner = inner
+        self._team = team
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """See `StepRunner.execute`. Raises `EngineLost` when a rank ended meanwhile."""
+        output = self._inner.execute(plan)
+        self._team.check()
+        return output
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelModel:
     """A model that is loaded on all ranks.
 
     Attributes:
         groups: of the cache that is made.  limit: most tokens of a sequence.  device: the leader's.
+        team: of the ranks.
     """
 
     model: LeadModel
@@ -111,6 +128,7 @@ class ParallelModel:
     groups: tuple[CacheGroup, ...]
     limit: int
     device: torch.device
+    team: Team
 
 
 def check_parallel(config: EngineConfig) -> None:
@@ -169,7 +187,11 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> P
     limit = config.max_model_len or spec.max_position
     if limit > spec.max_position:
         raise UnsupportedModel(f"max_model_len {limit} is beyond the model's context of {spec.max_position}")
-    cache = _of_each(config.cache, [one.available for one in loaded], team)
+    cache = config.cache
+    if team.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+        cache = _left_by(_measured(own, config, team), cache)
+    else:
+        cache = _of_each(cache, [one.available for one in loaded], team)
     groups = plan_cache(spec, cache, config.schedule, limit, team.group.device)
     team.tell(MakeCache(groups, config.cache.block_size, config.attention))
     try:
@@ -180,7 +202,7 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> P
     _check(answers)
     model = LeadModel(own, team, own.whole, [one.resident for one in loaded])
     logger.info("ranks are loaded", ranks=team.size, resident_mib=[size >> 20 for size in model.resident])
-    return ParallelModel(model, LeadAttention(attention, team), groups, limit, team.group.device)
+    return ParallelModel(model, LeadAttention(attention, team), groups, limit, team.group.device, team)
 
 
 def _load_shares(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> tuple[RankDecoder, list[Loaded]]:
@@ -196,13 +218,31 @@ def _load_shares(path: Path, config: EngineConfig, dtype: torch.dtype, team: Tea
     return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
 
 
+def _measured(own: RankDecoder, config: EngineConfig, team: Team) -> list[MemoryUse]:
+    """What the largest step takes of each rank's device; they compute it together."""
+    with team.together():
+        team.tell(Measure(config.schedule))
+        mine = measure(own, config.schedule, team.group.device)
+    answers = team.answers()
+    _check(answers)
+    return [mine, *(answer.use for answer in answers if isinstance(answer, Measured))]
+
+
+def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
+    """The cache's settings for one rank on a GPU: all have what the one with the least room has left.
+
+    Raises:
+        OutOfMemory: it has none.
+    """
+    return replace(cache, memory_bytes=min(cache_budget(use, cache.gpu_memory_utilization) for use in uses))
+
+
 def _of_each(cache: CacheConfig, available: list[int], team: Team) -> CacheConfig:
-    """The cache's settings for one rank. What was given as bytes is for all ranks together; else they have what the
-    one with the least memory has, on a CPU all of them share."""
+    """The cache's settings for one rank. What was given as bytes is for all ranks together; else, on a CPU, they share
+    what the one with the least memory has left."""
     if cache.memory_bytes is not None:
         return replace(cache, memory_bytes=cache.memory_bytes // team.size)
-    budget = int(min(available) * cache.memory_fraction)
-    return replace(cache, memory_bytes=budget if team.group.device.type == "cuda" else budget // team.size)
+    return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // team.size)
 
 
 def _check(answers: list[Answer]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from engine.attention import AttentionBatch
-from engine.config import Quantize
+from engine.config import Quantize, ScheduleConfig
+from engine.device.memory import MemoryUse
 from engine.plan import CacheGroup
 
 
@@ -37,6 +38,13 @@ class Load:
     dtype: torch.dtype
     quantize: Quantize
     max_positions: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Compute the largest step of this schedule, all ranks together; answered with `Measured`."""
+
+    schedule: ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +99,18 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What the largest step took of the rank's device."""
+
+    use: MemoryUse
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """It could not be done. `reason`: the error's class and message."""
 
     reason: str
 
 
-Message = Join | Load | MakeCache | Zero | Forward | Logits
-Answer = Done | Loaded | Failed
+Message = Join | Load | Measure | MakeCache | Zero | Forward | Logits
+Answer = Done | Loaded | Measured | Failed

@@ -14,13 +14,28 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.attention import AttentionBackend, AttentionStep, KVLayout, make_backend
+from engine.device.memory import measure
 from engine.errors import EngineError
 from engine.logs import only_errors
 from engine.memory import available_bytes
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.group import RankGroup
 from engine.parallel.loading import load_share, rank_device, resident_bytes
-from engine.parallel.messages import Answer, Done, Failed, Forward, Join, Load, Loaded, Logits, MakeCache, Message, Zero
+from engine.parallel.messages import (
+    Answer,
+    Done,
+    Failed,
+    Forward,
+    Join,
+    Load,
+    Loaded,
+    Logits,
+    MakeCache,
+    Measure,
+    Measured,
+    Message,
+    Zero,
+)
 
 
 class Follower:
@@ -36,6 +51,8 @@ class Follower:
         match message:
             case Load():
                 return self._load(message)
+            case Measure():
+                return Measured(measure(self._model, message.schedule, self._group.device))
             case MakeCache():
                 return self._make_cache(message)
             case Zero():

@@ -99,6 +99,7 @@ class Team:
         self.size = size
         self._timeout = timeout
         self._lost: str | None = None
+        self._dead = threading.Event()
         threads = max(1, (threads or torch.get_num_threads()) // size) if device.type == "cpu" else threads
         folder = Path(tempfile.mkdtemp(prefix="tokenmill-ranks-"))
         self._ranks: list[Rank] = []
@@ -119,7 +120,7 @@ class Team:
             raise
         if device.type == "cuda":
             for rank in self._ranks:
-                threading.Thread(target=_watch, args=(rank.process, self.group), daemon=True).start()
+                threading.Thread(target=_watch, args=(rank.process, self.group, self._dead), daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
@@ -150,6 +151,15 @@ class Team:
             return answer
         except (EOFError, OSError) as error:
             raise self._lose(error) from error
+
+    def check(self) -> None:
+        """All ranks have been there until now. Raises `EngineLost` when one was not.
+
+        On GPUs ranks meet in queues of kernels: the host learns of nothing. When a rank has died the kernels that wait
+        for it are let go, and whatever is computed from what they leave looks like any other result.
+        """
+        if self._dead.is_set() or any(rank.death is not None for rank in self._ranks):
+            raise self._lose(RuntimeError("a rank has ended"))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -207,7 +217,8 @@ def _end_all(ranks: list[Rank], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _watch(process: subprocess.Popen[bytes], group: RankGroup) -> None:
-    """Kernels that wait for a dead rank wait for ever, unless they are told."""
+def _watch(process: subprocess.Popen[bytes], group: RankGroup, dead: threading.Event) -> None:
+    """Kernels that wait for a dead rank wait for ever, unless they are told; then what they leave is garbage."""
     process.wait()
+    dead.set()
     group.abort()

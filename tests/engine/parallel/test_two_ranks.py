@@ -24,10 +24,13 @@ from engine import (
     EngineConfig,
     Request,
     SamplingParams,
+    ScheduleConfig,
     SpeculationConfig,
     as_token_ids,
 )
-from engine.errors import EngineError, EngineLost, UnsupportedModel
+from engine.device.memory import MemoryUse
+from engine.errors import EngineError, EngineLost, OutOfMemory, UnsupportedModel
+from engine.parallel.lead import _left_by, _measured
 from engine.parallel.team import Team
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
 from tests.engine.quant.packing import pack_awq, pack_gptq, write
@@ -218,7 +221,7 @@ def test_each_rank_holds_its_share_and_no_more(team: Team, tiny_models: Any, tmp
     )
     whole = (path / "model.safetensors").stat().st_size
     engine = shared(path, team)
-    resident = engine._runner._model.resident  # type: ignore[attr-defined]
+    resident = engine._runner._inner._model.resident  # type: ignore[attr-defined]
     # This process has memory to use again, from the models of other tests; the other rank has not.
     assert len(resident) == 2
     assert 0.4 * whole < resident[1] < 0.6 * whole, f"{resident[1]} of {whole} bytes"
@@ -301,6 +304,48 @@ def test_memory_is_of_all_ranks_together(team: Team, tiny_model: Callable[[str],
     two = Engine.load(tiny_model("llama"), replace(config, tensor_parallel=2), team)
     # Each has half of the heads and half of the memory.
     assert two.stats().total_blocks == one.stats().total_blocks
+
+
+def test_the_largest_step_is_computed_by_all_ranks_together(
+    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+) -> None:
+    """As on GPUs before the cache is made; they are in step afterwards."""
+    path = tiny_model("llama-tied")
+    engine = shared(path, team)
+    own = engine._runner._inner._model._model  # type: ignore[attr-defined]
+    uses = _measured(own, EngineConfig(schedule=ScheduleConfig(5, 70)), team)
+    assert len(uses) == 2
+    assert all(use.total > 0 for use in uses)
+    wanted = all_tokens(engine_answers(alone(path), prompts[:3], MAX_TOKENS))
+    assert all_tokens(engine_answers(engine, prompts[:3], MAX_TOKENS)) == wanted
+
+
+def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
+    gib = 1 << 30
+    uses = [MemoryUse(80 * gib, gib, 20 * gib), MemoryUse(80 * gib, 3 * gib, 21 * gib)]
+    assert _left_by(uses, CacheConfig(gpu_memory_utilization=0.5)).memory_bytes == 16 * gib
+    with pytest.raises(OutOfMemory, match="leaves nothing of 25%"):
+        _left_by(uses, CacheConfig(gpu_memory_utilization=0.25))
+
+
+def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
+    """On GPUs the others learn of a death from their host alone: what waited for the dead is let go, and goes on."""
+    team = Team(2, torch.device("cpu"), threads=2, timeout=30)
+    engine = shared(tiny_model("llama"), team)
+    engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
+    assert engine.step() == []
+    model = engine._runner._inner._model  # type: ignore[attr-defined]
+    logits, (rank,) = model.logits, team._ranks
+
+    def last(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        rank.process.kill()
+        rank.process.wait()
+        return found  # type: ignore[no-any-return]
+
+    model.logits = last
+    with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+        engine.step()
 
 
 @pytest.mark.slow
