@@ -21,8 +21,8 @@ from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
 from engine.models.forms import FormTally
 from engine.quant.base import DenseLinear, Linear, dense, packs
-from engine.quant.int8 import Int8Linear, Int8WeightLinear
-from engine.quant.linear import fast_kernel, quantized_linear
+from engine.quant.int8 import Int8Linear
+from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear
 from engine.quant.rtn import AT_LOAD, at_load, round_to_nearest
 from engine.quant.weight import QWeight, stack
 
@@ -91,7 +91,7 @@ class TorchBuilder:
         if self.quantize == "int8":
             return Int8Linear(weight, bias)
         if self.quantize == "int8-weight-only":
-            return Int8WeightLinear(weight, bias)
+            return int8_weight_only(weight, bias)
         return dense(weight, bias)
 
     def gated(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:

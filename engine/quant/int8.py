@@ -38,7 +38,20 @@ def multiplies_exactly() -> bool:
 
 
 _ROWS_ON_CUDA = 17
-"""Of a product there, at least; its columns and outputs come in multiples of 8."""
+"""Of a product there, at least."""
+
+_ALIGNMENT_ON_CUDA = 8
+"""Columns and outputs of a product there come in multiples of it."""
+
+_INT8_SINCE = (7, 5)
+"""Compute capability from which there are matrix units for int8 (Turing)."""
+
+
+def multiplies_int8(n: int, k: int, device: torch.device) -> bool:
+    """Whether torch's int8 product takes a weight [n, k] on this CUDA device."""
+    if device.type != "cuda" or n % _ALIGNMENT_ON_CUDA or k % _ALIGNMENT_ON_CUDA:
+        return False
+    return torch.cuda.get_device_capability(device) >= _INT8_SINCE
 
 
 def int8_product(rows: Tensor, weight: Tensor, least: int = 1) -> Tensor:
@@ -88,7 +101,9 @@ class Int8Linear:
         on_cuda = codes.device.type == "cuda"
         self._least = _ROWS_ON_CUDA if on_cuda else 1
         if exact is None:
-            exact = codes.shape[0] % 8 == codes.shape[1] % 8 == 0 if on_cuda else multiplies_exactly()
+            exact = (
+                multiplies_int8(self.out_features, self.in_features, codes.device) if on_cuda else multiplies_exactly()
+            )
         self._exact = exact
         self.bias = None if bias is None else bias.float()
 
@@ -114,9 +129,19 @@ class Int8WeightLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Quantizes weight [out_features, in_features]; drop your reference to it."""
-        self.out_features, self.in_features = weight.shape
-        self._weight, scale = quantize_rows(weight)
-        self._scale = scale[:, 0]
+        codes, scale = quantize_rows(weight)
+        self._take(codes, scale[:, 0], bias)
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Int8WeightLinear:
+        """From a weight that is quantized: int8 codes [out_features, in_features] and a float32 scale for each row."""
+        made = cls.__new__(cls)
+        made._take(codes, scale, bias)
+        return made
+
+    def _take(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = codes.shape
+        self._weight, self._scale = codes, scale
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.quant.base import Linear
 from engine.quant.fp8 import Fp8Kernel, GroupedFp8Kernel, multiplies_fp8
 from engine.quant.humming import HummingKernel
-from engine.quant.int8 import Int8Linear
+from engine.quant.int8 import Int8Linear, Int8WeightLinear, multiplies_int8, quantize_rows
 from engine.quant.small_weights import SmallWeightKernel
 from engine.quant.weight import QWeight
 
@@ -104,7 +105,7 @@ class Int8Kernel:
         if weight.form != "int8" or weight.activations is None or weight.activations.form != "int8":
             return False
         plain = weight.groups == 1 and weight.low is None and weight.order is None
-        return plain and weight.codes.device.type == "cpu"
+        return plain and (weight.codes.device.type == "cpu" or multiplies_int8(weight.n, weight.k, weight.codes.device))
 
     def prepare(self, weight: QWeight, bias: Tensor | None) -> Product:
         assert weight.activations is not None
@@ -115,6 +116,16 @@ class Int8Kernel:
 def quantized_linear(weight: QWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> QuantizedLinear:
     """With the fastest kernel that multiplies with a weight; there is always one. `dtype`: of the inputs, if known."""
     return QuantizedLinear(weight, fast_kernel(weight, dtype) or DequantizingKernel(), bias)
+
+
+def int8_weight_only(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A dense weight [n, k] in int8 with a factor a row, for inputs that stay as they are."""
+    codes, scale = quantize_rows(weight)
+    n, k = weight.shape
+    small = QWeight("int8", codes, n, k, k, scale)
+    if SmallWeightKernel().runs(small):
+        return QuantizedLinear(small, SmallWeightKernel(), bias)
+    return Int8WeightLinear.of(codes, scale[:, 0], bias)
 
 
 def fast_kernel(weight: QWeight, dtype: torch.dtype | None = None) -> LinearKernel | None:

@@ -14,6 +14,9 @@ import torch
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
 from engine.config import SpeculationConfig
 from engine.device.transfer import PinnedTransfer, transfer_of
+from engine.quant.int8 import Int8Linear, Int8WeightLinear
+from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
+from engine.quant.weight import Activations, QWeight
 from tests.engine.device.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
 from tests.engine.device.test_loop import answers, check_idle, plain_work, prompt, workload
 
@@ -114,6 +117,40 @@ def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_mod
         device.waits.clear()
         assert [error for *_, error, _ in answers(engine, work)] == [None, None]
         assert set(device.waits) <= {"_to_copy"}, "torch's attention brings its ranges; nothing is asked"
+
+
+@pytest.mark.parametrize("scale", [None, 0.03])
+def test_int8_weights_with_int8_inputs_are_multiplied_as_they_are(scale: float | None) -> None:
+    """Checkpoints of W8A8; outputs that are no multiple of 8 have no kernel, and are dequantized at load."""
+    made = torch.Generator().manual_seed(1)
+    codes = torch.randint(-127, 128, (24, 32), generator=made, dtype=torch.int8)
+    factors, x = torch.rand(24, 1, generator=made), torch.randn(3, 32, generator=made)
+    weight = QWeight("int8", codes, 24, 32, 32, factors, activations=Activations("int8", scale))
+    want = Int8Linear.of(codes, factors[:, 0], input_scale=scale)(x)
+    with pretended_cuda() as device:
+        there = weight.to(DEVICE)
+        kernel = fast_kernel(there, torch.bfloat16)
+        assert kernel is not None
+        assert kernel.name == "int8"
+        device.waits.clear()
+        device.recording = True
+        got = kernel.prepare(there, None)(Here(x))
+        device.recording = False
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+        assert fast_kernel(there.rows(0, 20), torch.bfloat16) is None
+    with pretended_cuda((7, 0)):
+        assert fast_kernel(weight.to(DEVICE), torch.bfloat16) is None
+
+
+def test_int8_weights_alone_go_through_the_small_product() -> None:
+    weight = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    with pretended_cuda():
+        linear = int8_weight_only(weight.to(DEVICE))
+        assert isinstance(linear, QuantizedLinear)
+        assert linear.kernel.name == "triton"
+        got = linear(torch.eye(32, device=DEVICE)).cpu()
+    torch.testing.assert_close(got.t(), weight, rtol=0, atol=0.02)
+    assert isinstance(int8_weight_only(weight), Int8WeightLinear)
 
 
 def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
