@@ -14,8 +14,8 @@ from engine.attention import AttentionBackend, KVLayout, keeps_fp8, make_backend
 from engine.collect import Collector
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.device.graphs import graphs_of
-from engine.device.loop import StepLoop, give_back
-from engine.device.memory import cache_budget, measure
+from engine.device.loop import StepLoop, health_of
+from engine.device.memory import cache_budget, give_back, measure
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.latency import ClassStats, LatencyCounts
 from engine.logs import get_logger
@@ -212,7 +212,10 @@ class Engine:
                     "plan_ahead can't be had: this engine's runner is not told of steps ahead; leave it out"
                 )
             overlapped = False
-        self._loop = StepLoop(self.scheduler, self._collector, clock, overlapped=overlapped, recover=give_back(device))
+        self._loop = StepLoop(
+            self.scheduler, self._collector, clock, overlapped=overlapped, recover=give_back(device),
+            trouble=health_of(device),
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None, team: Team | None = None) -> Engine:

@@ -22,6 +22,7 @@ from engine.attention.base import AttentionBackend, AttentionBatch, AttentionSte
 from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.device.buckets import Buckets, Shape, padded
+from engine.device.memory import give_back
 from engine.errors import EngineError, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel
@@ -56,7 +57,9 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(aside)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads of the process ask of CUDA meanwhile (another model that is loaded, NCCL's watch) is no
+        # part of the recording, and must not end it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
 
         def replay() -> Tensor:
@@ -174,11 +177,11 @@ class Graphs:
 def graphs_of(
     config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
 ) -> Graphs | None:
-    """The graphs that the settings want; None: none.
+    """The graphs that the settings want; None: none, or they want them only where they can be had.
 
     Raises:
         EngineError: they want some, but device, model or attention have none, or a forward pass can't be recorded.
-        OutOfMemory: they do not fit.
+        OutOfMemory: they want some, and those do not fit.
         ValueError: `graph_tokens` is no number of tokens.
     """
     if config.graph_tokens < 1:
@@ -199,7 +202,14 @@ def graphs_of(
         return None
     schedule = config.schedule
     buckets = Buckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.graph_tokens)
-    return Graphs(model, attention, buckets, table_width, recorder, device)
+    try:
+        return Graphs(model, attention, buckets, table_width, recorder, device)
+    except EngineError as error:
+        if config.cuda_graphs:
+            raise
+        give_back(device)()
+        logger.warning("steps are launched without graphs, which is slower", reason=str(error))
+        return None
 
 
 def _nothing(groups: int) -> AttentionBatch:

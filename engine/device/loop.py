@@ -55,14 +55,29 @@ class _Flight:
     begun: float
 
 
+_NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+"""In what libraries say that allocate by themselves, and when kernels are loaded."""
+
+
 def lacks_memory(error: BaseException) -> bool:
     """Whether a step failed for want of the device's memory alone."""
-    return isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
-def give_back(device: torch.device) -> Callable[[], None]:
-    """Gives memory that is only kept for later back to the device, so that what is free is free in one piece."""
-    return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
+def health_of(device: torch.device) -> Callable[[], str | None]:
+    """Asks a device whether it will ever compute again: None, or why not. After some errors (an address that is none,
+    an assertion in a kernel) CUDA answers every call of the process with the same error."""
+
+    def trouble() -> str | None:
+        if device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
+
+    return trouble
 
 
 class StepLoop:
@@ -72,6 +87,7 @@ class StepLoop:
         clock: seconds.
         overlapped: plan a step ahead, where the runner can (`AheadRunner`).
         recover: called when the device had no room for a step.
+        trouble: asked when a step failed otherwise, whether the device is gone (`health_of`).
 
     Attributes:
         step_times: seconds from step to step, while there is work.
@@ -85,6 +101,7 @@ class StepLoop:
         *,
         overlapped: bool = False,
         recover: Callable[[], None] = lambda: None,
+        trouble: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.stats = LoopStats()
         self.step_times = Histogram()
@@ -93,6 +110,7 @@ class StepLoop:
         self._clock = clock
         self._overlapped = overlapped
         self._recover = recover
+        self._trouble = trouble
         self._flight: _Flight | None = None
         self._taken_at = 0.0
         self._kept: list[FinishedSequence] = []
@@ -115,6 +133,7 @@ class StepLoop:
 
         Raises:
             EngineError: it could not be computed; its sequences have ended (`Scheduler.fail`).
+            EngineLost: nor will any other.
         """
         if self._overlapped:
             assert isinstance(runner, AheadRunner), "only a runner that can be told ahead overlaps its steps"
@@ -213,6 +232,11 @@ class StepLoop:
             )
         else:
             reason = f"the step failed: {type(error).__name__}: {error}"
+            trouble = self._trouble() if isinstance(error, Exception) and not lost else None
+            if trouble is not None:
+                reason = f"the device computes no more, and neither does this process on it: {trouble}"
+                self._scheduler.fail(plan, reason, self._clock())
+                raise EngineLost(reason) from error
         self._scheduler.fail(plan, reason, self._clock())
         if lost or not isinstance(error, Exception):
             raise error  # an interrupt of the whole process, or its end; not a failure of the step

@@ -7,6 +7,7 @@ with what others hold on the device, comes off the share that the settings give 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,11 @@ def cache_budget(use: MemoryUse, utilization: float) -> int:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f}"
+
+
+def give_back(device: torch.device) -> Callable[[], None]:
+    """Gives memory that is only kept for later back to the device, so that what is free is free in one piece."""
+    return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
 
 
 def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:

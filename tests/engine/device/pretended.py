@@ -155,6 +155,7 @@ def compiler() -> str | None:
 @cache
 def _guard_devices() -> None:
     if torch.version.cuda is not None:
+        torch._C._ensureCUDADeviceGuardSet()  # of builds with CUDA, where there is no device
         return
     root, made = Path(torch.__file__).parent, Path(tempfile.mkdtemp()) / "guard.so"
     command = [str(compiler()), "-xc++", "-", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]

@@ -179,6 +179,29 @@ def test_a_forward_pass_that_can_not_be_recorded_names_its_size(
         load(tiny_model("llama"), True)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("no room")])
+def test_where_graphs_were_not_asked_for_an_engine_starts_without_them(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a CUDA device whose library or driver records less than we think."""
+
+    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise error
+
+    monkeypatch.setattr("engine.device.graphs.make_recorder", lambda device: SimpleNamespace(record=record))
+    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
+    attention = PoisonedPadding(layout, torch.float32, torch.device("cpu"))
+    model: Any = SimpleNamespace(recordable=True)
+    monkeypatch.setattr("engine.device.graphs.ReferenceAttention", ())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **rest: torch.empty(*size, **rest).zero_())
+
+    assert graphs_of(EngineConfig(), model, attention, 4, torch.device("cuda")) is None
+    assert str(error) in capsys.readouterr().out
+    with pytest.raises(EngineError, match=str(error)):
+        graphs_of(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000])
 def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
     for sizes in (decode_sizes(most), mixed_sizes(most)):

@@ -14,6 +14,7 @@ import torch
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
 from engine.config import SpeculationConfig
 from engine.device.transfer import PinnedTransfer, transfer_of
+from engine.errors import EngineError, EngineLost
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
@@ -173,6 +174,29 @@ def test_memory_is_measured_before_the_cache_is_made(tiny_model: TinyModel) -> N
             ),
         )  # fmt: skip
         assert engine.stats().total_blocks == 10
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_step_that_breaks_the_device_ends_the_engine_and_any_other_one_does_not(
+    gone: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal address every call of the process fails: no row is to blame, and none would get through."""
+    words = "CUDA error: an illegal memory access was encountered"
+    with pretended_cuda():
+        engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
+
+        def fails(*arguments: Any) -> Any:
+            raise RuntimeError(words)
+
+        for request in islice(plain_work(), 2):
+            engine.add(request)
+        engine._runner.submit = fails  # type: ignore[attr-defined]
+        if gone:
+            monkeypatch.setattr(torch.cuda, "synchronize", fails)
+        with pytest.raises(EngineError, match=words) as raised:
+            engine.step()
+        assert (raised.type is EngineLost) == gone
+        monkeypatch.undo()
 
 
 def test_a_wrong_turn_is_seen(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
