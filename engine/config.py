@@ -120,7 +120,7 @@ class EngineConfig:
             penalties or log-probabilities, rows whose prompt is scored or pooled, and steps with drafts make the next
             step wait for the results.
         cuda_graphs: record the forward passes of steps of some shapes when the engine starts; None: on CUDA, where
-            model and attention allow it. True: refuse to start where that can't be.
+            model, attention and memory allow it. True: refuse to start where that can't be.
         graph_tokens: most tokens of a step that takes a graph; larger ones take longer to compute than to launch.
     """
 
