@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda", 0)
@@ -208,7 +208,8 @@ class _Unwrapping:
         def launch(*args: Any, **kwargs: Any) -> Any:
             strangers = [each for each in args if isinstance(each, Tensor) and not isinstance(each, Here)]
             assert not strangers, "a kernel got a tensor of the host"
-            return self._kernel[grid](*map(real, args), **kwargs)
+            with _disable_current_modes():  # what the interpreter does by itself is nobody's affair
+                return self._kernel[grid](*map(real, args), **kwargs)
 
         return launch
 
