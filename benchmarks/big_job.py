@@ -36,8 +36,9 @@ from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, known_input
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
+from tokenmill.run_plan import RunPlan, tokens_per_sequence
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import RunPlan, run_job, tokens_per_sequence
+from tokenmill.wiring import run_job
 from workers.model_host import LoadedModel
 
 OUTPUT_TOKENS = 8

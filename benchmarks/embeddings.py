@@ -101,8 +101,9 @@ class Job:
         from tokenmill.inputs import pin
         from tokenmill.job_options import ChosenModel
         from tokenmill.models import ModelSource
+        from tokenmill.run_plan import RunPlan
         from tokenmill.tracker import RunTracker
-        from tokenmill.wiring import RunPlan, run_job
+        from tokenmill.wiring import run_job
 
         self._round += 1
         given, out = self._folder / "texts.jsonl", self._folder / f"out-{self._round}"

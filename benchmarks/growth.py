@@ -52,8 +52,9 @@ from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
 from tokenmill.processes import settled_heap
+from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import RunPlan, load_model, run_job
+from tokenmill.wiring import run_job
 from workers.model_host import LoadedModel
 
 ALLOWED = 0.05

@@ -46,7 +46,8 @@ from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, token_counter
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
-from tokenmill.wiring import pin_model, rows_at_once, sequences, tokens_per_sequence
+from tokenmill.run_plan import rows_at_once, sequences, tokens_per_sequence
+from tokenmill.wiring import pin_model
 from workers.model_host import LoadedModel
 from workers.shard_state import HINTS
 from workers.shard_worker import ShardWorker

@@ -31,8 +31,9 @@ from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr
 from tokenmill.models import ModelSource
+from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import RunPlan, load_model, run_job
+from tokenmill.wiring import run_job
 from workers.model_host import LoadedModel
 from workers.settings import WorkerSettings
 

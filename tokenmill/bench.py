@@ -28,8 +28,9 @@ from pipeline.pinning import pin_input
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
+from tokenmill.run_plan import RunPlan, tokens_per_sequence
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import RunPlan, run_job, tokens_per_sequence
+from tokenmill.wiring import run_job
 from workers.model_host import LoadedModel
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from tokenmill.commands import (
     simulate,
     submit,
 )
-from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError
+from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError, explain
 from tokenmill.output import say
 
 app = typer.Typer(
@@ -124,18 +124,3 @@ def _failed(error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     say(f"error: {explain(error)}")
     return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
-
-
-def explain(error: Exception) -> str:
-    """An error as one line. Those that were raised on purpose speak for themselves; others say how to learn more."""
-    text = " ".join(str(error).split())
-    if isinstance(error, UserError) or _ours(error):
-        return text or type(error).__name__
-    return f"unexpected {type(error).__name__}: {text}; run again with --debug to see where"
-
-
-def _ours(error: Exception) -> bool:
-    """Whether the error comes from one of our rooms (each has a tree of its own; the roof knows them by where they
-    were defined, so that this check loads none of them)."""
-    rooms = ("schemas", "engine", "pipeline", "workers")
-    return any(kind.__module__.split(".")[0] in rooms for kind in type(error).__mro__)

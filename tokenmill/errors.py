@@ -42,3 +42,18 @@ class Interruption(KeyboardInterrupt):
 def interrupt(_number: int, _frame: FrameType | None) -> None:
     """What to do about SIGINT when there is nothing to be finished first."""
     raise Interruption
+
+
+def explain(error: Exception) -> str:
+    """An error as one line. Those that were raised on purpose speak for themselves; others say how to learn more."""
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError) or _ours(error):
+        return text or type(error).__name__
+    return f"unexpected {type(error).__name__}: {text}; run again with --debug to see where"
+
+
+def _ours(error: Exception) -> bool:
+    """Whether the error comes from one of our rooms (each has a tree of its own; the roof knows them by where they
+    were defined, so that this check loads none of them)."""
+    rooms = ("schemas", "engine", "pipeline", "workers")
+    return any(kind.__module__.split(".")[0] in rooms for kind in type(error).__mro__)

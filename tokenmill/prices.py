@@ -12,7 +12,7 @@ from tokenmill.instance_metadata import ask
 if TYPE_CHECKING:
     from schemas.prices import PriceBook
     from schemas.settings import InstanceOptions, Settings
-    from tokenmill.wiring import RunPlan
+    from tokenmill.run_plan import RunPlan
 
 
 def read_book(path: Path | None) -> PriceBook:

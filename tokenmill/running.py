@@ -13,8 +13,9 @@ from tokenmill import output
 from tokenmill.errors import Interrupted, Interruption, UserError
 
 if TYPE_CHECKING:
+    from tokenmill.run_plan import RunPlan
     from tokenmill.tracker import RunTracker
-    from tokenmill.wiring import JobRun, RunPlan
+    from tokenmill.wiring import JobRun
 
 SHOWN_ERRORS: Final = 10
 CLOSED: Final = {"cancelled": "was cancelled", "expired": "has expired"}

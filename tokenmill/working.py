@@ -25,8 +25,7 @@ from tokenmill.logs import LogFormat, log_to_stderr
 from tokenmill.metrics import metrics_served
 from tokenmill.processes import run_together, settled_heap, unique_name
 from tokenmill.readiness import LoadModel, Readiness
-from tokenmill.replica import work
-from tokenmill.replicas import Replicas, Task
+from tokenmill.replicas import Line, Replicas, Task
 from tokenmill.root import Root, open_root
 from tokenmill.spot_notice import watch_for_notice
 from tokenmill.stopping import until_told
@@ -36,6 +35,7 @@ from workers.content_policies import NO_POLICIES, Policies
 from workers.lane_requests import LaneRules
 from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
+from workers.policy_loading import load_policies
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 from workers.watchdog import Watchdog
@@ -107,7 +107,7 @@ def run_replicas(
     price = None if price_per_hour is None else price_per_hour / len(environments)
     tasks = [
         Task(
-            work,
+            _replica,
             (root_url, settings, models, switch_after, names, port + number if port else port, log_format, price),
         )
         for number in range(len(environments))
@@ -116,6 +116,22 @@ def run_replicas(
         tell(f"{len(tasks)} workers begin")
         stop.begin()
         replicas.wait(stop)
+
+
+def _replica(
+    _line: Line,
+    root_url: str | None,
+    settings: Settings,
+    models: Sequence[LoadModel],
+    switch_after: float,
+    policies: Sequence[str],
+    metrics_port: int | None,
+    log_format: LogFormat | None,
+    price_per_hour: float | None,
+) -> None:
+    """A replica's task: `run_worker`, with policies by their names."""
+    judges = load_policies(policies)
+    run_worker(root_url, settings, models, switch_after, judges, metrics_port, log_format, price_per_hour)
 
 
 class Worker:

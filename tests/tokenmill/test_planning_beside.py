@@ -23,8 +23,9 @@ from tokenmill.embedded import Output, open_output
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, known_input
 from tokenmill.planner_process import PlannerProcess
+from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import JobRun, RunPlan, load_model, run_job
+from tokenmill.wiring import JobRun, run_job
 from workers.model_host import LoadedModel
 
 Cli = Callable[..., Any]

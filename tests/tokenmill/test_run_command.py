@@ -20,8 +20,9 @@ from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill import models
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
+from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.tracker import RunTracker
-from tokenmill.wiring import RunPlan, load_model, run_job
+from tokenmill.wiring import run_job
 from workers.model_host import LoadedModel
 
 Chat = Callable[..., dict[str, Any]]

@@ -14,7 +14,7 @@ from pipeline.submit import Order, submit
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.embedded import open_output
 from tokenmill.engine_options import EngineOptions
-from tokenmill.wiring import rows_at_once
+from tokenmill.run_plan import rows_at_once
 
 
 def plan(folder: Path, bodies: list[dict[str, Any]]) -> list[PlanSegment]:

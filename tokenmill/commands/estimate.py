@@ -200,7 +200,7 @@ def _as_measured(
     """Time and cost on a machine that was measured; each worker has its part."""
     from engine.config import ScheduleConfig
     from pipeline.planner.timing import seconds_of
-    from tokenmill.wiring import rows_for
+    from tokenmill.run_plan import rows_for
 
     most = ScheduleConfig().max_num_seqs
     rows = rows_for(amount.max_tokens, amount.work.longest) if workers == 1 else None

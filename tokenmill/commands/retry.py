@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from schemas.results import RowStatus
     from tokenmill.engine_options import EngineOptions
     from tokenmill.job_options import ChosenModel
-    from tokenmill.wiring import RunPlan
+    from tokenmill.run_plan import RunPlan
 
 
 class Ended(StrEnum):
@@ -194,7 +194,7 @@ def _plan(
     """Everything that can be found out, and refused, before a retry is run here."""
     from pipeline.retry import limit_of_retry, retried_settings
     from tokenmill import job_options
-    from tokenmill.wiring import RunPlan
+    from tokenmill.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
     settings, job = read_settings(), first.job

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from tokenmill.engine_options import EngineOptions
-    from tokenmill.wiring import RunPlan
+    from tokenmill.run_plan import RunPlan
 
 
 def run(
@@ -119,7 +119,7 @@ def _plan(
     """Everything that can be found out, and refused, before a job is made. Cheap checks come first."""
     from schemas.job import Tier as JobTier
     from tokenmill import job_options
-    from tokenmill.wiring import RunPlan
+    from tokenmill.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
     settings = read_settings()

@@ -1,0 +1,132 @@
+"""A run by several replicas: the command hands out shards, and each replica takes them over its line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.ledger import JobLedger
+from pipeline.ports import ShardTask, WorkerState, World
+from pipeline.shard_client import ShardClient
+from schemas.figures import WorkerFigures
+from schemas.job import ModelPin
+from tokenmill.embedded import Work
+from tokenmill.logs import log_to_stderr
+from tokenmill.processes import settled_heap
+from tokenmill.replicas import Line, Replicas, Task, environments
+from tokenmill.run_plan import RunPlan, load_model
+from tokenmill.stopping import until_told
+from tokenmill.tracker import RunTracker, Told
+from workers.content_policies import NO_POLICIES
+from workers.policy_loading import load_policies
+from workers.progress import WorkerProgress
+from workers.shard_worker import ShardWorker
+
+
+def divide(plan: RunPlan, pin: ModelPin, given: Work, tracker: RunTracker, stop: threading.Event) -> None:
+    """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
+    count = plan.engine.replicas
+    names = [name for name, _ in plan.worker.policies.named]
+    sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
+    tasks = [Task(_compute, (sent, pin, names, number)) for number in range(count)]
+    methods: dict[str, Callable[..., Any]] = {
+        "progress": tracker.told, "finished": given.finished,
+        "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
+        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.figures,
+        "workers": given.heartbeats.workers, "since": given.heartbeats.since,
+    }  # fmt: skip
+    own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
+    # None begins before all are loaded, or the first would take most of a small job.
+    with Replicas(tasks, own, methods, tracker.computing, keep=(given.output.lock.descriptor,)) as replicas:
+        replicas.wait(stop)
+
+
+def _compute(line: Line, plan: RunPlan, pin: ModelPin, policies: Sequence[str], number: int) -> None:
+    """`run`'s task: this replica's part of the shards of the job in the plan's folder."""
+    log_to_stderr()
+    settings = replace(plan.worker, policies=load_policies(policies))
+    with until_told() as stop, FolderStore(plan.output) as store:
+        ledger = JobLedger(store)
+        world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        model = load_model(plan, pin, list(ledger.segments()))
+        line.call("ready")
+        stop.begin()
+        client = ShardClient(
+            f"local-{number}", world, lambda _: ledger, FarQueue(line), FarHeartbeats(line),
+            lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
+        )  # fmt: skip
+        with settled_heap():
+            ShardWorker(model, client, client, world.clock, settings, FarTracker(line, number)).run(stop)
+        client.close()
+
+
+class FarQueue:
+    """The command's `ShardQueue`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def put(self, queue: str, task: ShardTask) -> None:
+        """See `ShardQueue.put`."""
+        self._line.call("put", queue, task)
+
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """See `ShardQueue.take`. The line is not held while there is nothing to take."""
+        until = time.monotonic() + timeout
+        while True:
+            task: ShardTask | None = self._line.call("take", queues, 0.0)
+            left = until - time.monotonic()
+            if task is not None or left <= 0:
+                return task
+            time.sleep(min(left, 0.01))
+
+
+class FarHeartbeats:
+    """The command's `Heartbeats`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def beat(self, state: WorkerState) -> None:
+        """See `Heartbeats.beat`."""
+        self._line.call("beat", state)
+
+    def leave(self, worker: str) -> None:
+        """See `Heartbeats.leave`."""
+        self._line.call("leave", worker)
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        """See `Heartbeats.tell`."""
+        self._line.call("tell", worker, figures)
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        """See `Heartbeats.figures`."""
+        found: dict[str, WorkerFigures] = self._line.call("figures")
+        return found
+
+    def workers(self) -> list[WorkerState]:
+        """See `Heartbeats.workers`."""
+        found: list[WorkerState] = self._line.call("workers")
+        return found
+
+    def since(self) -> float:
+        """See `Heartbeats.since`."""
+        found: float = self._line.call("since")
+        return found
+
+
+class FarTracker:
+    """Tells the command how the work goes (`workers.progress.WorkerObserver`)."""
+
+    def __init__(self, line: Line, number: int) -> None:
+        self._line = line
+        self._number = number
+
+    def progress(self, progress: WorkerProgress) -> None:
+        """The worker's news."""
+        self._line.call("progress", Told.of(progress), self._number)
