@@ -32,7 +32,7 @@ def compiled(part: str, capability: int, cache: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (75, 80, 89))])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (75, 80, 89))])
 def test_attention_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     found = compiled("shapes", capability, tmp_path)
     assert {"attend_tiles", "join_splits", "store_tokens"} <= {each["kernel"] for each in found}
@@ -46,7 +46,7 @@ def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
     assert found == {"store_tokens": 1, "attend_tiles": 2}
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(89, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [90, pytest.param(89, marks=pytest.mark.exhaustive)])
 def test_products_compile_and_fit_and_depend_on_their_tile_alone(capability: int, tmp_path: Path) -> None:
     found = compiled("products", capability, tmp_path)
     assert [each for each in found if each["shared"] > SHARED[capability]] == []
