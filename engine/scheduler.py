@@ -304,7 +304,8 @@ class Scheduler:
             assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
             ends = ends - plan.drafts + accepted
             self._latencies.sampled(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
-            self._drafting.settle(plan, accepted, good, tainted)
+            # Behind a draft that failed its row, all others of the row did as well.
+            self._drafting.settle(plan, accepted, good, tainted.union(plan.rows[failed].tolist()))
             self._accept(plan, accepted, good, ended)
             good = self._batch.epoch[plan.rows] == epochs
         bad = good & failed

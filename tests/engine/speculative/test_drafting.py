@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import ScheduleConfig
 from engine.plan import CacheGroup
-from engine.request import Request, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams
 from tests.engine.scheduler_harness import Harness
 
 
@@ -89,3 +89,16 @@ def test_given_no_room_behind_the_last_token_then_nothing_is_drafted_there() -> 
     run(h, requests(6, max_tokens=2))
     # Of two tokens the first comes with the prompt, and behind the second there is none to guess.
     assert h.scheduler.stats.speculation.drafted == 0
+
+
+def test_given_rows_that_fail_at_an_accepted_guess_then_nothing_they_drafted_behind_it_reaches_others() -> None:
+    """The model itself says the poisonous token here (its seed lets it), and a guess that says so is accepted: all that
+    was drafted behind it is as poisonous, in blocks that others get in the next step."""
+    failures = 0
+    for first, second in np.ndindex(21, 21):
+        h = harness(7, 9, block_size=2, rows=2, budget=16)
+        params = SamplingParams(max_tokens=8, seed=0, ignore_eos=True)
+        prompts = [np.array([2 + first, 2 + second, last], dtype=np.int32) for last in range(2, 6)]
+        run(h, [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)])
+        failures += sum(end.finish_reason is FinishReason.ERROR for end in h.finished.values())
+    assert failures > 100
