@@ -95,10 +95,10 @@ def test_given_rows_that_fail_at_an_accepted_guess_then_nothing_they_drafted_beh
     """The model itself says the poisonous token here (its seed lets it), and a guess that says so is accepted: all that
     was drafted behind it is as poisonous, in blocks that others get in the next step."""
     failures = 0
-    for first, second in np.ndindex(21, 21):
+    for first, second in np.ndindex(8, 21):
         h = harness(7, 9, block_size=2, rows=2, budget=16)
         params = SamplingParams(max_tokens=8, seed=0, ignore_eos=True)
         prompts = [np.array([2 + first, 2 + second, last], dtype=np.int32) for last in range(2, 6)]
         run(h, [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)])
         failures += sum(end.finish_reason is FinishReason.ERROR for end in h.finished.values())
-    assert failures > 100
+    assert failures > 30
