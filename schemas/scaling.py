@@ -24,8 +24,9 @@ class ScalingLimits(BaseModel):
         margin: work is taken for so many times what is estimated.
         aim: of the time until a deadline, the share in which work should be done where haste costs little.
         busy: a worker is started for that only where so much work waits for each.
-        gather: from no worker at all, so long may work wait for more to share the start of one; not where a deadline
-            would then need more workers, nor when `busy` is there already. 0: it is begun at once.
+        gather, gather_share: from no worker at all, work with a deadline and bulk work may wait so long for more to
+            share the start of one, but no more than this share of the time from its arrival to its deadline; not where
+            a deadline would then need more workers, nor when `busy` is there already. 0: it is begun at once.
         keep: workers are let go only when less work than this waits for each.
         standard_within, bulk_within: work without a deadline is to be done so long after it came.
         overdue_within: and what has waited longer than that, from now.
@@ -50,14 +51,15 @@ class ScalingLimits(BaseModel):
     margin: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.3
     aim: Annotated[float, Field(gt=0, le=1)] = 0.5
     busy: Above = 2_700.0
-    gather: Seconds = 0.0
-    keep: Above = 150.0
+    gather: Seconds = 1_800.0
+    gather_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    keep: Above = 600.0
     standard_within: Above = 3_600.0
     bulk_within: Above = 21_600.0
     overdue_within: Above = 1_800.0
-    down_after: Seconds = 120.0
+    down_after: Seconds = 60.0
     up_cooldown: Seconds = 60.0
-    down_cooldown: Seconds = 300.0
+    down_cooldown: Seconds = 120.0
     up_step: AtLeastOne = 250
     down_step: AtLeastOne = 250
     changes_an_hour: AtLeastOne = 12

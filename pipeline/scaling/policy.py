@@ -110,7 +110,7 @@ def decide(limits: ScalingLimits, memory: Memory, observed: Observed, now: float
     if target >= before:
         kept_memory = replace(kept_memory, lower_since=None, lower=0)
     if target > before:
-        desired, reason = _grow(limits, kept_memory, before, target, reason, now)
+        desired, reason = _grow(limits, kept_memory, before, target, int(observed.work / limits.keep), reason, now)
     elif target < before:
         desired, reason, kept_memory = _shrink(limits, kept_memory, before, target, reason, now)
     else:
@@ -143,14 +143,24 @@ def _target(
 
 
 def _may_gather(limits: ScalingLimits, observed: Observed, fleet: Fleet, due: Sequence[Demand], hard: int) -> bool:
-    """Whether the first worker may wait for more work."""
-    oldest = max((demand.waited for demand in due), default=0.0)
-    if observed.live or observed.callers or oldest >= limits.gather or observed.work >= limits.busy:
+    """Whether the first worker may wait for more work to share its start."""
+    if observed.live or observed.callers or observed.work >= limits.busy:
         return False
-    wait = limits.gather - oldest
+    wait = min((_patience(limits, demand) for demand in observed.demands if demand.seconds > 0), default=0.0)
+    if wait <= 0:
+        return False
     later = [replace(demand, due=(demand.due or 0.0) - wait) for demand in due]
     in_time = all((demand.due or 0.0) > 2 * limits.cold_start for demand in later)
     return in_time and workers_for(fleet, later, lambda left: _usable(limits, left), limits.margin) <= hard
+
+
+def _patience(limits: ScalingLimits, demand: Demand) -> float:
+    """Seconds that work may still wait for its first worker. What has a deadline or is bulk says itself that it is in
+    no hurry; the rest says nothing, and is begun."""
+    if demand.due is None and not demand.bulk:
+        return 0.0
+    whole = limits.bulk_within if demand.due is None else demand.due + demand.waited
+    return min(limits.gather, limits.gather_share * whole) - demand.waited
 
 
 def _pressed(limits: ScalingLimits, observed: Observed) -> str:
@@ -163,25 +173,32 @@ def _pressed(limits: ScalingLimits, observed: Observed) -> str:
     return ""
 
 
-def _grow(limits: ScalingLimits, memory: Memory, before: int, target: int, reason: str, now: float) -> tuple[int, str]:
-    if len(memory.changed) >= limits.changes_an_hour:
+def _grow(
+    limits: ScalingLimits, memory: Memory, before: int, target: int, worthwhile: int, reason: str, now: float
+) -> tuple[int, str]:
+    used = len(memory.changed) / limits.changes_an_hour
+    if used >= 1:
         return before, f"{reason}; {len(memory.changed)} changes within the hour"
     # From none nothing goes forward at all: that waits for no cooldown.
     if before and now - max(memory.changed, default=-inf) < limits.up_cooldown:
         return before, f"{reason}; cooling down"
-    return min(target, before + limits.up_step), reason
+    # The fewer changes are left, the larger is each, as far as there is work for so many.
+    larger = min(ceil(before * (1 + used / 2)), worthwhile, limits.most)
+    return min(max(target, larger), before + limits.up_step), reason
 
 
 def _shrink(
     limits: ScalingLimits, memory: Memory, before: int, target: int, reason: str, now: float
 ) -> tuple[int, str, Memory]:
     since = now if memory.lower_since is None else memory.lower_since
-    lower = max(memory.lower, target)
+    lower = max(memory.lower, target) if target else 0
     waiting = replace(memory, lower_since=since, lower=lower)
     if now - since < limits.down_after:
         return before, f"{reason}; for {now - since:.0f} s", waiting
-    if len(memory.changed) >= max(1, limits.changes_an_hour // 2):
-        return before, f"{reason}; {len(memory.changed)} changes within the hour", waiting
+    changes = len(memory.changed)
+    # Half of the workers may go when half of the hour's changes are used, and only all of them before the last one.
+    if before - lower < before * changes / limits.changes_an_hour or changes >= max(1, limits.changes_an_hour - 1):
+        return before, f"{reason}; {changes} changes within the hour", waiting
     if now - max(memory.changed, default=-inf) < limits.down_cooldown:
         return before, f"{reason}; cooling down", waiting
     return max(lower, before - limits.down_step), reason, replace(memory, lower_since=None, lower=0)

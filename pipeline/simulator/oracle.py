@@ -1,17 +1,17 @@
 """What somebody could have done who knew everything beforehand: which deadlines, and for how much at least.
 
-The oracle knows when jobs come and how long their answers turn out. Its machines are never taken away, its work can be
-divided at will and never waits for a dispatcher, and each of its workers is there at the moment when it is needed
-first. It pays for a worker's start like anybody.
+The oracle knows when jobs come and how long their answers turn out, and asks for its machines a cold start before it
+needs them, though not before the beginning. Like anybody it pays for starts and for workers that have nothing to do,
+has only whole workers, and changes their number when the autoscaler looks. To its favour its machines are never taken
+away, its work is divided at will, fills every batch and never waits for a dispatcher, and it may change its mind as
+often as it likes.
 
 *Deadlines.* All machines together are one that is as fast as all of them; on it, earliest deadline first meets every
 deadline that can be met (Dertouzos 1974). Where it can't meet all, jobs are left out until it meets the others: of
 those that are in the way of the first that is late, the largest, as Moore (1968) has it for jobs that are there from
 the beginning. With arrivals this need not be the largest set.
 
-*Cost.* No schedule costs less than: each second of work once; and in each stretch of time that no job's window reaches
-across, for as many workers as the densest interval needs, a start, or being kept since the stretch before, whichever is
-less. The bound asks for no more, so it is low: no schedule may reach it.
+*Cost.* That of `least_cost`, which no schedule goes below.
 """
 
 from __future__ import annotations
@@ -19,18 +19,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 
-import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A job to the oracle. `work`: seconds of one worker; `due`: a moment, infinite where it has no deadline."""
-
-    arrival: float
-    work: float
-    due: float = inf
+from pipeline.simulator.least_cost import Task, least_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +38,37 @@ class Best:
     peak: int
 
 
-def best(tasks: Sequence[Task], most: int, cold_start: float, within: float) -> Best:
-    """`within`: seconds after its arrival that work without a deadline is done in, at the latest; only where windows
-    end depends on it. Tasks whose deadlines can't be met cost nothing here."""
-    met = _feasible(tasks, most)
+def best(
+    tasks: Sequence[Task], most: int, cold_start: float, within: float, step: float = 30.0, ready: float = 0.0
+) -> Best:
+    """Tasks whose deadlines can't be met cost nothing here.
+
+    Args:
+        most: workers.  cold_start: seconds of each start.
+        within: seconds after its arrival that work without a deadline is to be done in; only the cost depends on it.
+        step: seconds between two changes of the number of workers.  ready: the moment at which the first can be there.
+    """
+    met = _feasible(tasks, most, ready)
     paid = [task if task.due < inf else Task(task.arrival, task.work, task.arrival + within)
             for task, kept in zip(tasks, met, strict=True) if kept]  # fmt: skip
-    seconds, peak = _least_cost(paid, cold_start)
+    seconds, peak = least_cost(paid, most, cold_start, step)
     return Best(tuple(met), seconds, peak)
 
 
-def _feasible(tasks: Sequence[Task], most: int) -> list[bool]:
+def _feasible(tasks: Sequence[Task], most: int, ready: float) -> list[bool]:
     left_out: set[int] = set()
-    while (late := _first_late(tasks, most, left_out)) is not None:
+    while (late := _first_late(tasks, most, ready, left_out)) is not None:
         left_out.add(late)
     return [place not in left_out for place in range(len(tasks))]
 
 
-def _first_late(tasks: Sequence[Task], most: int, left_out: set[int]) -> int | None:
+def _first_late(tasks: Sequence[Task], most: int, ready: float, left_out: set[int]) -> int | None:
     """Play EDF; at the first deadline that is missed, the largest of what kept the machines busy without a break until
     then, of those due no later. None: all are met."""
     waiting: list[tuple[float, int]] = []
     left = [task.work / most for task in tasks]
     coming = sorted((task.arrival, place) for place, task in enumerate(tasks) if place not in left_out)
-    now, busy_with, following = 0.0, list[int](), 0
+    now, busy_with, following = ready, list[int](), 0
     while following < len(coming) or waiting:
         if not waiting:
             now, busy_with = max(now, coming[following][0]), []
@@ -90,39 +88,3 @@ def _first_late(tasks: Sequence[Task], most: int, left_out: set[int]) -> int | N
         if now > due + 1e-6:
             return max((other for other in busy_with if tasks[other].due <= due), key=lambda other: tasks[other].work)
     return None
-
-
-def _least_cost(tasks: Sequence[Task], cold_start: float) -> tuple[float, int]:
-    total, peak, ended = 0.0, 0, -inf
-    for stretch in _stretches(tasks):
-        begin, workers = min(task.arrival for task in stretch), _workers(stretch)
-        total += sum(task.work for task in stretch) + workers * min(cold_start, max(0.0, begin - ended))
-        peak, ended = max(peak, workers), max(task.due for task in stretch)
-    return total, peak
-
-
-def _stretches(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks whose windows touch, together."""
-    found: list[list[Task]] = []
-    end = -inf
-    for task in sorted(tasks, key=lambda one: one.arrival):
-        if task.arrival > end or not found:
-            found.append([])
-        found[-1].append(task)
-        end = max(end, task.due)
-    return found
-
-
-def _workers(tasks: Sequence[Task]) -> int:
-    """The most that work of one interval, come and due within it, needs at once over all of it."""
-    arrivals = np.array([task.arrival for task in tasks])
-    dues = np.array([task.due for task in tasks])
-    works = np.array([task.work for task in tasks])
-    by_due = np.argsort(dues, kind="stable")
-    arrivals, dues, works = arrivals[by_due], dues[by_due], works[by_due]
-    most = 0.0
-    for begin in np.unique(arrivals):
-        within = np.cumsum(np.where(arrivals >= begin, works, 0.0))
-        span = np.maximum(dues - begin, 1e-9)
-        most = max(most, float(np.max(np.where(arrivals >= begin, within / span, 0.0))))
-    return max(1, ceil(most - 1e-9))

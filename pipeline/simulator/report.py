@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from pipeline.simulator.mill import MillSettings, Outcome
-from pipeline.simulator.oracle import Best, Task, best
+from pipeline.simulator.least_cost import Task
+from pipeline.simulator.oracle import Best, best
 from pipeline.simulator.trace import Trace
 from schemas.job import Tier
 
@@ -131,7 +132,8 @@ def oracle(settings: MillSettings, outcome: Outcome) -> Best:
         for job in outcome.jobs
     ]
     slowest = limits.bulk_within if any(job.order.tier is Tier.BULK for job in outcome.jobs) else limits.standard_within
-    return best(tasks, settings.fixed or limits.most, worker.cold_start, slowest)
+    ready = 0.0 if settings.fixed else worker.cold_start
+    return best(tasks, settings.fixed or limits.most, worker.cold_start, slowest, settings.every, ready)
 
 
 def _in_time(ended: float | None, due: float | None, rows_left: float) -> bool:
