@@ -26,6 +26,8 @@ from schemas.scaling import ScalingLimits
 PATTERNS: Final[tuple[Pattern, ...]] = ("bursts", "ramp", "daynight", "spot-storm")
 HOURS: Final = (3_600.0, 21_600.0)
 MINUTES: Final = (900.0, 3_600.0)
+SEEDS: Final = (0, 1, 2)
+"""Of the traces; the policy's defaults were chosen on others (10 to 13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +40,20 @@ class Case:
     requests: int
     deadlines: tuple[float, float] = HOURS
     seed: int = 0
-    gather: float = 0.0
+    gather: float = ScalingLimits().gather
 
 
 def cases(worker: WorkerModel, largest: int) -> Iterator[Case]:
     """What is simulated."""
     a_day = worker.rows_per_second(worker.batch, 300.0, 200.0) * 86_400
-    for seed in (0, 1):
+    for seed in SEEDS:
         for pattern in PATTERNS:
             yield Case("a third busy", pattern, 16, round(16 / 3 * a_day), seed=seed)
             yield Case("deadlines of minutes", pattern, 32, round(32 * 0.15 * a_day), MINUTES, seed)
             yield Case("nearly full", pattern, 16, round(16 * 0.7 * a_day), seed=seed)
-    for gather in (600.0, 1_800.0):
-        yield Case("one GPU that gathers", "daynight", 1, 10**6, gather=gather)
-    for gpus in (1, 10, 100, 1_000):
+            yield Case("one GPU", pattern, 1, 10**6, seed=seed)
+    yield Case("one GPU that gathers nothing", "daynight", 1, 10**6, gather=0.0)
+    for gpus in (10, 100, 1_000):
         for pattern in ("daynight", "bursts") if gpus <= largest else ():
             yield Case("sizes", pattern, gpus, gpus * 10**6)
 

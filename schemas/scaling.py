@@ -51,8 +51,8 @@ class ScalingLimits(BaseModel):
     margin: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.3
     aim: Annotated[float, Field(gt=0, le=1)] = 0.5
     busy: Above = 2_700.0
-    gather: Seconds = 1_800.0
-    gather_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    gather: Seconds = 3_600.0
+    gather_share: Annotated[float, Field(ge=0, le=1)] = 0.33
     keep: Above = 600.0
     standard_within: Above = 3_600.0
     bulk_within: Above = 21_600.0

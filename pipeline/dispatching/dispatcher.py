@@ -319,16 +319,22 @@ class Dispatcher:
         """Put up to `room` shards of these jobs."""
         shares = self._shares[queue]
         now = self._world.clock.now()
+        key = queue.rpartition(".")[0]
+        triage = self._outlook.triage(key, jobs[0][0].job.tier)
+
+        def lost(open_job: OpenJob) -> bool:
+            return open_job.job.id in triage.lost
 
         def pressing(open_job: OpenJob) -> bool:
-            deadline, key = open_job.job.deadline, queue.rpartition(".")[0]
-            left = None if deadline is None else (deadline - now).total_seconds()
-            return presses(left, open_job.left[key], self._outlook.rate(key), shares.ahead(open_job.job.tenant))
+            job = open_job.job
+            left = None if job.deadline is None or lost(open_job) else (job.deadline - now).total_seconds()
+            rate, together = self._outlook.rate(key), triage.together.get(job.id, 0.0)
+            return presses(left, open_job.left[key], together, rate, shares.ahead(job.tenant))
 
         def allowed(open_job: OpenJob, number: int) -> bool:
             return self._purses.allows(open_job, open_job.open_shards[number])
 
-        for open_job, number in turns(shares, jobs, room, lambda one: one.job, pressing, allowed):
+        for open_job, number in turns(shares, jobs, room, lambda one: one.job, pressing, lost, allowed):
             shard = open_job.open_shards[number]
             self._put(open_job, shard, self._settings.patience)
             shares.charge(open_job.job.tenant, cost(shard))

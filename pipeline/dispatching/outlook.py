@@ -9,9 +9,10 @@ from datetime import datetime, timedelta
 from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.dispatching.forecast import Load, forecast
 from pipeline.dispatching.open_job import OpenJob, cost
+from pipeline.dispatching.triage import Due, Triage, triage
 from pipeline.dispatching.turns import urgency
 from pipeline.ports import WorkerState
-from schemas.job import Job
+from schemas.job import Job, Tier
 
 Tokens = Mapping[str, float]
 """What is left of a job, by what computes it (`ModelPin.key`)."""
@@ -24,6 +25,7 @@ class Outlook:
         self._weights = weights
         self._rates: defaultdict[str, float] = defaultdict(float)  # tokens per second, by model
         self._left: list[tuple[Job, Tokens]] = []
+        self._triage: dict[tuple[str, Tier], Triage] = {}
 
     def look(self, jobs: Collection[OpenJob], workers: Collection[WorkerState], now: datetime) -> None:
         """Learn how the jobs and the workers stand, and tell each job when it should be done. Those that are being
@@ -34,6 +36,7 @@ class Outlook:
                 self._rates[model] += worker.tokens_per_second or 0.0
         done = _done(jobs, workers)
         self._left = [(job.job, _left(job, done)) for job in jobs if job.closing is None]
+        self._triage = self._sorted_out(now)
         ends = self._ends(self._left)
         for job in jobs:
             seconds = ends.get(job.job.id) if job.planned and job.closing is None else None
@@ -49,6 +52,18 @@ class Outlook:
     def rate(self, model: str) -> float:
         """Tokens a second of all that computes this (`ModelPin.key`), as of the last look; 0: not known."""
         return self._rates.get(model, 0.0)
+
+    def triage(self, model: str, tier: Tier) -> Triage:
+        """Which of a tier's deadlines can be met by what computes this (`ModelPin.key`), as of the last look."""
+        return self._triage.get((model, tier), Triage())
+
+    def _sorted_out(self, now: datetime) -> dict[tuple[str, Tier], Triage]:
+        due: defaultdict[tuple[str, Tier], list[Due]] = defaultdict(list)
+        for job, by_model in self._left:
+            if job.deadline is not None:
+                for model, tokens in by_model.items():
+                    due[model, job.tier].append(Due(job.id, (job.deadline - now).total_seconds(), tokens))
+        return {(model, tier): triage(jobs, self.rate(model)) for (model, tier), jobs in due.items()}
 
     def _ends(self, left: list[tuple[Job, Tokens]]) -> dict[str, float]:
         loads = [

@@ -25,6 +25,7 @@ from typing import Final
 
 from pipeline.dispatching.dispatcher import DispatchSettings
 from pipeline.dispatching.fair_shares import FairShares
+from pipeline.dispatching.triage import Due, Triage, triage
 from pipeline.dispatching.turns import backlog_for, presses, turns, urgency
 from pipeline.scaling.fleet import Demand
 from pipeline.scaling.policy import Memory, Observed, decide
@@ -133,6 +134,8 @@ class _Mill:
         self._booting: dict[int, SimWorker] = {}
         self._hungry: dict[int, None] = {}  # workers that look for a shard, the longest first
         self._only_bulk: dict[int, None] = {}  # those that would open an urgent shard at once
+        self._triage = dict.fromkeys(BY_URGENCY, Triage())
+        self._sorted_out: dict[Tier, float] = {}
         self._names = count()
         self._tick_at = inf
         self._memory = Memory()
@@ -239,7 +242,7 @@ class _Mill:
             room = depth - len(queue)
             wanted = self._wanted(tier, room) if room > 0 else []
             for job, number in turns(
-                shares, wanted, room, lambda job: job.order, partial(self._pressing, shares=shares)
+                shares, wanted, room, lambda job: job.order, partial(self._pressing, shares=shares), self._is_lost
             ):
                 rows = job.put(number)
                 queue.append((job, number, rows))
@@ -250,21 +253,41 @@ class _Mill:
 
     def _wanted(self, tier: Tier, room: int) -> list[tuple[SimJob, list[int]]]:
         """Of each tenant the first jobs, as many as fill the room: `turns` would look at no others."""
+        self._sort_out(tier)
         found = []
         for jobs in self._jobs[tier].values():
             left = room
-            for job in jobs:
-                if job.ready <= self._now and (numbers := job.unput(left)):
-                    found.append((job, numbers))
-                    left -= len(numbers)
-                if left <= 0:
-                    break
+            # Those that are lost go behind the others: with so many of each there are enough of both.
+            for lost in (False, True):
+                for job in jobs:
+                    if left <= 0:
+                        break
+                    if self._is_lost(job) is lost and job.ready <= self._now and (numbers := job.unput(left)):
+                        found.append((job, numbers))
+                        left -= len(numbers)
         return found
 
+    def _sort_out(self, tier: Tier) -> None:
+        """Which deadlines can be met, looked at as often as the dispatcher does."""
+        if self._now < self._sorted_out.get(tier, -inf) + self._settings.dispatching.cache_every:
+            return
+        self._sorted_out[tier] = self._now
+        due = [
+            Due(job.order.id, job.due - self._now, job.rows_left * job.planned_tokens)
+            for jobs in self._jobs[tier].values()
+            for job in jobs
+            if job.due is not None
+        ]
+        self._triage[tier] = triage(due, self._speed * len(self._workers))
+
+    def _is_lost(self, job: SimJob) -> bool:
+        return job.order.id in self._triage[job.order.tier].lost
+
     def _pressing(self, job: SimJob, shares: FairShares) -> bool:
-        left = None if job.due is None else job.due - self._now
+        left = None if job.due is None or self._is_lost(job) else job.due - self._now
         rate = self._speed * len(self._workers)
-        return presses(left, job.rows_left * job.planned_tokens, rate, shares.ahead(job.order.tenant))
+        together = self._triage[job.order.tier].together.get(job.order.id, 0.0)
+        return presses(left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant))
 
     def _feed(self) -> None:
         """Workers that look find what is on the queues."""

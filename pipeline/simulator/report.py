@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pipeline.simulator.mill import MillSettings, Outcome
 from pipeline.simulator.least_cost import Task
+from pipeline.simulator.mill import MillSettings, Outcome
 from pipeline.simulator.oracle import Best, best
 from pipeline.simulator.trace import Trace
 from schemas.job import Tier

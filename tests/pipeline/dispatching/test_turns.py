@@ -21,11 +21,15 @@ class Job:
     created_at: datetime = NOON
 
 
-def taken(shares: FairShares, jobs: list[Job], room: int, *pressing: str, tokens: int = 10) -> list[str]:
-    """The jobs whose shards go next, each of 100 shards."""
+def taken(
+    shares: FairShares, jobs: list[Job], room: int, *pressing: str, tokens: int = 10, lost: str = "", each: int = 100
+) -> list[str]:
+    """The jobs whose shards go next, `each` of so many."""
     found = []
-    wanted = [(job, list(range(100, 0, -1))) for job in jobs]
-    for job, _ in turns(shares, wanted, room, lambda job: job, lambda job: job.id in pressing):
+    wanted = [(job, list(range(each, 0, -1))) for job in jobs]
+    for job, _ in turns(
+        shares, wanted, room, lambda job: job, lambda job: job.id in pressing, lambda job: job.id == lost
+    ):
         shares.charge(job.tenant, tokens)
         found.append(job.id)
     return found
@@ -49,6 +53,16 @@ def test_given_two_that_press_then_they_share_as_ever() -> None:
     assert taken(FairShares({"b": 2.0}), jobs, 6, "a1", "b1") == ["a1", "b1", "b1", "a1", "b1", "b1"]
 
 
+def test_given_two_that_press_then_the_nearer_deadline_goes_first_whosever_it_is() -> None:
+    jobs = [Job("a1", "a", NOON + timedelta(hours=1)), Job("b1", "b", NOON)]
+    assert taken(FairShares(), jobs, 4, "a1", "b1", each=2) == ["b1", "b1", "a1", "a1"]
+
+
+def test_given_a_job_that_is_lost_then_those_in_time_go_before_it_and_those_without_a_deadline_after_it() -> None:
+    jobs = [Job("a1", "a", NOON), Job("a2", "a", NOON + timedelta(hours=1)), Job("a3", "a")]
+    assert taken(FairShares(), jobs, 9, lost="a1", each=1) == ["a2", "a1", "a3"]
+
+
 def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
     wanted = [(Job("a", "a"), [2, 1]), (Job("b", "b"), [1])]
     went = [(job.id, number) for job, number in turns(FairShares(), wanted, 99, lambda job: job)]
@@ -57,21 +71,21 @@ def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "tokens", "rate", "ahead", "so"),
+    ("left", "together", "rate", "ahead", "so"),
     [
         (None, 1e6, 1_000, 0, False),  # no deadline
         (5_000, 1e6, 0, 0, False),  # nobody knows how fast it goes
         (5_000, 1e6, 1_000, 0, False),  # 1,000 s of work: it may wait
         (2 * 1_000 + PRESSING_SECONDS - 1, 1e6, 1_000, 0, True),
         (900, 1e6, 1_000, 0, True),  # it might still be in time
-        (700, 1e6, 1_000, 0, False),  # it is lost
+        (5_000, 4e6, 1_000, 0, True),  # what is due before it leaves it no room
         (1_500, 1e6, 1_000, ADVANCE_SECONDS * 1_000 + 1, False),  # its tenant has had enough
     ],
 )
 def test_given_what_is_left_of_a_job_then_it_presses_or_not(
-    left: float | None, tokens: float, rate: float, ahead: float, so: bool
+    left: float | None, together: float, rate: float, ahead: float, so: bool
 ) -> None:
-    assert presses(left, tokens, rate, ahead) is so
+    assert presses(left, 1e6, together, rate, ahead) is so
 
 
 def test_given_a_fleet_then_its_queues_are_as_long_as_it_needs() -> None:

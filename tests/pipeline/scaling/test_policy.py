@@ -111,7 +111,7 @@ def test_given_no_work_then_none_are_wished_for_and_work_wakes_them() -> None:
     pool = Pool()
     assert pool.decide().desired == 0
     pool.now += 30
-    woken = pool.decide(Demand(10.0, 6 * HOUR))
+    woken = pool.decide(Demand(10.0))  # nobody said that it may wait
     assert (woken.desired, woken.hard) == (1, 1)
 
 
@@ -165,7 +165,7 @@ def test_given_fewer_that_would_do_for_a_moment_then_nobody_is_let_go() -> None:
     again.now += LIMITS.down_after / 2
     again.decide(Demand(HOUR, 2 * HOUR))
     again.now += LIMITS.down_after / 2
-    assert 0 < again.decide().desired < 40
+    assert again.decide(Demand(60.0, 2 * HOUR)).desired == HOUR / LIMITS.keep
 
 
 def test_given_steps_then_no_change_is_larger() -> None:
@@ -313,7 +313,8 @@ def test_given_none_and_time_to_gather_then_the_first_worker_waits_for_more_work
     ("demand", "seen"),
     [
         (Demand(3_000.0, 6 * HOUR), {}),  # enough for one
-        (Demand(100.0, 1_000.0), {}),  # due soon
+        (Demand(100.0, 800.0), {}),  # due soon
+        (Demand(100.0), {}),  # nobody said that it may wait
         (Demand(2_200.0, 1.1 * HOUR), {}),  # two would be needed later
         (Demand(100.0, 6 * HOUR), {"callers": 1}),
     ],

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipeline.planner.cut import ShardLimits, cut
-from pipeline.simulator.mill import EPOCH
 from pipeline.simulator.least_cost import Task
+from pipeline.simulator.mill import EPOCH
 from pipeline.simulator.oracle import best
 from pipeline.simulator.trace import BadTrace, Drawn, Pattern, draw_trace, read_trace
 from pipeline.simulator.worker_model import EXAMPLE, BadWorkerModel, Decoding, WorkerModel, read_worker_model
