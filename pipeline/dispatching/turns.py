@@ -1,6 +1,6 @@
 """Whose shard goes next onto a queue: tenants by weight, then the tenant's jobs by deadline and age, then the planner's
-order; but a job that would miss its deadline if it waited for its turn goes first, and one that is lost (`triage`) after
-those that are not. Nothing is looked up and nothing is sent here, so that what decides can be simulated."""
+order; but a job that would miss its deadline if it waited for its turn goes first, and one that is lost (`triage`)
+after those that are not. Nothing is looked up and nothing is sent here, so that what decides can be simulated."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def turns(
     Args:
         jobs: each with the numbers of shards that it wants to put, the first to go last; they are used up.
         pressing: whether a job would miss its deadline if it waited for its tenant's turn. Such jobs go first, the
-            nearest deadline before the others, and their tenants are charged, so the others have their turns afterwards.
+            nearest deadline before the others; their tenants are charged, so the others have their turns afterwards.
         lost: whether a job misses its deadline whatever is done. Of its tenant's jobs it goes after those that don't,
             and before those that have none: what is done of it until then is kept.
         allowed: whether the shard may be put now; if not, its job is passed over.

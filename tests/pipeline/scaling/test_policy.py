@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given
@@ -226,6 +228,43 @@ def test_given_measured_speed_that_wavers_then_the_pool_does_not() -> None:
         pool.now += 30
     assert changes <= 3
     assert len(pool.memory.changed) <= 1
+
+
+def changed(pool: Pool, times: int) -> None:
+    """So many changes have been made within the hour."""
+    pool.memory = replace(pool.memory, changed=tuple(pool.now - 1_000.0 + place for place in range(times)))
+
+
+@pytest.mark.parametrize(("changes", "left", "goes"), [(0, 31, True), (6, 17, False), (6, 15, True), (9, 15, False)])
+def test_given_changes_that_were_made_then_only_a_large_part_is_let_go(changes: int, left: int, goes: bool) -> None:
+    pool = Pool(live=32)
+    changed(pool, changes)
+    work = Demand(left * LIMITS.keep - 1.0, 12 * HOUR)
+    pool.decide(work)
+    pool.now += LIMITS.down_after
+    assert pool.decide(work).desired == (left if goes else 32)
+
+
+def test_given_nothing_left_then_all_may_go_but_the_last_change_is_kept_for_starting_some() -> None:
+    for changes, goes in ((10, True), (11, False)):
+        pool = Pool(live=32)
+        changed(pool, changes)
+        pool.decide()
+        pool.now += LIMITS.down_after
+        assert pool.decide().desired == (0 if goes else 32)
+
+
+def test_given_changes_that_were_made_then_a_growth_is_larger_as_far_as_there_is_work() -> None:
+    def grown(changes: int, seconds: float, due: float) -> Decision:
+        pool = Pool(ScalingLimits(most=100, busy=1e6), live=20)
+        changed(pool, changes)
+        return pool.decide(Demand(seconds, due))
+
+    few, many = grown(0, 21 * HOUR, 1.5 * HOUR), grown(8, 21 * HOUR, 1.5 * HOUR)
+    assert 20 < few.hard == few.desired == many.hard < 25
+    assert many.desired == ceil(20 * (1 + 8 / 12 / 2))
+    short = grown(8, 23 * LIMITS.keep, 1_010.0)
+    assert short.hard <= short.desired == 23, "nobody else would have anything to do"
 
 
 # -- machines that go and come

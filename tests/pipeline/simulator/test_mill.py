@@ -53,14 +53,30 @@ def test_given_deadlines_of_hours_then_they_are_met_within_15_percent_of_the_lea
     assert found.deadlines_met < found.deadlines or all_rows(outcome)
 
 
-@pytest.mark.slow
-def test_given_deadlines_near_a_cold_start_then_they_are_met_for_more() -> None:
-    for pattern in PATTERNS:
-        near = replace(drawn(0.15, 32), deadlines=(900.0, 3_600.0))
-        _, found = played(draw_trace(pattern, near, 0), settings(32))
-        assert found.met_of_oracle >= 0.99, found
-        assert found.cost_over_oracle <= 1.4, found
-        assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_given_deadlines_near_a_cold_start_then_they_are_met_within_15_percent_too(pattern: Pattern) -> None:
+    near = replace(drawn(0.15, 32), deadlines=(900.0, 3_600.0))
+    _, found = played(draw_trace(pattern, near, 1), settings(32, seed=1))
+    assert found.met_of_oracle >= 0.99, found
+    assert found.cost_over_oracle <= 1.15, found
+    assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_given_one_gpu_then_work_that_may_wait_shares_its_starts(pattern: Pattern) -> None:
+    trace = draw_trace(pattern, Drawn(10**6), 1)
+    _, found = played(trace, settings(1, seed=1))
+    assert found.met_of_oracle >= 0.99, found
+    assert found.cost_over_oracle <= 1.15, found
+    assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
+    eager = MillSettings(EXAMPLE, ScalingLimits(most=1, gather=0.0), seed=1)
+    assert played(trace, eager)[1].cost_over_oracle > 1.15, "it is the gathering that does it"
+
+
+def test_given_bursts_beyond_all_machines_then_what_can_be_saved_is_saved() -> None:
+    _, found = played(draw_trace("bursts", drawn(0.7), 1), settings(seed=1))
+    assert found.deadlines_oracle < found.deadlines, "not all can be met"
+    assert found.deadlines_met >= 0.93 * found.deadlines_oracle, found
 
 
 def test_given_nothing_for_hours_then_there_is_no_worker_and_work_brings_one_back() -> None:

@@ -191,6 +191,28 @@ def test_given_quiet_between_two_tasks_then_it_costs_a_start_or_the_waiting() ->
     assert best([Task(0, 100, 200), Task(200, 100, 400)], 9, 30, 0).worker_seconds == 200 + 30, "they may follow"
 
 
+def test_given_two_that_are_due_apart_in_one_stretch_then_each_start_is_paid_or_the_waiting_between() -> None:
+    # The third reaches across the quiet, so they are one stretch; two workers are needed at both of its ends.
+    tasks = [Task(2_000, 400, 2_200), Task(4_000, 400, 4_200), Task(2_000, 100, 4_200)]
+    assert best(tasks, 9, 30, 0, step=10.0).worker_seconds == pytest.approx(900 + 4 * 30, abs=20)
+    assert best(tasks, 9, 1_000, 0, step=10.0).worker_seconds == pytest.approx(900 + 4 * 1_000, abs=20)
+    # So dear that one stays and does the third's work meanwhile.
+    assert 900 + 3 * 1_900 < best(tasks, 9, 1_900, 0, step=10.0).worker_seconds <= 900 + 3 * 1_900 + 1_700
+
+
+def test_given_a_whole_worker_that_half_the_work_would_fill_then_it_gathers_and_starts_again_or_stays() -> None:
+    # 50 s of work each 100 s, to be done within 1,000 s: one start for each ten, or standing idle half of the time.
+    tasks = [Task(at, 50, at + 1_000) for at in range(0, 10_000, 100)]
+    found = best(tasks, 1, 200, 0, step=10.0).worker_seconds
+    assert 5_000 + 5 * 200 - 50 <= found <= 5_000 + 10 * 200
+
+
+def test_given_machines_that_are_not_there_at_the_beginning_then_what_is_due_before_is_lost() -> None:
+    tasks = [Task(0, 50, 100), Task(0, 50, 400)]
+    assert best(tasks, 1, 240, 0, ready=240.0).met == (False, True)
+    assert best(tasks, 1, 240, 0).met == (True, True)
+
+
 def test_given_more_than_can_be_done_then_the_largest_is_left_out() -> None:
     tasks = [Task(0, 50, 100), Task(0, 80, 100), Task(0, 40, 100)]
     found = best(tasks, 1, 0, 0)
