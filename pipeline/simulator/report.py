@@ -124,16 +124,22 @@ def report(
     )
 
 
-def oracle(settings: MillSettings, outcome: Outcome) -> Best:
-    """What could have been done with the jobs as they turned out."""
-    worker, limits = settings.worker, settings.scaling
-    tasks = [
+def tasks_of(settings: MillSettings, outcome: Outcome) -> list[Task]:
+    """The jobs as they turned out."""
+    worker = settings.worker
+    return [
         Task(job.arrival, worker.seconds(job.rows, job.prompt, job.answer), inf if job.due is None else job.due)
         for job in outcome.jobs
     ]
+
+
+def oracle(settings: MillSettings, outcome: Outcome) -> Best:
+    """What could have been done with the jobs as they turned out."""
+    cold_start, limits = settings.worker.cold_start, settings.scaling
     slowest = limits.bulk_within if any(job.order.tier is Tier.BULK for job in outcome.jobs) else limits.standard_within
-    ready = 0.0 if settings.fixed else worker.cold_start
-    return best(tasks, settings.fixed or limits.most, worker.cold_start, slowest, settings.every, ready)
+    ready = 0.0 if settings.fixed else cold_start
+    tasks = tasks_of(settings, outcome)
+    return best(tasks, settings.fixed or limits.most, cold_start, slowest, settings.every, ready)
 
 
 def _in_time(ended: float | None, due: float | None, rows_left: float) -> bool:

@@ -172,3 +172,26 @@ def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn
             went.append(task.job)
             beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset({(task.job, task.shard)}), 0, 1.0))
     assert went == first
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(60.0, "saved"), (140.0, "nearer")])
+def test_given_a_deadline_that_is_lost_then_a_job_that_can_be_in_time_goes_before_it(
+    tmp_path: Path, seconds: float, then: str
+) -> None:
+    # Nine rows of twelve tokens each, at a token a second: 108 s.
+    world, queue = simulated_world(tmp_path), MemoryQueue()
+    beats = MemoryHeartbeats(world.clock, LIFETIME)
+    dispatcher = Dispatcher(world, queue, beats, settings=DispatchSettings(backlog=1))
+    for name, left in (("nearer", seconds), ("saved", 400.0)):
+        ledger = JobLedger(world.store, f"jobs/{name}/")
+        due = world.clock.now() + timedelta(seconds=left)
+        plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
+        dispatcher.add(ledger)
+    beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
+    went: list[tuple[str, int]] = []
+    while len(went) < 5:
+        dispatcher.tick()  # the first puts a shard before anything is known of the speed
+        while (task := queue.take([queue_name(PIN.key, Tier.STANDARD)], 0.0)) is not None:
+            went.append((task.job, task.shard))
+            beats.beat(WorkerState("w", frozenset({PIN.key}), frozenset(went), 0, 1.0))
+    assert [job for job, _ in went[1:]] == [then] * 4
