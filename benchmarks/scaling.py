@@ -20,8 +20,9 @@ from typing import Any, Final
 
 from pipeline.dispatching.triage import Due, triage
 from pipeline.simulator.least_cost import Task
-from pipeline.simulator.mill import MillSettings, simulate
+from pipeline.simulator.mill import simulate
 from pipeline.simulator.report import report, tasks_of
+from pipeline.simulator.settings import MillSettings
 from pipeline.simulator.trace import Drawn, Pattern, draw_trace
 from pipeline.simulator.worker_model import EXAMPLE, WorkerModel, read_worker_model
 from schemas.scaling import ScalingLimits

@@ -1,10 +1,9 @@
 """The simulation: a heap of events on a virtual clock.
 
-What decides is what decides in production: `turns`, `presses` and `FairShares` say whose shard goes onto a queue,
-`backlog_for` how long the queue may be, `BulkFloor` which tier a worker takes from, and `decide` how many workers there
-are. What is made up is what they decide about: rows are alike within a job, workers are `SimWorker`, machines come
-after a cold start, and who ends when there are too many is drawn by chance, since a fleet's service doesn't know who is
-busy.
+What decides is what decides in production: the dispatcher's rules (`HandingOut`) say whose shard goes onto a queue,
+`BulkFloor` which tier a worker takes from, and `decide` how many workers there are. What is made up is what they decide
+about: rows are alike within a job, workers are `SimWorker`, machines come after a cold start, and who ends when there
+are too many is drawn by chance, since a fleet's service doesn't know who is busy.
 
 Requests whose callers wait are not simulated.
 """
@@ -13,105 +12,23 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import insort
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count
 from math import ceil, exp, inf
 from typing import Final
 
-from pipeline.dispatching.dispatcher import DispatchSettings
-from pipeline.dispatching.fair_shares import FairShares
-from pipeline.dispatching.triage import Due, Triage, triage
-from pipeline.dispatching.turns import backlog_for, presses, turns, urgency
 from pipeline.scaling.fleet import Demand
 from pipeline.scaling.policy import Memory, Observed, decide
+from pipeline.simulator.handing_out import HandingOut
+from pipeline.simulator.settings import MillSettings, Outcome, Sample
 from pipeline.simulator.trace import Interruption, Trace, TracedJob
-from pipeline.simulator.worker_model import WorkerModel
 from pipeline.simulator.workers import Held, Order, SimJob, SimWorker
 from pipeline.worker_api import BY_URGENCY
 from schemas.job import Tier
-from schemas.limits import PlanSettings
-from schemas.scaling import ScalingLimits
 
 EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@dataclass(frozen=True, slots=True)
-class MillSettings:
-    """What is simulated; times in seconds.
-
-    Attributes:
-        worker: how fast one is, and how long it takes to come.
-        scaling: the autoscaler's limits; `most` is the number of GPUs.
-        fixed: so many workers from the beginning to the end, without an autoscaler; None: it decides.
-        every: between two looks of the autoscaler.
-        plan: how jobs are cut.  dispatching: how shards are handed out.
-        take_up, rows_planned: from a job's arrival until it is seen, and rows a second of planning its first segment;
-            before that none of its shards is handed out.
-        answer_error: answers turn out longer or shorter than estimated, job by job, by a factor exp(N(0, this)).
-        cold_start_spread: cold starts take up to this share more or less.
-        unnoticed: share of the interruptions that come without notice; then a worker's last `unlogged` seconds are
-            computed again, and its shards are missed for `silence`.
-        seed: of what is drawn.
-    """
-
-    worker: WorkerModel
-    scaling: ScalingLimits
-    fixed: int | None = None
-    every: float = 30.0
-    plan: PlanSettings = field(default_factory=PlanSettings)
-    dispatching: DispatchSettings = field(default_factory=DispatchSettings)
-    take_up: float = 1.0
-    rows_planned: float = 15_000.0
-    answer_error: float = 0.2
-    cold_start_spread: float = 0.1
-    unnoticed: float = 0.1
-    unlogged: float = 15.0
-    silence: float = 12.0
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """How it stood at a moment. `backlog`: seconds of one worker."""
-
-    at: float
-    desired: int
-    live: int
-    backlog: float
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What has happened.
-
-    Attributes:
-        jobs: all, ended or not.  seconds: until the last of them ended and the last worker went.
-        worker_seconds, busy_seconds: paid for, and of them, those with a shard in hand.
-        changes: when the wish changed, and to what.  samples: at each look of the autoscaler.
-        shards, repeated_rows: put on queues; computed again after an interruption.
-        starts, interrupted: workers.
-        longest_queue: shards that waited in a queue.  tokens: computed, as they turned out.
-        computed_until: when the last shard was finished.
-    """
-
-    jobs: list[SimJob] = field(default_factory=list)
-    seconds: float = 0.0
-    worker_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    changes: list[tuple[float, int]] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    shards: int = 0
-    repeated_rows: float = 0.0
-    starts: int = 0
-    interrupted: int = 0
-    longest_queue: int = 0
-    tokens: float = 0.0
-    computed_until: float = 0.0
 
 
 def simulate(trace: Trace, settings: MillSettings) -> Outcome:
@@ -127,15 +44,12 @@ class _Mill:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._now = 0.0
-        self._jobs: dict[Tier, dict[str, list[SimJob]]] = {tier: {} for tier in BY_URGENCY}  # by tenant, by urgency
-        self._queues: dict[Tier, deque[tuple[SimJob, int, float]]] = {tier: deque() for tier in BY_URGENCY}
-        self._shares = {tier: FairShares(settings.dispatching.weights) for tier in BY_URGENCY}
+        self._jobs = HandingOut(settings.dispatching)
+        self._queues = self._jobs.queues
         self._workers: dict[int, SimWorker] = {}
         self._booting: dict[int, SimWorker] = {}
         self._hungry: dict[int, None] = {}  # workers that look for a shard, the longest first
         self._only_bulk: dict[int, None] = {}  # those that would open an urgent shard at once
-        self._triage = dict.fromkeys(BY_URGENCY, Triage())
-        self._sorted_out: dict[Tier, float] = {}
         self._names = count()
         self._tick_at = inf
         self._memory = Memory()
@@ -191,7 +105,7 @@ class _Mill:
             self._now, due, traced.rows, rows_in_shard, traced.prompt_tokens, answer, tokens,
         )  # fmt: skip
         self.outcome.jobs.append(job)
-        insort(self._jobs[traced.tier].setdefault(traced.tenant, []), job, key=lambda one: urgency(one.order))
+        self._jobs.add(job)
         self._open += 1
         if due is not None:
             self._at(due, lambda: self._expire(job))
@@ -204,9 +118,6 @@ class _Mill:
         if job.ended is not None:
             return
         self._end(job)
-        for queue in self._queues.values():
-            for entry in [entry for entry in queue if entry[0] is job]:
-                queue.remove(entry)
         for worker in list(self._workers.values()):
             mine = [shard for shard in worker.held if shard.job is job]
             for shard in mine:
@@ -217,10 +128,7 @@ class _Mill:
 
     def _end(self, job: SimJob) -> None:
         job.ended = self._now
-        of_tenant = self._jobs[job.order.tier][job.order.tenant]
-        of_tenant.remove(job)
-        if not of_tenant:
-            del self._jobs[job.order.tier][job.order.tenant]
+        self._jobs.forget(job)
         self._open -= 1
 
     # -- the dispatcher
@@ -235,59 +143,10 @@ class _Mill:
 
     def _tick(self) -> None:
         self._tick_at = inf
-        settings = self._settings.dispatching
-        depth = backlog_for(settings.backlog, len(self._workers), settings.backlog_per_worker)
-        for tier in BY_URGENCY:
-            queue, shares = self._queues[tier], self._shares[tier]
-            room = depth - len(queue)
-            wanted = self._wanted(tier, room) if room > 0 else []
-            for job, number in turns(
-                shares, wanted, room, lambda job: job.order, partial(self._pressing, shares=shares), self._is_lost
-            ):
-                rows = job.put(number)
-                queue.append((job, number, rows))
-                shares.charge(job.order.tenant, round(rows * job.planned_tokens))
-                self.outcome.shards += 1
-            self.outcome.longest_queue = max(self.outcome.longest_queue, len(queue))
+        workers = len(self._workers)
+        self.outcome.shards += self._jobs.fill(self._now, workers, self._speed * workers)
+        self.outcome.longest_queue = max(self.outcome.longest_queue, *map(len, self._queues.values()))
         self._feed()
-
-    def _wanted(self, tier: Tier, room: int) -> list[tuple[SimJob, list[int]]]:
-        """Of each tenant the first jobs, as many as fill the room: `turns` would look at no others."""
-        self._sort_out(tier)
-        found = []
-        for jobs in self._jobs[tier].values():
-            left = room
-            # Those that are lost go behind the others: with so many of each there are enough of both.
-            for lost in (False, True):
-                for job in jobs:
-                    if left <= 0:
-                        break
-                    if self._is_lost(job) is lost and job.ready <= self._now and (numbers := job.unput(left)):
-                        found.append((job, numbers))
-                        left -= len(numbers)
-        return found
-
-    def _sort_out(self, tier: Tier) -> None:
-        """Which deadlines can be met, looked at as often as the dispatcher does."""
-        if self._now < self._sorted_out.get(tier, -inf) + self._settings.dispatching.cache_every:
-            return
-        self._sorted_out[tier] = self._now
-        due = [
-            Due(job.order.id, job.due - self._now, job.rows_left * job.planned_tokens)
-            for jobs in self._jobs[tier].values()
-            for job in jobs
-            if job.due is not None
-        ]
-        self._triage[tier] = triage(due, self._speed * len(self._workers))
-
-    def _is_lost(self, job: SimJob) -> bool:
-        return job.order.id in self._triage[job.order.tier].lost
-
-    def _pressing(self, job: SimJob, shares: FairShares) -> bool:
-        left = None if job.due is None or self._is_lost(job) else job.due - self._now
-        rate = self._speed * len(self._workers)
-        together = self._triage[job.order.tier].together.get(job.order.id, 0.0)
-        return presses(left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant))
 
     def _feed(self) -> None:
         """Workers that look find what is on the queues."""
@@ -403,11 +262,9 @@ class _Mill:
                 job.rows_left * job.planned_tokens / self._speed,
                 None if job.due is None else job.due - self._now,
                 self._now - job.arrival,
-                tier is Tier.BULK,
+                job.order.tier is Tier.BULK,
             )
-            for tier in BY_URGENCY
-            for jobs in self._jobs[tier].values()
-            for job in jobs
+            for job in self._jobs
         ]
         observed = Observed(demands, len(self._workers))
         decision = decide(self._limits, self._memory, observed, self._now)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from pipeline.simulator.least_cost import Task
-from pipeline.simulator.mill import MillSettings, Outcome
 from pipeline.simulator.oracle import Best, best
+from pipeline.simulator.settings import MillSettings, Outcome
 from pipeline.simulator.trace import Trace
 from schemas.job import Tier
 

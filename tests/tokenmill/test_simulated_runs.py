@@ -16,7 +16,8 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.redis_connection import RedisSettings
 from pipeline.adapters.redis_heartbeats import RedisHeartbeats
 from pipeline.catalog import Catalog
-from pipeline.simulator.mill import MillSettings, simulate
+from pipeline.simulator.mill import simulate
+from pipeline.simulator.settings import MillSettings
 from pipeline.simulator.trace import Trace, TracedJob
 from pipeline.simulator.worker_model import Decoding, WorkerModel
 from schemas.job import Tier

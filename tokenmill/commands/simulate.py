@@ -14,8 +14,8 @@ from tokenmill.options import Debug, Json
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.simulator.mill import MillSettings
     from pipeline.simulator.report import Report
+    from pipeline.simulator.settings import MillSettings
 
 Pattern = Literal["bursts", "ramp", "daynight", "spot-storm"]
 
@@ -76,9 +76,9 @@ def simulate(
     the least worker-hours. The autoscaler's limits are those of TOKENMILL_AUTOSCALE__LIMITS, with --gpus at most.
     Requests whose callers wait are not simulated.
     """
-    from pipeline.simulator.mill import MillSettings
     from pipeline.simulator.mill import simulate as play
     from pipeline.simulator.report import report
+    from pipeline.simulator.settings import MillSettings
     from pipeline.simulator.trace import Drawn, draw_trace, read_trace
     from pipeline.simulator.worker_model import EXAMPLE, read_worker_model
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pipeline.dispatching.dispatcher import DispatchSettings
-from pipeline.simulator.mill import MillSettings, Outcome, simulate
+from pipeline.simulator.mill import simulate
 from pipeline.simulator.report import Report, report
+from pipeline.simulator.settings import MillSettings, Outcome
 from pipeline.simulator.trace import Drawn, Interruption, Pattern, Trace, TracedJob, draw_trace
 from pipeline.simulator.worker_model import EXAMPLE
 from schemas.job import Tier
