@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from engine_settings import SettingError, parse_overrides, with_overrides
 from machine_peaks import MachinePeaks, PeaksError, disturbed, measure
-from step_record import StepRecord, StepRecorder, cache_windows
+from step_record import StepRecord, StepRecorder
 from throughput import machine, run_once
 from workload import load_prompts
 
@@ -36,6 +36,7 @@ from engine.models.config import folder_config
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
+from engine.step_work import cache_windows
 
 WEIGHTS = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 """Bytes an element; scales of quantized weights and keys count nothing."""

@@ -13,10 +13,11 @@ import pytest
 import torch
 from machine_peaks import Kernel, MachinePeaks, PeaksError, Read, build, disturbed, measure
 from roofline import ModelCost, Precision, decoder_of, roofline
-from step_record import GroupWork, StepRecord, StepRecorder, group_work, occupancy
+from step_record import StepRecord, StepRecorder, occupancy
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.plan import StepPlan
+from engine.step_work import GroupWork, group_work
 
 BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", scores="bf16", values="bf16", head="bf16")
 PEAKS = MachinePeaks(
