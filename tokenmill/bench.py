@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,12 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.base import ModelSpec
+from engine.plan import CacheGroup
+from engine.rehearsal import Rehearsal
 from engine.request import Request, SamplingParams, as_token_ids
+from engine.step_work import cache_windows
 from pipeline.pinning import pin_input
+from pipeline.planner.timing import StepTimes
 from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
@@ -37,7 +41,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SEED = 0
+PREFILL_TOKENS = 256
+PREFILL_ROWS = 16
+SHORT_TOKENS = 128
+LONGEST_TOKENS = 1984
+"""A prompt whose tokens look at many others, within a step of 2,048 positions."""
 DECODE_PROMPT_TOKENS = 32
+DECODE_TOKENS = 64
+LONG_TOKENS = 512
+LONG_ROWS = 32
+"""Together more keys and values than a processor's caches hold, as in a real batch."""
+LONG_ANSWERS = 16
 SCHEDULER_ROWS = 256
 WORDS = ("river", "stone", "lantern", "copper", "autumn", "window", "garden", "bridge", "letter", "harbour", "winter")
 
@@ -67,41 +81,106 @@ class _Run:
     steps: tuple[float, ...]
 
 
-def prefill(engine: Engine, prompt_tokens: int, rows: int, repeats: int) -> Measurement:
-    """Prompts only: one token is sampled for each."""
-    runs = []
-    for repeat in range(repeats + 1):  # the first one warms up: kernels are chosen, memory is touched
-        _fill(engine, _prompts(engine, rows, prompt_tokens, repeat), max_tokens=1)
-        run = _drain(engine)
-        runs.append(_Run(rows * prompt_tokens, run.seconds, run.steps))
-    return _measured(f"prefill, prompts of {prompt_tokens} tokens", rows, runs[1:])
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests whose prompts share nothing.
+
+    Attributes:
+        rows: how many.  prompt, answer: tokens of each.
+        decoding: only the steps count that follow when all prompts are computed; else answers have one token.
+    """
+
+    rows: int
+    prompt: int
+    answer: int
+    decoding: bool
+
+    @property
+    def behind_long(self) -> bool:
+        """Whether answers follow long prompts."""
+        return self.decoding and self.prompt != DECODE_PROMPT_TOKENS
+
+    @property
+    def name(self) -> str:
+        if not self.decoding:
+            return f"prefill, {'prompts' if self.rows > 1 else 'a prompt'} of {self.prompt} tokens"
+        behind = f", behind {self.prompt} tokens" if self.behind_long else ""
+        return f"decode, batch {self.rows}{behind}"
 
 
-def decode(engine: Engine, rows: int, answer_tokens: int, repeats: int) -> Measurement:
-    """Answers only: the clock starts when the last row has its first token."""
+@dataclass(frozen=True, slots=True)
+class TimedWork:
+    """What an engine's steps had to do, and how long they took.
+
+    Attributes:
+        case, measurement: as people read it.  steps: float64 [steps, 4] (`StepTimes.fit`).  seconds: of all of them,
+            the median over repeats.
+    """
+
+    case: Case
+    measurement: Measurement
+    steps: NDArray[np.float64]
+    seconds: float
+
+
+def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
+    """Compute it, once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
     runs = []
     for repeat in range(repeats + 1):
-        _fill(engine, _prompts(engine, rows, DECODE_PROMPT_TOKENS, repeat), max_tokens=answer_tokens)
-        _until_all_decode(engine, rows * DECODE_PROMPT_TOKENS)
+        _fill(engine, _prompts(engine, case.rows, case.prompt, repeat), case.answer)
+        if case.decoding:
+            _until_all_decode(engine, case.rows * case.prompt)
         runs.append(_drain(engine))
-    return _measured(f"decode, batch {rows}", rows, runs[1:])
+    steps = _steps(engine, case)
+    assert len(steps) == len(runs[0].steps), "the same requests take the same steps"
+    seconds = statistics.median(run.seconds for run in runs[1:])
+    return TimedWork(case, _measured(case.name, case.rows, runs[1:]), steps, seconds)
 
 
-def long_prompts(
-    engine: Engine, prompt_tokens: int, rows: int, answer_tokens: int, repeats: int
-) -> tuple[Measurement, Measurement]:
-    """Prompts, and then answers behind them: what it costs that tokens look at many others."""
-    before, after = [], []
-    for repeat in range(repeats + 1):
-        _fill(engine, _prompts(engine, rows, prompt_tokens, repeat), max_tokens=answer_tokens)
-        begun = time.perf_counter()
-        _until_all_decode(engine, rows * prompt_tokens)
-        before.append(_Run(rows * prompt_tokens, time.perf_counter() - begun, (0.0,)))
-        after.append(_drain(engine))
-    return (
-        _measured(f"prefill, prompts of {prompt_tokens} tokens", rows, before[1:]),
-        _measured(f"decode, batch {rows}, behind {prompt_tokens} tokens", rows, after[1:]),
-    )
+def step_times(works: Sequence[TimedWork]) -> StepTimes:
+    """What the parts of a step take. Where the keys that answers read are measured, the positions computed are as many
+    as elsewhere: they have no price of their own."""
+    sizes = {
+        work.case.rows if work.case.decoding else int(work.steps[:, 0].max())
+        for work in works
+        if not work.case.behind_long
+    }
+    return StepTimes.fit([(work.steps, work.seconds) for work in works], sorted(sizes))
+
+
+def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
+    """What tells the parts of a step's time apart: prompts and answers, steps of few and of many positions, tokens that
+    look at few others and at many; as far as the engine has room for it."""
+    positions = engine.spec.max_position
+    found = [Case(PREFILL_ROWS, PREFILL_TOKENS, 1, decoding=False)]
+    found += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
+    found += [Case(rows, SHORT_TOKENS, 1, decoding=False) for rows in (1, 4)]
+    long = min(LONGEST_TOKENS, positions - 1)
+    if long >= 2 * PREFILL_TOKENS:
+        found.append(Case(2, long, 1, decoding=False))
+    behind = min(LONG_TOKENS, positions - LONG_ANSWERS - 1)
+    if behind >= PREFILL_TOKENS:
+        room = engine.max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (behind + LONG_ANSWERS)
+        found.append(Case(min(LONG_ROWS, room), behind, LONG_ANSWERS, decoding=True))
+    return found
+
+
+def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
+    """What the steps of a case have to do."""
+    blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_size) + 1) + 1
+    layers = engine.spec.num_layers
+    windows = cache_windows(engine.spec.windows)
+    of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
+    groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
+    rehearsal = Rehearsal(engine.config, engine.spec, groups)
+    _fill(rehearsal, _prompts(engine, case.rows, case.prompt, 0), case.answer)
+    steps, computing = [], list[bool]()
+    while True:
+        computing.append(rehearsal.scheduler.stats.computed_tokens < case.rows * case.prompt)
+        if (done := rehearsal.step()) is None:
+            break
+        steps.append(done[0][:4])
+    return np.array([s for s, prompts in zip(steps, computing, strict=False) if prompts != case.decoding], dtype=float)
 
 
 def scheduler(steps: int = 200) -> Measurement:
@@ -178,7 +257,7 @@ def _prompts(engine: Engine, rows: int, tokens: int, repeat: int) -> Iterator[ND
         yield as_token_ids(random.integers(0, engine.spec.vocab_size, tokens, dtype=np.int32))
 
 
-def _fill(engine: Engine, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
+def _fill(engine: Engine | Rehearsal, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"bench-{index}", prompt, params, expected_tokens=max_tokens))

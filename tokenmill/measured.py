@@ -14,6 +14,9 @@ from pipeline.planner.timing import StepTimes
 
 FILE = "measured.json"
 
+LARGE_STEP = 2048
+"""Prompt tokens of a step that prefill's rate is taken to be of, where nothing else was measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
@@ -24,9 +27,9 @@ class MeasuredSpeed:
         quantization, kv_dtype: of weights and KV cache.
         machine: what was measured on.  measured_at: ISO 8601, UTC.
         prefill, decode: tokens per second; decode at a batch of `batch` rows.
-        decode_steps: (rows, seconds of a step that computes a token of each, behind `behind` others on the mean).
-        prompt_token: seconds, of a prompt.  pair, answer_pair: seconds, of a token and one that it looks at, in prompts
-            and in answers; 0: not measured.
+        step_sizes: (positions computed, seconds of a step of so many, less what follows); empty: not measured.
+        logit, read, pair: seconds, as `StepTimes` has them.
+        cache_bytes: that a KV cache may take there; None: not known.
     """
 
     model: str
@@ -39,18 +42,19 @@ class MeasuredSpeed:
     batch: int
     quantization: str = "none"
     kv_dtype: str = "auto"
-    decode_steps: tuple[tuple[int, float], ...] = ()
-    behind: float = 0.0
-    prompt_token: float = 0.0
+    step_sizes: tuple[tuple[int, float], ...] = ()
+    logit: float = 0.0
+    read: float = 0.0
     pair: float = 0.0
-    answer_pair: float = 0.0
+    cache_bytes: int | None = None
 
     @property
     def times(self) -> StepTimes:
         """What steps take; of a measurement of an earlier version roughly."""
-        if not self.decode_steps:
-            return StepTimes({self.batch: self.batch / self.decode}, 0.0, 1 / self.prefill)
-        return StepTimes(dict(self.decode_steps), self.behind, self.prompt_token, self.pair, self.answer_pair)
+        if not self.step_sizes:
+            step = self.batch / self.decode
+            return StepTimes({self.batch: step, self.batch + LARGE_STEP: step + LARGE_STEP / self.prefill})
+        return StepTimes(dict(self.step_sizes), self.logit, self.read, self.pair)
 
 
 def this_machine() -> str:
@@ -88,8 +92,8 @@ def read_bench(path: Path) -> MeasuredSpeed:
 
 
 def _speed(entry: dict[str, Any]) -> MeasuredSpeed:
-    steps = tuple((int(rows), float(seconds)) for rows, seconds in entry.get("decode_steps", ()))
-    return MeasuredSpeed(**(entry | {"decode_steps": steps}))
+    sizes = tuple((int(tokens), float(seconds)) for tokens, seconds in entry.get("step_sizes", ()))
+    return MeasuredSpeed(**(entry | {"step_sizes": sizes}))
 
 
 def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:

@@ -20,6 +20,7 @@ from pipeline.planner.api import (
 from pipeline.planner.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
 from pipeline.planner.estimate import InputEstimate, measure
 from pipeline.planner.plan import plan
+from pipeline.planner.sample import ShardSample
 from pipeline.planner.source import choose_files, open_source
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "SourceFile",
     "SourceRow",
     "StoredShard",
+    "ShardSample",
     "TokenCounter",
     "choose_files",
     "open_source",

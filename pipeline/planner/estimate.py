@@ -1,18 +1,19 @@
-"""What a job would compute, without planning it for real: nothing is spilled and nothing is written."""
+"""What a job would compute, without planning it for real: nothing is stored. Only for a sample of its shards are texts
+spilled, one segment's at a time."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.planner.api import RowSource, TokenCounter
 from pipeline.planner.plan import limited
+from pipeline.planner.sample import ShardSample
 from pipeline.planner.seen import SeenIds
-from pipeline.planner.segment import SegmentBuilder
+from pipeline.planner.segment import SegmentBuilder, Spill
 from pipeline.planner.sizes import SegmentSizes
-from pipeline.planner.timing import Work
 from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from pipeline.planner.validate import Validator
 from pipeline.ports import World
@@ -30,7 +31,8 @@ class InputEstimate:
         prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, computed once already.
         expected_tokens: of all answers.  max_tokens: the most that they can have.
         tokens_of_models: prompts and expected answers, by the name of their model.
-        work: what the time depends on.
+        segments: that would be planned.  sequences: one for each choice of each unique request.
+        certain_tokens: that the longest answer will have at least, whatever the model says.
     """
 
     rows: int
@@ -46,7 +48,9 @@ class InputEstimate:
     max_tokens: int
     exact: bool
     tokens_of_models: dict[str, int]
-    work: Work = field(default_factory=Work)
+    segments: int = 1
+    sequences: int = 0
+    certain_tokens: int = 0
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -62,12 +66,14 @@ def measure(
     counter: TokenCounter | None = None,
     exact: bool = False,
     template: TemplateTokens | None = None,
+    sample: ShardSample | None = None,
 ) -> InputEstimate:
     """Read and validate an input as planning would.
 
     Args:
         counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample.
         template: what the chat template adds; None: a rule of thumb.
+        sample: takes shards to be looked at closely.
     Raises:
         InputError: the input can't be read.
     """
@@ -77,12 +83,15 @@ def measure(
     reasons: Counter[RowErrorCode] = Counter()
     totals: Counter[str] = Counter()
     of_models: Counter[str] = Counter()
-    builder = SegmentBuilder(None, models)
     sizes = SegmentSizes.of(settings)
-    work: list[Work] = []
 
     def close() -> None:
         plan = builder.finish(settings, None)
+        if sample is not None:
+            sample.add(plan)
+        totals["segments"] += 1
+        totals["sequences"] += plan.sequences
+        totals["certain_tokens"] = max(totals["certain_tokens"], builder.certain_tokens)
         totals["unique"] += plan.unique
         totals["max_tokens"] += plan.max_tokens
         totals["prompt_tokens"] += plan.prompt_tokens
@@ -90,20 +99,26 @@ def measure(
         totals["shared_bytes"] += plan.shared_bytes
         totals["prefix_groups"] += plan.prefix_groups
         totals["shards"] += len(plan.ranges)
-        work.append(plan.work(estimator.bytes_to_tokens(plan.shared_bytes), builder.certain_tokens))
         of_models.update(plan.tokens_of_models())
 
+    def begin() -> SegmentBuilder:
+        # The last segment's texts are read no more: its file is written anew.
+        spill = None if sample is None else Spill(Path(folder) / f"texts-{totals['segments'] % 2}.arrow", None)
+        return SegmentBuilder(spill, models)
+
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
+        builder, end = begin(), sizes.end(0)
         validator = Validator(job, SeenIds(Path(folder)), estimator)
         for batch in limited(source.batches(sizes), job.settings.limit):
+            if batch.first_row >= end:
+                close()
+                builder, end = begin(), sizes.end(batch.first_row)
             checked = validator.check(batch)
             reasons.update(rejected.error.code for rejected in checked.rejected)
             totals["rows"] += len(batch.rows)
             totals["blank"] += batch.end_row - batch.first_row - len(batch.rows)
+            checked.batch = replace(batch, carried=None)
             builder.add(checked)
-            if batch.end_row == sizes.end(batch.first_row):
-                close()
-                builder = SegmentBuilder(None, models)
         close()
     return InputEstimate(
         rows=totals["rows"],
@@ -119,5 +134,7 @@ def measure(
         max_tokens=totals["max_tokens"],
         exact=exact and counter is not None,
         tokens_of_models=dict(of_models),
-        work=sum(work, Work()),
+        segments=totals["segments"],
+        sequences=totals["sequences"],
+        certain_tokens=totals["certain_tokens"],
     )

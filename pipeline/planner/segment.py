@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from pipeline.planner.cut import ShardLimits, cut
 from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
-from pipeline.planner.timing import Work
 from pipeline.planner.validate import Checked, CheckedBatch
 from schemas.limits import PlanSettings
 from schemas.tables import SHARD_FIELDS, shard_schema
@@ -197,9 +196,9 @@ class SegmentPlan:
         self._arrangement = arrangement
         copies = np.bincount(leaders, minlength=len(leaders))[self._running] - 1 if len(leaders) else leaders
         tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
-        limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies)
-        models_running = columns.models[self._running]
-        self.ranges = cut(tokens[self._running], copies, models_running, arrangement.joined, limits)
+        self._limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies)
+        self._tokens, self._copies = tokens[self._running], copies
+        self.ranges = self._cut(0, len(self._running), self._limits)
         self.shared_bytes = arrangement.shared_bytes
         self.prefix_groups = len(np.unique(arrangement.groups[arrangement.groups != NO_GROUP]))
 
@@ -228,17 +227,6 @@ class SegmentPlan:
         """Expected answers of the computed requests, all choices."""
         return int((self._columns.expected * self._columns.choices)[self._computed].sum())
 
-    def work(self, shared_tokens: float, longest: int) -> Work:
-        """What time depends on. `shared_tokens`: of prompts, computed once already.  `longest`: certain answer."""
-        columns, computed = self._columns, self._computed
-        return Work.of(
-            columns.prompt_tokens[computed],
-            columns.expected[computed],
-            columns.choices[computed],
-            shared_tokens,
-            longest,
-        )
-
     def tokens_of_models(self) -> dict[str, int]:
         """Prompts and expected answers of the computed requests, by the name of their model."""
         columns, computed = self._columns, self._computed
@@ -246,17 +234,41 @@ class SegmentPlan:
         sums = np.bincount(columns.models[computed], weights=tokens[computed], minlength=len(self._models))
         return {name: int(total) for name, total in zip(self._models, sums, strict=True) if total}
 
+    def pieces(self, tokens: int) -> list[tuple[int, int, int]]:
+        """The shards, each cut again for so many tokens: (place in `ranges`, start, end)."""
+        limits = replace(self._limits, tokens=min(tokens, self._limits.tokens))
+        return [(at, *piece) for at, shard in enumerate(self.ranges) for piece in self._cut(*shard, limits)]
+
     def shards(self) -> Iterator[ShardDraft]:
         """The shards in running order."""
+        return (draft for _, draft in self.drafts(self.ranges))
+
+    def drafts(
+        self, ranges: Sequence[tuple[int, int]], wants: Callable[[int], bool] = lambda _: True
+    ) -> Iterator[tuple[int, ShardDraft]]:
+        """What these ranges of the running order would be as shards, with their places in `ranges`; `wants` is asked
+        about each place in turn. The ranges ascend, and touch none of each other."""
         place = np.empty(len(self._leaders), dtype=np.int64)
         place[self._running] = np.arange(len(self._running))
         places = place[self._leaders]
         everyone = np.lexsort((self._columns.rows, places))  # a leader is the first of its copies
-        bounds = np.searchsorted(places[everyone], [start for start, _ in self.ranges] + [len(self._running)])
-        for (start, end), begin, stop in zip(self.ranges, bounds[:-1], bounds[1:], strict=True):
+        begins = np.searchsorted(places[everyone], [start for start, _ in ranges])
+        stops = np.searchsorted(places[everyone], [end for _, end in ranges])
+        for at, ((start, end), begin, stop) in enumerate(zip(ranges, begins, stops, strict=True)):
+            if not wants(at):
+                continue
             groups = self._arrangement.groups[start:end]
             readers = self._arrangement.group_ends[start:end] - np.arange(start, end) - 1
-            yield self._draft(self._running[start:end], everyone[begin:stop], groups, readers)
+            yield at, self._draft(self._running[start:end], everyone[begin:stop], groups, readers)
+
+    def _cut(self, start: int, end: int, limits: ShardLimits) -> list[tuple[int, int]]:
+        """Cut a range of the running order."""
+        running = slice(start, end)
+        joined = self._arrangement.joined[running].copy()
+        joined[:1] = False
+        models = self._columns.models[self._running[running]]
+        found = cut(self._tokens[running], self._copies[running], models, joined, limits)
+        return [(start + one, start + another) for one, another in found]
 
     def _draft(
         self,

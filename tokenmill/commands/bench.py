@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,14 +14,6 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from tokenmill.bench import Measurement
-
-PREFILL_TOKENS = 256
-PREFILL_ROWS = 16
-DECODE_TOKENS = 64
-LONG_TOKENS = 512
-LONG_ROWS = 32
-"""Together more keys and values than a processor's caches hold, as in a real batch."""
-LONG_ANSWERS = 16
 
 
 def bench(
@@ -48,6 +40,7 @@ def bench(
     from tokenmill import job_options, measured
     from tokenmill.engine_options import EngineOptions
     from tokenmill.logs import log_to_stderr
+    from tokenmill.rehearsing import cache_bytes
     from workers.model_host import dtype_name, model_digest, model_path
 
     log_to_stderr()
@@ -62,20 +55,17 @@ def bench(
     batches = sorted(set(batch or (1, 16, 64, 128)))
     options = EngineOptions(
         dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, instruction_set=settings.instruction_set, threads=threads,
-        attention=settings.attention, kv_block_size=settings.kv_block_size, max_num_seqs=max(*batches, PREFILL_ROWS),
+        attention=settings.attention, kv_block_size=settings.kv_block_size,
+        max_num_seqs=max(*batches, measure.PREFILL_ROWS),
     )  # fmt: skip
-    engine = Engine.load(path, options.config(PREFILL_TOKENS + DECODE_TOKENS))
-    results.append(measure.prefill(engine, PREFILL_TOKENS, PREFILL_ROWS, repeats))
-    for size in batches:
-        output.say(f"decoding, batch {size}")
-        results.append(measure.decode(engine, size, DECODE_TOKENS, repeats))
-    decoded = results[2:]
-    best = max(decoded, key=lambda result: result.tokens_per_second)
-    longest = min(LONG_TOKENS, engine.spec.max_position - LONG_ANSWERS - 1)
-    if longest >= 2 * PREFILL_TOKENS:
-        output.say(f"prompts of {longest} tokens")
-        room = options.max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (longest + LONG_ANSWERS)
-        results += measure.long_prompts(engine, longest, min(LONG_ROWS, room), LONG_ANSWERS, repeats)
+    engine = Engine.load(path, options.config(measure.PREFILL_TOKENS + measure.DECODE_TOKENS))
+    works = []
+    for case in measure.cases(engine, batches):
+        output.say(case.name)
+        works.append(measure.timed(engine, case, repeats))
+    times = measure.step_times(works)
+    results += [work.measurement for work in works]
+    best = max(results[2 : 2 + len(batches)], key=lambda result: result.tokens_per_second)
     speed = measured.MeasuredSpeed(
         model=model_digest(path),
         dtype=dtype_name(engine.spec),
@@ -87,7 +77,11 @@ def bench(
         batch=best.rows,
         quantization=quantize,
         kv_dtype=kv_dtype,
-        **_step_times(results[1], decoded, results[2 + len(decoded) :], longest),
+        cache_bytes=cache_bytes(engine),
+        step_sizes=tuple(sorted(times.by_tokens.items())),
+        logit=times.logit,
+        read=times.read,
+        pair=times.pair,
     )
     kept = measured.keep(speed, cache)
     if as_json:
@@ -102,28 +96,6 @@ def bench(
         return
     _show(results, rows_per_second)
     output.say(f"{chosen.name}, {output.arithmetic(speed)}, {engine.attention_name}, {speed.machine}; kept in {kept}")
-
-
-def _step_times(
-    prefill: Measurement, decoded: list[Measurement], long: list[Measurement], long_tokens: int
-) -> dict[str, Any]:
-    """What steps take: of each token, and of each pair of one and another that it looks at. Two lengths tell them
-    apart; where there is but one, pairs are in the tokens' time."""
-    from pipeline.planner.timing import StepTimes
-    from tokenmill.bench import DECODE_PROMPT_TOKENS
-
-    behind = DECODE_PROMPT_TOKENS + DECODE_TOKENS / 2
-    steps = tuple((one.rows, one.rows / one.tokens_per_second) for one in decoded)
-    token, pair, answer_pair = 1 / prefill.tokens_per_second, 0.0, 0.0
-    if long:
-        prompts, answers = long
-        pair = max(0.0, (1 / prompts.tokens_per_second - token) / (long_tokens / 2 - PREFILL_TOKENS / 2))
-        token -= pair * PREFILL_TOKENS / 2
-        step = answers.rows / answers.tokens_per_second - StepTimes(dict(steps), behind, token).step(answers.rows)
-        answer_pair = max(0.0, step / answers.rows / (long_tokens + LONG_ANSWERS / 2 - behind))
-    return {
-        "decode_steps": steps, "behind": behind, "prompt_token": token, "pair": pair, "answer_pair": answer_pair,
-    }  # fmt: skip
 
 
 def _show(results: list[Measurement], rows_per_second: float) -> None:

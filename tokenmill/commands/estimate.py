@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,10 +17,12 @@ Market = Literal["on-demand", "spot"]
 
 if TYPE_CHECKING:
     from engine.models.base import ModelSpec
-    from pipeline.planner import InputEstimate
-    from schemas.job import InputRef, JobSettings, ModelPin
+    from pipeline.planner import InputEstimate, ShardSample
+    from schemas.job import InputRef, Job, JobSettings, ModelPin
     from schemas.settings import Settings
+    from tokenmill.engine_options import EngineOptions
     from tokenmill.measured import MeasuredSpeed
+    from workers.rehearsing import Rehearsed
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.capacity.HARDWARE`, which takes longer to import than --help may take."""
@@ -80,6 +82,10 @@ def estimate(
 ) -> None:
     """Say how many tokens a job has, how long it takes and what it costs. Nothing is computed.
 
+    The job is rehearsed: its shards are tokenized and go through the prefix cache and the schedule that 'run' has, only
+    without a model. Of more than some 4 million tokens a sample is. Where the model may end answers, they are taken for
+    as long as TOKENMILL_PLAN__ANSWER_FRACTION says.
+
     The time on this machine comes from the last 'tokenmill bench' with this model; that on other hardware is a lower
     bound, from its arithmetic and its memory. Both are the time in which is computed: loading a model and waiting for a
     worker are not in it, nor in the cost that a job's manifest has.
@@ -88,6 +94,7 @@ def estimate(
     from engine.models.load import describe_model
     from schemas.job import ModelPin
     from tokenmill import job_options, measured
+    from tokenmill.engine_options import EngineOptions
     from workers.model_host import dtype_name, model_digest, model_path
 
     settings = read_settings()
@@ -99,45 +106,97 @@ def estimate(
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
-    amount = _measure(inputs, pin, wanted, path, exact=exact)
+    rehearsals = _Rehearsals.of(inputs, pin, wanted, path, exact=exact)
     speed = measured.recall(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
     )  # fmt: skip
     prices = _Prices(settings, price_per_hour, instance, region, market)
-    team = min(workers, max(1, amount.shards))
+    options = EngineOptions(
+        dtype=dtype, threads=threads, quantize=quantize, kv_dtype=kv_dtype, kv_block_size=settings.kv_block_size
+    )
+    team = min(workers, max(1, rehearsals.planned.shards))
+    amount = rehearsals.amount(options)
     times = []
     if speed is not None:
-        times.append(_as_measured(amount, speed, "this machine", prices.here(), team))
+        times.append(_as_measured(rehearsals, options, speed, "this machine", prices.here(), team))
     for file in measured_there or []:
         there = _measured_there(file, model_digest(path))
-        times.append(_as_measured(amount, there, there.machine, prices.given(), team))
+        its = replace(options, kv_cache_bytes=there.cache_bytes)
+        times.append(_as_measured(rehearsals, its, there, there.machine, prices.given(), team))
     times += [_elsewhere(amount, spec, name, prices.of_device(name), team) for name in hardware or []]
     if as_json:
-        shown = {name: value for name, value in asdict(amount).items() if name != "work"}
-        output.print_json({**shown, "workers": team, "times": times})
+        output.print_json({**asdict(amount), "workers": team, "times": times})
         return
     _show(amount, times)
     if speed is None:
         output.say("no time for this machine yet: 'tokenmill bench --model MODEL' measures it")
 
 
-def _measure(inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> InputEstimate:
-    """The input, read and validated as planning would, in a temporary place."""
-    from pipeline.adapters.folder import FolderStore
-    from pipeline.adapters.system import SystemClock, SystemRandomness
-    from pipeline.planner import measure, open_source
-    from pipeline.ports import World
-    from schemas.job import Job
-    from tokenmill.inputs import open_input
-    from tokenmill.job_options import template_tokens, token_counter
+@dataclass(slots=True)
+class _Rehearsals:
+    """A job that was read and validated as planning would, and what workers would do with it.
 
-    clock = SystemClock()
-    job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
-    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
-        world = World(store, clock, SystemRandomness(), Path(folder))
-        source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
-        return measure(source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path))
+    Attributes:
+        planned: what planning finds.
+    """
+
+    planned: InputEstimate
+    _job: Job
+    _path: Path
+    _sample: ShardSample
+    _encoder: bool
+    _made: dict[tuple[Any, ...], tuple[Rehearsed, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
+        """In a temporary place, which is gone afterwards."""
+        from engine.models.load import is_encoder
+        from pipeline.adapters.folder import FolderStore
+        from pipeline.adapters.system import SystemClock, SystemRandomness
+        from pipeline.planner import ShardSample, measure, open_source
+        from pipeline.ports import World
+        from schemas.job import Job
+        from tokenmill.inputs import open_input
+        from tokenmill.job_options import template_tokens, token_counter
+
+        clock, sample = SystemClock(), ShardSample()
+        job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
+        with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
+            world = World(store, clock, SystemRandomness(), Path(folder))
+            source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
+            planned = measure(
+                source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path),
+                sample=sample,
+            )  # fmt: skip
+        return cls(planned, job, path, sample, is_encoder(path))
+
+    def amount(self, options: EngineOptions) -> InputEstimate:
+        """What planning finds, with the tokens that one worker's tokenizer and prefix cache would find."""
+        if self._encoder or not self.planned.unique:
+            return self.planned
+        made, _ = self.of_worker(options, workers=1)
+        planned = self.planned
+        prompts = planned.prompt_tokens
+        if self._sample.whole:
+            prompts = made.prompt_tokens
+        elif not planned.exact:
+            prompts = round(prompts * made.prompt_tokens / max(1, self._sample.kept_prompt_tokens))
+        shared = round(prompts * made.cached_tokens / max(1, made.prompt_tokens))
+        exact = planned.exact or self._sample.whole
+        return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
+
+    def of_worker(self, options: EngineOptions, workers: int) -> tuple[Rehearsed, float]:
+        """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
+        its whole part is."""
+        from tokenmill.rehearsing import engine_config, rehearse
+
+        key = workers, options.kv_cache_bytes
+        if key not in self._made:
+            tables, whole = self._sample.shards(workers)
+            config = engine_config(self.planned, options, alone=workers == 1)
+            self._made[key] = rehearse(self._job, tables, self._path, config), whole
+        return self._made[key]
 
 
 class _Prices:
@@ -195,18 +254,15 @@ def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
 
 
 def _as_measured(
-    amount: InputEstimate, speed: MeasuredSpeed, on: str, price: float | None, workers: int
+    rehearsals: _Rehearsals, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """Time and cost on a machine that was measured; each worker has its part."""
-    from engine.config import ScheduleConfig
     from pipeline.planner.timing import seconds_of
-    from tokenmill.run_plan import rows_for
 
-    most = ScheduleConfig().max_num_seqs
-    rows = rows_for(amount.max_tokens, amount.work.longest) if workers == 1 else None
-    seconds = seconds_of(amount.work.divided(workers), speed.times, min(most, rows or most))
+    made, whole = rehearsals.of_worker(options, workers)
+    seconds = seconds_of(made.steps, made.waiting, made.progress, speed.times, whole)
     basis = f"measured {speed.measured_at}, {output.arithmetic(speed)}, batch {speed.batch}"
-    return _entry(amount, on, seconds, price, workers, basis)
+    return _entry(rehearsals.amount(options), on, seconds, price, workers, basis)
 
 
 def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:
@@ -255,7 +311,7 @@ def _show(amount: InputEstimate, times: list[dict[str, Any]]) -> None:
         ("  copies", output.count(copies), "answered once"),
         ("  computed", output.count(amount.unique), ""),
         ("input tokens", output.count(amount.prompt_tokens), "counted" if amount.exact else "estimated from a sample"),
-        ("  shared", output.count(amount.shared_prefix_tokens), "prefixes that are computed once"),
+        ("  shared", output.count(amount.shared_prefix_tokens), "read from the prefix cache, not computed again"),
         ("output tokens", output.count(amount.expected_tokens), "expected"),
         ("  at most", output.count(amount.max_tokens), "if every answer is as long as it may be"),
     ]

@@ -2,78 +2,64 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from pipeline.planner.timing import MOST_PLAYED, StepTimes, Work, seconds_of
-
-TIMES = StepTimes({1: 1.0, 4: 4.0}, looked_at=0.0, prompt_token=0.0)
-"""A step takes a second for each row."""
-
-FLAT = StepTimes({1: 1.0, 64: 1.0}, looked_at=0.0, prompt_token=0.0)
-"""A step takes a second, whatever is in it."""
+from pipeline.planner.timing import StepTimes, seconds_of
 
 
-def answers(*lengths: int) -> Work:
-    return Work(lengths=Counter(lengths))
+def steps(*of: tuple[float, float, float, float]) -> NDArray[np.float64]:
+    """(tokens, logits, reads, pairs) of each."""
+    return np.array(of, dtype=np.float64).reshape(-1, 4)
+
+
+def of_sizes(times: StepTimes, *tokens: int) -> list[float]:
+    found: list[float] = times.of(steps(*((size, 0, 0, 0) for size in tokens))).tolist()
+    return found
 
 
 def test_a_step_between_two_that_were_measured_lies_on_the_line_between_them_and_beyond_goes_on() -> None:
-    times = StepTimes({1: 10.0, 3: 14.0, 5: 15.0}, 0.0, 0.0)
-    assert [times.step(rows) for rows in (1, 2, 3, 4, 5, 7)] == [10.0, 12.0, 14.0, 14.5, 15.0, 16.0]
+    times = StepTimes({2: 10.0, 4: 14.0, 6: 15.0})
+    assert of_sizes(times, 1, 2, 3, 4, 5, 6, 8) == [10.0, 10.0, 12.0, 14.0, 14.5, 15.0, 16.0]
+    assert of_sizes(StepTimes({8: 2.0}), 1, 8, 16) == [2.0, 2.0, 4.0], "one size says nothing of smaller ones"
 
 
-def test_prompts_take_their_tokens_and_the_pairs_that_they_look_at() -> None:
-    work = Work.of(np.array([10, 30], np.int32), np.array([1, 1], np.int32), np.array([1, 1]), 20, 1)
-    assert (work.prompts, work.prompt_pairs) == (20.0, (100 + 900) / 2 * (1 - 0.5**2))
-    times = StepTimes({1: 1.0}, 0.0, prompt_token=2.0, pair=0.01)
-    assert seconds_of(work, times, 8) == pytest.approx(40 + 0.01 * 375), "first tokens come with their prompts"
+def test_each_quantity_of_a_step_has_its_price() -> None:
+    times = StepTimes({1: 1.0, 2: 2.0}, logit=10.0, read=100.0, pair=1000.0)
+    assert times.of(steps((2, 0, 0, 0), (2, 3, 0, 0), (1, 0, 4, 0), (1, 0, 0, 5))).tolist() == [2, 32, 401, 5001]
 
 
-def test_given_more_slots_than_answers_then_it_takes_as_many_steps_as_the_longest() -> None:
-    assert seconds_of(answers(5, 3, 2), FLAT, 8) == 4.0
-    assert seconds_of(answers(5, 3, 2), TIMES, 8) == 4 + 2 + 1, "a step is as dear as its rows"
+def test_prices_are_found_again_from_runs_that_tell_them_apart() -> None:
+    truth = StepTimes({1: 3e-3, 16: 6e-3, 128: 4e-2, 2048: 0.6}, logit=7e-5, read=8e-7, pair=5e-8)
+    runs = [
+        steps((1, 1, 60, 60)), steps(*[(16, 16, 1000, 1000)] * 9), steps((16, 16, 9000, 9000), (16, 16, 80, 80)),
+        steps((128, 128, 8000, 8000)), steps((128, 1, 0, 8256)), steps((2048, 8, 0, 2.7e5)), steps((2048, 1, 0, 2e6)),
+    ]  # fmt: skip
+    found = StepTimes.fit([(run, float(truth.of(run).sum())) for run in runs], [1, 16, 128, 2048])
+    assert dict(found.by_tokens) == pytest.approx(dict(truth.by_tokens))
+    assert (found.logit, found.read, found.pair) == pytest.approx((truth.logit, truth.read, truth.pair))
 
 
-def test_given_fewer_slots_then_the_longest_start_first_and_the_tail_is_short() -> None:
-    assert seconds_of(answers(9, 5, 5), FLAT, 2) == 8.0, "the two short ones one after the other"
-    assert seconds_of(answers(9, 9, 9), FLAT, 2) == 16.0
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(0, 300), st.integers(0, 9000), st.integers(1, 99)), min_size=1,
+        max_size=9,
+    )
+)  # fmt: skip
+def test_no_price_is_below_nothing(found: list[tuple[int, int, int, int]]) -> None:
+    runs = [(steps((tokens, logits, reads, reads)), seconds / 7) for tokens, logits, reads, seconds in found]
+    times = StepTimes.fit(runs, [1, 64, 300])
+    assert min(*times.by_tokens.values(), times.logit, times.read, times.pair) >= 0
 
 
-def test_answers_behind_long_prompts_take_what_looking_at_these_takes() -> None:
-    work = Work.of(np.array([100], np.int32), np.array([11], np.int32), np.array([1]), 0, 0)
-    times = StepTimes({1: 1.0}, looked_at=5.0, prompt_token=0.0, answer_pair=0.1)
-    assert seconds_of(work, times, 1) == pytest.approx(10 + 0.1 * (11 * 105.5 - 10 * 5))
-
-
-def test_given_several_workers_then_each_has_its_part_and_none_ends_before_the_longest_answer() -> None:
-    work = Work(prompts=100.0, lengths=Counter({11: 8}))
-    times = StepTimes({1: 1.0, 8: 1.0}, 0.0, prompt_token=1.0)
-    assert seconds_of(work, times, 8) == 110.0
-    assert seconds_of(work.divided(4), times, 8) == 25 + 10
-
-
-@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=300), slots=st.integers(1, 64))
-def test_no_estimate_is_below_the_two_bounds_or_above_twice_them(lengths: list[int], slots: int) -> None:
-    """Graham 1969: a list schedule takes less than its two lower bounds together."""
-    steps = [length - 1 for length in lengths]
-    seconds = seconds_of(answers(*lengths), FLAT, slots)
-    least = max(max(steps), sum(steps) / slots)
-    assert least <= seconds <= max(steps) + sum(steps) / slots
-
-
-def test_given_very_many_answers_then_a_sample_stands_for_them() -> None:
-    many = Work(lengths=Counter({100: 50 * MOST_PLAYED, 50: 50 * MOST_PLAYED}))
-    tokens = 50 * MOST_PLAYED * (99 + 49)
-    assert seconds_of(many, FLAT, 64) == pytest.approx(tokens / 64, rel=0.01)
-
-
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=50))
-def test_lengths_are_told_apart_by_a_sixteenth_of_an_octave(lengths: list[int]) -> None:
-    work = Work.of(np.ones(len(lengths), np.int32), np.array(lengths, np.int32), np.ones(len(lengths), np.int64), 0, 0)
-    assert work.lengths.total() == len(lengths)
-    assert sum(length * count for length, count in work.lengths.items()) == pytest.approx(sum(lengths), rel=1 / 32)
+def test_what_was_not_rehearsed_takes_as_long_as_full_batches_do_and_the_end_comes_once() -> None:
+    times = StepTimes({1: 1.0, 10: 1.0})
+    run = steps((10, 10, 0, 0), (10, 10, 0, 0), (4, 4, 0, 0), (1, 1, 0, 0))
+    waiting, progress = np.array([True, True, False, False]), np.array([10.0, 20.0, 24.0, 25.0])
+    assert seconds_of(run, waiting, progress, times, 1.0) == 4.0
+    assert seconds_of(run, waiting, progress, times, 3.0) == 4 + 50 / 10, "ten tokens a second while others wait"
+    assert seconds_of(run, waiting, progress, times, 0.5) == 2.0, "more was rehearsed than there is to do"
+    assert seconds_of(steps(), waiting[:0], progress[:0], times, 1.0) == 0.0
