@@ -23,7 +23,7 @@ from pipeline.planner import InputEstimate
 from pipeline.worker_api import ShardWork
 from schemas.job import Job
 from tokenmill.engine_options import EngineOptions
-from tokenmill.wiring import MIN_TOKENS_PER_SEQUENCE, rows_for
+from tokenmill.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for
 from workers.model_host import LoadedModel
 from workers.rehearsing import Rehearsed, ShardRehearsal
 from workers.shard_state import ShardReader
