@@ -31,6 +31,7 @@ class ShardFetcher:
         self._look_seconds = look_seconds
         self._next_look = 0.0
         self._source_finished = False
+        self._dry = False
         self._preparing: Future[PreparedShard | None] | None = None
         self.prepared: PreparedShard | None = None
 
@@ -43,6 +44,12 @@ class ShardFetcher:
     def source_finished(self) -> bool:
         """The source has no more; what it gave last may still be being prepared."""
         return self._source_finished
+
+    @property
+    def dry(self) -> bool:
+        """The source had nothing when it was last asked for anything: for all that is known, no shard comes after those
+        that are open. One may all the same: of another job, from the planner, or because an attempt has died."""
+        return self._dry and self.prepared is None
 
     @property
     def exhausted(self) -> bool:
@@ -86,6 +93,7 @@ class ShardFetcher:
     def _fetch(self, tiers: Sequence[Tier]) -> PreparedShard | None:
         """On the other thread: the next shard, prepared, or None when there is none now."""
         work = self._source.take(0.0, tiers)
+        self._dry = work is None and len(tiers) == len(BY_URGENCY)
         if work is None:
             self._source_finished = self._source.finished()
             return None

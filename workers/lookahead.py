@@ -1,8 +1,8 @@
 """How far ahead of its need the engine gets rows, and when it may choose their order.
 
-While shards may still come, the engine gets as many rows as it needs to go on, in the planner's order, which keeps
-readers of a prefix together. Once the last shard is open, it gets all that is left, and is told so: then it can see the
-end of the run, and starts long answers in time.
+While more shards wait, the engine gets as many rows as it needs to go on, in the planner's order, which keeps readers
+of a prefix together. Once the last one is open, it gets all that is left, and is told so: then it can see the end of
+the run, and starts long answers in time. Should another shard come after all, it is as before.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Lookahead:
         return ready < self._watermark or left < longest * self._max_num_seqs
 
     def rows(self, *, last_open: bool) -> int:
-        """How many rows may wait in the engine. `last_open`: no other shards will be opened."""
+        """How many rows may wait in the engine. `last_open`: no other shard is known of."""
         return self._most if last_open else self._few
 
 
 def engine_has_all(shards: Sequence[OpenShard], *, last_open: bool) -> bool:
-    """Whether the engine has all rows that it will ever get, and may start any of them first: where attempts have died,
+    """Whether the engine has all rows that are known of, and may start any of them first: where attempts have died,
     the planner's order tells who was running."""
     return last_open and not any(shard.waiting or shard.work.history.silent for shard in shards)

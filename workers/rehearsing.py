@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import RequestRefused
 from engine.rehearsal import Rehearsal, StepWork
 from pipeline.worker_api import ShardWork
-from workers.lookahead import Lookahead
+from workers.lookahead import Lookahead, engine_has_all
 from workers.rows import PreparedRow
 from workers.settings import WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
@@ -62,16 +62,15 @@ class ShardRehearsal:
     def run(self, works: Iterable[ShardWork]) -> Rehearsed:
         """All shards, in this order; they are prepared one by one, when they are due."""
         due, steps, progress = iter(works), list[StepWork](), list[float]()
-        scheduler, more = self._rehearsal.scheduler, True
+        scheduler = self._rehearsal.scheduler
+        following = next(due, None)  # fetched ahead of need, as a worker does: so it knows when there are no more
         while True:
-            while more and self._wants_shard():
-                work = next(due, None)
-                more = work is not None
-                if work is not None:
-                    self._open(self._reader.prepare(work))
-            self._feed()
+            while following is not None and self._wants_shard():
+                self._open(self._reader.prepare(following))
+                following = next(due, None)
+            self._feed(last_open=following is None)
             if (done := self._rehearsal.step()) is None:
-                if not (more or self._shards):
+                if following is None and not self._shards:
                     break
                 continue
             step, ended = done
@@ -94,7 +93,6 @@ class ShardRehearsal:
         )
 
     def _wants_shard(self) -> bool:
-        """As the worker: it isn't told which shard is the last one before that is committed."""
         room = len(self._shards) < self._settings.max_open_shards
         return room and self._ahead.wants_shard(self._shards, self._rehearsal.scheduler.num_waiting)
 
@@ -104,12 +102,13 @@ class ShardRehearsal:
         if not opened.done:
             self._shards.append(opened)
 
-    def _feed(self) -> None:
-        limit = self._ahead.rows(last_open=False)
+    def _feed(self, *, last_open: bool) -> None:
+        limit = self._ahead.rows(last_open=last_open)
         for shard in self._shards:
             while shard.waiting and self._rehearsal.scheduler.num_waiting < limit:
                 self._add(shard, shard.waiting.popleft())
         self._shards = [shard for shard in self._shards if not shard.done]
+        self._rehearsal.scheduler.settle(more_to_come=not engine_has_all(self._shards, last_open=last_open))
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         try:

@@ -220,7 +220,7 @@ class ShardWorker:
                 self._submit_log(self._shards, helper, final=False).result()
             self._trials.release()
             self._try_apart((), helper)
-        last_open = self._fetcher.exhausted
+        last_open = self._fetcher.dry or self._fetcher.exhausted
         ahead = self._ahead.rows(last_open=last_open)
         for shard in self._shards:
             limit = ahead + self._giving_way_to(shard)

@@ -9,9 +9,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -178,6 +180,35 @@ def test_the_batch_stays_full_between_shards(host: Any, work_off: Any, kit: Any)
     longest = 2 + 6 * 7
     thin = len(runner.batches) - len(full)
     assert thin <= longest
+
+
+def test_the_longest_answer_begins_in_time_though_nobody_says_which_shard_is_the_last(
+    host: Any, work_off: Any, kit: Any
+) -> None:
+    # Given a source that can't exclude that a shard comes back, until all are committed
+    sink = kit.MemorySink()
+
+    class Source(kit.ListSource):  # type: ignore[misc,name-defined]
+        def finished(self) -> bool:
+            return len(sink.parts) == 2
+
+    model, runner = host(max_num_seqs=4)
+    lengths = [6] * 80
+    lengths[-1] = 60  # in the planner's order it is the last to begin
+    work = [
+        kit.make_work([kit.chat(max_tokens=n) for n in lengths[first : first + 40]], shard=number, first_row=first)
+        for number, first in ((1, 0), (2, 40))
+    ]
+    for number, first in enumerate((0, 40)):
+        table = work[number].table
+        at = table.schema.get_field_index("expected_tokens")
+        column = pa.array(lengths[first : first + 40], type=table.schema.field(at).type)
+        work[number] = replace(work[number], table=table.set_column(at, table.schema.field(at), column))
+    # when all are answered,
+    work_off(model, work, sink=sink, source=Source(work))
+    # then it did not begin last and end alone.
+    assert [row.completion_tokens for row in sink.rows.values()] == lengths
+    assert len(runner.batches) < sum(lengths) / 4 + 20
 
 
 def test_memory_is_bounded_by_the_open_shards(host: Any, work_off: Any, kit: Any) -> None:
