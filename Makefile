@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
@@ -33,7 +33,7 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 	@$(PY) -m tokenmill run examples/requests.jsonl --model demo --output $(OUT)
 	@$(PY) examples/show_results.py $(OUT)
 
-# Several processes of tests share the machine (many a test waits for servers, so one more than there are cores): OpenMP
+# Several processes of tests share the machine (many a test waits for servers, so two for each of two cores): OpenMP
 # threads that wait for each other spin, and each would hold the others up.
 test test-all test-models: export OMP_NUM_THREADS ?= 1
 

@@ -24,7 +24,7 @@ STAGES = {
     "serve": "benchmarks.gpu.serve",
     "mixed": "benchmarks.gpu.mixed",
     "peers": "benchmarks.gpu.peers",
-    "profile": "benchmarks.gpu.profiling",
+    "profile": "benchmarks.gpu.profile_stage",
 }
 """Names and modules, in the order in which they make sense."""
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.cases import Made
 from benchmarks.gpu.context import Context, Skipped
 
-if TYPE_CHECKING:
-    from benchmarks.gpu.attention import Made
-
-MakeCall = Callable[["Made", Context], Callable[[], Tensor]]
+MakeCall = Callable[[Made, Context], Callable[[], Tensor]]
 
 
 def _offsets(counts: list[int], device: torch.device) -> Tensor:

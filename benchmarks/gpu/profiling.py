@@ -1,4 +1,4 @@
-"""Stage `profile`, and what torch's profiler says of some steps: where the device's time goes, and how long it waits.
+"""What torch's profiler says of some steps: where the device's time goes, and how long it waits.
 
 Idle time is what no kernel covers between the first one's start and the last one's end. The profiler slows the host
 down, so it comes out larger than it is; a graph's kernels are seen one by one. On a CPU the same is done with torch's
@@ -8,17 +8,15 @@ operators instead of kernels, which tries the code and says nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.context import Context, Part, synchronize, tried
+from benchmarks.gpu.context import synchronize
 
 _ROWS = 25
-_SECONDS = 60.0
 
 KINDS = (
     ("attention", ("attend_tiles", "join_splits", "flash", "fmha", "attention")),
@@ -29,30 +27,6 @@ KINDS = (
     ("sampling", ("argmax", "topk", "sort", "softmax", "scan", "max")),
 )
 """Of kernels, by what their names hold; the first that fits counts. The rest is elementwise."""
-
-
-def run(context: Context) -> Iterator[Part]:
-    """Decoding steps of a full batch, then steps with prompts in them."""
-    from benchmarks.gpu import serve
-    from benchmarks.gpu.models import LLAMA
-
-    cells = {
-        "decoding": serve.Cell(context.sized(1000, 8), context.sized(1000, 64)),
-        "prompts": serve.Cell(context.sized(2048, 24), context.sized(128, 4)),
-    }
-    context.need(context.sized(_SECONDS, 1.0))
-    engine = serve.engine_for(context, context.sized(LLAMA, "tiny-llama"), serve.variants(context)[0], cells.values())
-    for name, cell in cells.items():
-        yield name, tried(partial(of_flow, serve.Flow(engine, cell, context), context))
-
-
-def of_flow(flow: Any, context: Context) -> dict[str, Any]:
-    """Some steps of a full batch (a `serve.Flow`)."""
-    try:
-        flow.fill()
-        return steps(flow.step, context.device, context.sized(30, 3))
-    finally:
-        flow.stop()
 
 
 def steps(step: Callable[[], object], device: torch.device, count: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, carry, correctness, machine, mixed, peers, profiling, report, serve
+from benchmarks.gpu import attention, carry, correctness, machine, mixed, peers, profile_stage, profiling, report, serve
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import Form, Rates, Shape, bound
 
@@ -151,7 +151,7 @@ def test_given_a_lease_when_its_stages_begin_then_each_has_the_time_that_it_asks
     first = {
         "machine": machine._SECONDS, "correctness": correctness._MODEL_SECONDS, "attention": attention._CASE_SECONDS,
         "serve": serve._LOAD_SECONDS + 10, "mixed": mixed._SECONDS, "peers": peers._START_SECONDS,
-        "profile": profiling._SECONDS,
+        "profile": profile_stage._SECONDS,
     }  # fmt: skip
     calls = (ROOT / "benchmarks" / "gpu" / "lease.sh").read_text(encoding="utf-8").split(";;")
     stages = [re.findall(r"^ +stage (\w+) (\d+)$", lines, re.MULTILINE) for lines in calls]
