@@ -167,15 +167,11 @@ def _differing(change: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("examples", nargs="*", choices=[*VARIABLES, []], default=list(VARIABLES), metavar="EXAMPLE")
-    parser.add_argument("--ministack", default="ministack", help="its command")
-    parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of all servers and processes")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = read_arguments(argv)
     problems = []
-    for example in args.examples or list(VARIABLES):
-        print(f"{example}:")
+    for example in args.examples:
+        print(f"{example}:", flush=True)
         with tempfile.TemporaryDirectory() as temporary:
             folder = (args.keep_logs / example if args.keep_logs else Path(temporary)).absolute()
             try:
@@ -185,6 +181,20 @@ def main() -> int:
                 sys.exit(f"error: {error}")
     print("all is well" if not problems else f"{len(problems)} problem(s)")
     return 1 if problems else 0
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says; `examples` are all of them where none is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # No `choices`: with nargs="*", Python 3.11 holds the empty list against them.
+    parser.add_argument("examples", nargs="*", metavar="EXAMPLE", help=f"{' or '.join(VARIABLES)}; all, unless named")
+    parser.add_argument("--ministack", default="ministack", help="its command")
+    parser.add_argument("--keep-logs", type=Path, help="a folder for the logs of all servers and processes")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.examples) - set(VARIABLES)):
+        parser.error(f"{unknown[0]!r} is no example; there are {' and '.join(VARIABLES)}")
+    args.examples = args.examples or list(VARIABLES)
+    return args
 
 
 def _try_example(example: str, aws: LocalAws, folder: Path) -> Report:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infra.apply_locally import read_arguments
 from infra.iam_check import Policy, Right, denied, rights_for
 from infra.local_aws import Asked, cut_out
 
@@ -23,6 +24,16 @@ def policy(*statements: dict[str, Any]) -> Policy:
 
 READ = {"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": "arn:aws:s3:::b/jobs/*"}
 LIST = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::b"}
+
+
+def test_given_no_example_or_one_then_all_are_tried_or_that_one_and_another_name_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert read_arguments([]).examples == ["minimal", "production"]
+    assert read_arguments(["minimal", "--ministack", "x"]).examples == ["minimal"]
+    with pytest.raises(SystemExit):
+        read_arguments(["nowhere"])
+    assert "'nowhere' is no example" in capsys.readouterr().err
 
 
 def test_given_reads_when_the_policy_covers_only_some_then_the_others_are_denied() -> None:
