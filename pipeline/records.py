@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.job import Count, Counts, Paper, Usage, Worked
+from schemas.job import Count, Counts, Paper, Report, Usage, Worked
 
 EngineFacts = dict[str, str | int | float | bool | None]
 
 
-class PartSummary(Paper):
+class PartSummary(Report):
     """The footer of a part: all that a manifest needs, so that nobody scans results to add up a job.
 
     Attributes:
@@ -45,7 +45,7 @@ class PartSummary(Paper):
     worked: dict[str, Worked] = Field(default_factory=dict)
 
 
-class AttemptRecord(Paper):
+class AttemptRecord(Report):
     """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash.
 
     `session` is one life of the worker: attempts of the same session end with the same death.
@@ -67,7 +67,7 @@ class NoteRecord(Paper):
     rows: tuple[Count, ...] = ()
 
 
-class EndRecord(Paper):
+class EndRecord(Report):
     """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, all tokens it had sampled, and
     what it took of its worker."""
 
@@ -77,7 +77,7 @@ class EndRecord(Paper):
     worked: Worked = Worked()
 
 
-class RunRecord(Paper):
+class RunRecord(Report):
     """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
 
     version: Literal[1] = 1

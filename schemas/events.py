@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, TypeAdapter
 
-from schemas.job import Count, Counts, JobStatus, Paper, Usage
+from schemas.job import Count, Counts, JobStatus, Report, Usage
 
 
-class Event(Paper):
+class Event(Report):
     """What all events carry. `at` is when it happened, by the announcer's clock."""
 
     version: Literal[1] = 1
@@ -46,7 +46,7 @@ class ProgressMade(Event):
     usage: Usage
 
 
-class ReleaseEnded(Paper):
+class ReleaseEnded(Report):
     """A new version of a model was promoted, or rolled back.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from schemas.job import Count, Paper, Tier, Usage
+from schemas.job import Count, Report, Tier, Usage
 
 LATENCY_BOUNDS: Final = (
     0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5,
@@ -24,7 +24,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Signed = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Histogram(Paper):
+class Histogram(Report):
     """Samples of a time.
 
     Attributes:
@@ -41,7 +41,7 @@ class Histogram(Paper):
         return sum(self.counts)
 
 
-class TierFigures(Paper):
+class TierFigures(Report):
     """One tier's requests at one worker: rows of jobs, and requests whose callers wait. A row's copies are none.
 
     Attributes:
@@ -62,7 +62,7 @@ class TierFigures(Paper):
     whole: Histogram = Histogram()
 
 
-class TokenRates(Paper):
+class TokenRates(Report):
     """Tokens a second over the last seconds, busy or not.
 
     Attributes:
@@ -74,7 +74,7 @@ class TokenRates(Paper):
     generated: Amount = 0.0
 
 
-class PaceWeights(Paper):
+class PaceWeights(Report):
     """A number for each term of the objective that pacing lowers."""
 
     ttft: Amount = 0.0
@@ -83,7 +83,7 @@ class PaceWeights(Paper):
     drops: Amount = 0.0
 
 
-class PaceFigures(Paper):
+class PaceFigures(Report):
     """How well the promises to callers who wait are kept.
 
     Attributes:
@@ -110,7 +110,7 @@ class PaceFigures(Paper):
         return by.ttft * now.ttft + by.itl * now.itl + by.utilisation * now.utilisation + by.drops * now.drops
 
 
-class SpeculationFigures(Paper):
+class SpeculationFigures(Report):
     """What guessed tokens bring.
 
     Attributes:
@@ -125,7 +125,7 @@ class SpeculationFigures(Paper):
     seconds: Amount = 0.0
 
 
-class WorkerFigures(Paper):
+class WorkerFigures(Report):
     """One worker; tokens unless said otherwise.
 
     Attributes:

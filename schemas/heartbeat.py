@@ -1,4 +1,5 @@
-"""A worker's heartbeat as it is kept on a server that all can write to: what isn't exactly this isn't a heartbeat."""
+"""A worker's heartbeat as it is kept on a server that all can write to: what doesn't hold this, within its bounds, is
+none. A newer worker may say more: an older dispatcher must not take it for dead."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from schemas.job import Count, Paper
+from schemas.job import Count, Report
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 
 
-class HeartbeatPaper(Paper):
+class HeartbeatPaper(Report):
     """What a worker says of itself; see `pipeline.ports.WorkerState`."""
 
     name: Name

@@ -1,6 +1,7 @@
 """A job's papers: what was asked for, how it was cut, how it ended. Each is an object in the store, written once.
 
-All carry `version`; a reader that meets a later one must refuse it rather than guess.
+All carry `version`; a reader that meets a later one must refuse it rather than guess. Within a version fields may be
+added: who doesn't know them refuses an order (`Paper`), and reads over them in a report (`Report`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class Paper(BaseModel):
-    """Base of what is stored as JSON."""
+    """Base of what is stored as JSON. A field that isn't known is refused: it may say how to read the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=2, exclude_none=True).encode() + b"\n"
+
+
+class Report(Paper):
+    """Base of papers that say what was done, and order nothing. A later version may say more: it is left out by who
+    doesn't know it, and what that one knows means what it always did."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Tier(StrEnum):
@@ -344,7 +352,7 @@ class Counts(Paper):
         return self
 
 
-class Usage(Paper):
+class Usage(Report):
     """Tokens by kind. `cached` prompt tokens were not computed again; `repeated` were computed but not committed."""
 
     prompt: Count = 0
@@ -358,7 +366,7 @@ class Usage(Paper):
         return Usage(**{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields})
 
 
-class Worked(Paper):
+class Worked(Report):
     """What an attempt took of its worker.
 
     Attributes:
@@ -377,7 +385,7 @@ class Worked(Paper):
         return None if price is None else self.seconds / 3600 * price
 
 
-class ModelSpending(Paper):
+class ModelSpending(Report):
     """What the shards of one model have cost.
 
     Attributes:
@@ -397,7 +405,7 @@ class ModelSpending(Paper):
     cost_per_million_output_tokens: Annotated[float, Field(ge=0)] | None = None
 
 
-class FileEntry(Paper):
+class FileEntry(Report):
     """A file of the results; `path` relative to the job, `size` in bytes."""
 
     path: str
@@ -419,7 +427,7 @@ class JobStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class JobError(Paper):
+class JobError(Report):
     """Why a job could not run: one line of the input, or the input as a whole (`line` None)."""
 
     code: str
@@ -428,7 +436,7 @@ class JobError(Paper):
     param: str | None = None
 
 
-class Manifest(Paper):
+class Manifest(Report):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.job import Count, Counts, JobStatus, Paper, Usage
+from schemas.job import Count, Counts, JobStatus, Report, Usage
 
 
-class Progress(Paper):
+class Progress(Report):
     """`progress.json`: a cache of what the parts say, true at `as_of`.
 
     Attributes:

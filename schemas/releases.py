@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
-from schemas.job import CatalogEntry, Count, ModelPin, Paper
+from schemas.job import CatalogEntry, Count, ModelPin, Paper, Report
 from schemas.release_options import ReleaseRules
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -45,7 +45,7 @@ class CanaryRecord(Paper):
     worker: str
 
 
-class CanaryFailure(Paper):
+class CanaryFailure(Report):
     """`canaries/failed/KEY-WORKER.json`: a worker found other answers, and did not serve."""
 
     version: Literal[1] = 1
@@ -55,7 +55,7 @@ class CanaryFailure(Paper):
     worker: str
 
 
-class Drift(Paper):
+class Drift(Report):
     """`releases/…/drift.json`: how far the log-probabilities of a candidate lie from the stable version's, on the
     answers that this one gave to the canary prompts (nats)."""
 
@@ -90,7 +90,7 @@ class Release(Paper):
         return self.stable.pin.name
 
 
-class Bounds(Paper):
+class Bounds(Report):
     """A mean, and between which bounds it lies with the confidence of the look."""
 
     mean: float
@@ -98,7 +98,7 @@ class Bounds(Paper):
     high: float
 
 
-class Comparison(Paper):
+class Comparison(Report):
     """What is known of a candidate beside the stable version, on the same rows.
 
     Attributes:
@@ -132,7 +132,7 @@ class Outcome(Paper):
     at: AwareDatetime
 
 
-class ShadowHead(Paper):
+class ShadowHead(Report):
     """The footer of a shadow copy's results: what they are of, and when they were made."""
 
     version: Literal[1] = 1

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from schemas.job import Count, Paper
+from schemas.job import Count, Report
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,7 +112,7 @@ class AutoscaleOptions(BaseModel):
         return self
 
 
-class PoolMemory(Paper):
+class PoolMemory(Report):
     """What is remembered of one pool; see `pipeline.scaling.policy.Memory`. Moments are seconds since 1970.
 
     Attributes:
@@ -129,7 +129,7 @@ class PoolMemory(Paper):
     ttft_since: float | None = None
 
 
-class ScalingPaper(Paper):
+class ScalingPaper(Report):
     """`scaling/decided.json`: what was decided last, for whoever decides next. A cache: without it a pool's past is
     forgotten, and cooldowns begin anew.
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import part_builder, shard_client
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
-from pipeline.ledger import JobLedger, LedgerError, part_key
+from pipeline.ledger import JobLedger, LedgerError, part_key, work_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.ports import ShardTask
+from pipeline.records import AttemptRecord, PartSummary
 from pipeline.submit import submit
 from pipeline.worker_api import CheckpointWork, ShardReport
 from schemas.checkpoints import FinishedRows
@@ -46,6 +48,30 @@ def test_the_manifest_tells_times_rates_and_cost(tmp_path: Path) -> None:
     assert manifest.versions["torch"] == "2.13.0"
     assert [file.rows for file in manifest.files] == [0, 2, 1]
     assert manifest.usage.repeated == manifest.repeated_at_most == 0
+
+
+def test_given_a_newer_worker_whose_papers_say_more_when_an_older_dispatcher_reads_them_then_the_job_ends_as_ever(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an upgrade that begins with the workers."""
+
+    class NewerAttempt(AttemptRecord):
+        machine: str = "m1"
+
+    class NewerSummary(PartSummary):
+        joules: float = 9.5
+
+    newer, work = taken(house, [[0, 1], [2]], "newer")
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_client, "AttemptRecord", NewerAttempt)
+        patched.setattr(part_builder, "PartSummary", NewerSummary)
+        newer.begin(work)
+        assert newer.commit(work, computed(work), report(work))
+    assert b"joules" in house.ledger.store.read(part_key(1))
+    assert b"machine" in house.ledger.store.read(work_key(1, "attempt-0001.json"))
+    manifest = finish(house, house.client("older"))
+    assert (manifest.counts.total, manifest.counts.succeeded) == (3, 3)
+    assert (manifest.usage.prompt, manifest.usage.completion) == (15, 21)
 
 
 def test_the_time_between_two_runs_is_not_billed(house: House) -> None:

@@ -14,8 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.dead_letters import DeadLetter, Replay
+from pipeline.doors.celery_tasks import TaskTicket
+from pipeline.doors.drops import TakenMarker
 from pipeline.doors.kafka_batches import KafkaBatch, KafkaGroup, Origin
+from pipeline.doors.kafka_letters import OwedLetter
 from pipeline.gateway.keys import ApiKey, Scope
+from pipeline.gateway.papers import BatchOrder, BatchOutcome, Heard, Reader, StoredFile
 from pipeline.ledger import read_paper
 from pipeline.notices import Due, Wanted
 from pipeline.records import AttemptRecord, EndRecord, NoteRecord, PartSummary, RunRecord, Tombstone
@@ -23,6 +28,7 @@ from pipeline.results import FOOTER_KEY
 from schemas.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
 from schemas.errors import RowError, RowErrorCode
 from schemas.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
+from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
 from schemas.heartbeat import HeartbeatPaper
 from schemas.job import (
     CatalogEntry,
@@ -39,15 +45,19 @@ from schemas.job import (
     JobStatus,
     Manifest,
     ModelPin,
+    ModelSpending,
     Paper,
     PlanSegment,
     RejectsRef,
     ShardRef,
+    Tier,
     Usage,
+    Worked,
 )
 from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
 from schemas.lane import read_event as read_lane_event
 from schemas.lane import read_request as read_lane_request
+from schemas.limits import RateLimits
 from schemas.progress import Progress
 from schemas.queue import task_arguments
 from schemas.release_options import ReleaseRules
@@ -63,10 +73,13 @@ from schemas.releases import (
     ShadowHead,
 )
 from schemas.results import ResultRow, RowStatus, results_table
+from schemas.scaling import PoolMemory, ScalingPaper
 from schemas.tables import SHARD_FIELDS, result_schema, shard_schema
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SHA = "ab" * 32
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+WORKED = Worked(seconds=1.5, price_per_hour=2.0)
 PIN = ModelPin(
     name="tiny", source="/models/tiny", digest=f"sha256:{SHA}", revision="main", dtype="float32", quantization="int8",
     kv_dtype="int8",
@@ -84,6 +97,7 @@ SHARD = ShardRef(
     number=1, key="plans/a/shards/00001.parquet", sha256=SHA, size=9, rows=2, computed_rows=2, model="tiny",
     prompt_tokens=10, expected_tokens=14,
 )  # fmt: skip
+TIMES = Histogram(counts=(0, 1), seconds=0.0015)
 ANSWER = CanaryAnswer(prompt=(1, 2), tokens=(3,), logprobs=(-0.5,), runners_up=(-1.5,))
 BOUNDS = Bounds(mean=0.5, low=0.25, high=0.75)
 DRIFT = Drift(mean=0.25, most=0.5, tokens=16)
@@ -92,7 +106,8 @@ PAPERS: dict[str, Paper] = {
     "job": Job(
         id="job-1", tenant="team-a", input=INPUT, models=(PIN,),
         settings=JobSettings(seed=7, limit=10, url="/v1/completions"),
-        created_at=NOON, deadline=NOON, refuse_late=True, retry_of="job-0", metadata={"a": "b"},
+        created_at=NOON, deadline=NOON, max_cost=1.5, refuse_late=True, retry_of="job-0", traceparent=TRACE,
+        metadata={"a": "b"},
     ),
     "plan-segment": PlanSegment(
         job="job-1", index=0, attempt="a", first_row=0, end_row=5, blank_lines=1, unselected=1, rejected=1,
@@ -100,37 +115,40 @@ PAPERS: dict[str, Paper] = {
         shared_prefix_tokens=4, max_tokens=20, certain_tokens=1, sequences=2, tokens_per_byte=0.25, shards=(SHARD,),
         last=True,
     ),
-    "closing": Closing(kind="cancel", at=NOON),
+    "closing": Closing(kind="cancel", at=NOON, reason="r"),
     "manifest": Manifest(
         job="job-1", status=JobStatus.COMPLETED, counts=DONE, usage=USAGE, repeated_at_most=9, created_at=NOON,
         finished_at=NOON, wall_seconds=1.5, engine_seconds=1.0, tokens_per_second=7.0, total_tokens_per_second=12.0,
-        price_per_hour=2.0, cost=0.5, files=(FileEntry(path="results/part-00001.parquet", rows=2, size=9, sha256=SHA),),
+        price_per_hour=2.0, cost=0.5, busy_seconds=1.0, cost_per_million_tokens=0.25, ended_by="spend",
+        spending=(ModelSpending(model="tiny", busy_seconds=1.0, prompt=5, completion=7, cost=0.5,
+                                cost_per_million_tokens=0.25, cost_per_million_output_tokens=0.5),),
+        files=(FileEntry(path="results/part-00001.parquet", rows=2, size=9, sha256=SHA),),
         models=(PIN,), engine={"block_size": 16}, versions={"torch": "2"},
         errors=(JobError(code="c", message="m", line=1, param="p"),),
     ),
     "progress": Progress(
         job="job-1", status=JobStatus.IN_PROGRESS, counts=COUNTS, usage=USAGE, shards_total=2, shards_done=1,
-        tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
+        cost=0.5, tokens_left=9, eta=NOON, started_at=NOON, as_of=NOON,
     ),
     "catalog-entry": ENTRY,
     "attempt": AttemptRecord(attempt=1, attempt_id="a", worker="w", session="s", started_at=NOON),
     "note": NoteRecord(rows=(1, 2)),
-    "end": EndRecord(attempt_id="a", generated=5),
+    "end": EndRecord(attempt_id="a", generated=5, worked=WORKED),
     "run": RunRecord(started_at=NOON),
     "tombstone": Tombstone(job="job-1", at=NOON),
     "kafka-batch": KafkaBatch(
         cluster="c", topic="t", partition=0, tenant="team-a", first=1, last=2, at=NOON, previous=0, sample=1,
         sample_sha256=SHA, refused=1, resent=1,
         groups=(KafkaGroup(tier="bulk", model="tiny", deadline="6h", output_expires_after="30d", job="j", lines="l",
-                           size=9, sha256=SHA, rows=1, records="r"),),
+                           size=9, sha256=SHA, rows=1, records="r", traces=(TRACE,)),),
     ),
     "kafka-origin": Origin(batch="b", group=0, reply_to="t"),
     "notice-wanted": Wanted(at=NOON),
     "notice-due": Due(id="e", type="batch.completed", job="job-1", at=NOON),
     "api-key": ApiKey(id="0" * 16, digest=SHA, tenant="team-a", scopes=(Scope.ADMIN,), created_at=NOON, expires_at=NOON,
-                      label="l", max_tokens=9),
+                      label="l", max_tokens=9, limits=RateLimits(requests_per_minute=9)),
     "heartbeat": HeartbeatPaper(name="w", models=("k",), held=(("job-1", 1),), waiting_tokens=5, tokens_per_second=9.5,
-                                draining=True),
+                                draining=True, price_per_hour=2.0),
     "canary-record": CanaryRecord(pin=PIN, answers=(ANSWER,), recorded_at=NOON, worker="w"),
     "canary-failure": CanaryFailure(pin=PIN, reason="r", at=NOON, worker="w"),
     "release": Release(id="n/00001", number=1, mode="canary", stable=ENTRY, candidate=ENTRY, rules=ReleaseRules(),
@@ -142,6 +160,26 @@ PAPERS: dict[str, Paper] = {
     ),
     "release-drift": DRIFT,
     "shadow-head": ShadowHead(release="n/00001", job="job-1", shard=1, worker="w", finished_at=NOON),
+    "figures": WorkerFigures(
+        model="tiny", seconds=9.0, tiers={Tier.BULK: TierFigures(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
+        steps=TIMES, pace=PaceFigures(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), drops=1),
+        speculation=SpeculationFigures(drafted=3, accepted=1, gained=0.5, seconds=1.0),
+    ),
+    "scaling": ScalingPaper(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),
+    "stored-file": StoredFile(id="file-0", tenant="team-a", filename="in.jsonl", purpose="batch", size=9, sha256=SHA,
+                              created_at=NOON, expires_at=NOON, batch="job-1"),
+    "file-reader": Reader(at=NOON),
+    "batch-order": BatchOrder(tenant="team-a", input_file_id="file-0", endpoint="/v1/completions",
+                              completion_window="24h", at=NOON),
+    "batch-outcome": BatchOutcome(output_file_id="file-1", error_file_id="file-2", in_progress_at=NOON, at=NOON),
+    "heard": Heard(at=NOON, digest=SHA),
+    "dead-letter": DeadLetter(id="d", door="kafka", place="t", position="0-1", at=NOON, recorded_at=NOON,
+                              reason_code="invalid_json", message="m", key="aw==", headers=(("h", "dg=="),), size=9,
+                              stored=9, marker="k"),
+    "dead-letter-replay": Replay(at=NOON, outcome="o"),
+    "owed-letter": OwedLetter(topic="t", partition=0, offset=1, timestamp=2),
+    "taken": TakenMarker(uri="/in.jsonl", stamp="s", job="job-1", at=NOON),
+    "celery-ticket": TaskTicket(task="t", tenant="team-a", at=NOON, arguments=SHA),
 }  # fmt: skip
 
 EVENTS = {
@@ -161,11 +199,21 @@ LANE = {
     "lane-hand-back": HandBackEvent("r1", 1, 1),
 }
 REQUEST = LaneRequest(
-    "r1", "key", {"model": "tiny"}, "/v1/completions", deadline=NOON, tenant="t", attempt=2, tokens=((1,),)
+    "r1",
+    "key",
+    {"model": "tiny"},
+    "/v1/completions",
+    deadline=NOON,
+    tenant="t",
+    attempt=2,
+    tokens=((1,),),
+    traceparent=TRACE,
 )
 TASK = b'[["job-1", 1, 1], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
-HEAD = CheckpointHead(job="job-1", shard=1, attempt_id="a", sequence=0, final=True, generated=9, exposed=4)
+HEAD = CheckpointHead(
+    job="job-1", shard=1, attempt_id="a", sequence=0, final=True, generated=9, exposed=4, worked=WORKED
+)
 LOGGED = LoggedChoice(
     3, 0, 0, np.array([5, 6], dtype=np.int32), "stop", 2,
     LoggedLogprobs(np.array([-0.5, -1.0], dtype=np.float32), np.array([[5], [6]], dtype=np.int32),
@@ -182,7 +230,7 @@ ROWS = [
 SUMMARY = PartSummary(
     job="job-1", part=1, attempt=1, attempt_id="a", worker="w", counts=DONE, usage=USAGE, started_at=NOON,
     committed_at=NOON, engine_started_at=NOON, engine_finished_at=NOON, engine={"block_size": 16},
-    versions={"torch": "2"}, exposed=4, accounted={"a": 7},
+    versions={"torch": "2"}, exposed=4, accounted={"a": 7}, worked={"a": WORKED},
 )  # fmt: skip
 CARRIED = pa.schema([pa.field("topic", pa.string()), pa.field("status", pa.int64())])
 

@@ -1,10 +1,14 @@
 """Files of former versions are read by this one, and this one writes nothing that they lack but what may be left out.
 
-What lies under golden/ was written by the version that its folder names, and is never changed."""
+What lies under golden/ was written by the version that its folder names (v1.1: when fields and kinds had been added to
+version 1), and is never changed."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.schemas.golden_samples import Golden, samples
+import pipeline
+import schemas
+from schemas.job import Paper
+from tests.schemas.golden_samples import EVENTS, HEAD, PAPERS, SUMMARY, Golden, samples
 
 FOLDER = Path(__file__).parent / "golden"
 FILES = sorted(path for path in FOLDER.glob("v*/*") if path.is_file())
@@ -37,6 +44,28 @@ def lacks(given: Any, wanted: Any, place: str = "") -> list[str]:
 
 def test_given_what_is_written_today_when_golden_files_are_counted_then_each_kind_has_one() -> None:
     assert {path.name for path in FILES} == set(SAMPLES), "python -m tests.schemas.make_golden writes those that lack"
+
+
+def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> None:
+    for package in (schemas, pipeline):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    stored = {kind for kind in below(Paper) if numbered(kind) and not kind.__subclasses__()}
+    sampled = {type(paper) for paper in (*PAPERS.values(), *EVENTS.values(), SUMMARY, HEAD)}
+    assert {kind.__name__ for kind in stored if kind.__module__.partition(".")[0] != "tests"} == {
+        kind.__name__ for kind in sampled if numbered(kind)
+    }
+
+
+def numbered(kind: type[Paper]) -> bool:
+    """Whether it says in which version of the format it is written."""
+    return "version" in kind.model_fields and kind.model_fields["version"].default == 1
+
+
+def below(kind: type[Paper]) -> Iterator[type[Paper]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from below(one)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 
@@ -136,11 +137,27 @@ def test_a_url_of_something_else_is_refused_at_once() -> None:
 def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: RedisHeartbeats, prefix: str) -> None:
     beats.beat(W)
     raw = redis.Redis.from_url(redis_server.url)
-    for name, body in {"a": b"\xff\xfe", "b": b'{"name": "b", "run": "this"}', "c": b'{"held": [["j", -1]]}'}.items():
+    for name, body in {"a": b"\xff\xfe", "b": b'{"name": "", "run": "this"}', "c": b'{"held": [["j", -1]]}'}.items():
         raw.set(f"{prefix}:beats:worker:{name}", body, px=60_000)
         raw.zadd(f"{prefix}:beats:workers", {name: time.time() * 1000})
     assert beats.workers() == [W]
     assert beats.unreadable == 3
+
+
+def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their_figures_are_seen(
+    redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
+) -> None:
+    figures = WorkerFigures(model="m", computed=9)
+    beats.beat(W)
+    beats.tell(W.name, figures)
+    raw = redis.Redis.from_url(redis_server.url)
+    for kind in ("worker", "figures"):
+        key = f"{prefix}:beats:{kind}:{W.name}"
+        said = json.loads(raw.get(key))
+        raw.set(key, json.dumps(said | {"unheard_of": {"a": 1}}), px=60_000)
+    assert beats.workers() == [W]
+    assert beats.figures() == {W.name: figures}
+    assert beats.unreadable == 0
 
 
 def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: RedisHeartbeats, prefix: str) -> None:
@@ -148,7 +165,7 @@ def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: Re
     lies = [
         b"\xff",
         b"{}",
-        b'{"model": "m", "run": 1}',
+        b'{"model": 1, "run": 1}',
         b'{"model": "m", "steps": {"counts": [-1]}}',
         b'{"model": "m", "steps": {"counts": [' + b"1," * 99 + b"1]}}",
         b'{"model": "m", "seconds": NaN}',
