@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,9 +31,9 @@ import pyarrow.parquet as pq
 from infra.local_aws import LocalAws
 from tests.cluster.cluster import NULL_WORKER, wait_for
 from tests.cluster.null_worker import Answers
+from tests.servers.instance_metadata import MetadataServer
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
-from tests.tokenmill.test_spot_notice import Metadata
 
 ROOT: Final = Path(__file__).parents[1]
 SECONDS: Final = 180.0
@@ -53,9 +53,9 @@ class Installation:
     folder: Path
     redis_address: str
     certificate: Path
+    metadata: MetadataServer
     helped: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    metadata: Metadata = field(default_factory=Metadata)
     gateway_port: int = 0
 
     def start(self, name: str) -> None:
@@ -89,7 +89,7 @@ class Installation:
         }
         if name.startswith("worker"):
             replaced |= {
-                "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{self.metadata.server_address[1]}",
+                "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.metadata.endpoint,
                 "TOKENMILL_MODEL_CACHE": str(self.folder / "cache"),
                 "XDG_CACHE_HOME": str(self.folder / "cache"),
                 "TRITON_CACHE_DIR": str(self.folder / "cache"),
@@ -170,13 +170,10 @@ def installation(aws: LocalAws, outputs: Mapping[str, Any], folder: Path) -> Ite
     with (
         GuardedRedis(folder / "redis", str(urlsplit(url).password)) as redis,
         TlsFront(certificate, redis.port) as front,
-        Metadata() as metadata,
+        closing(MetadataServer()) as metadata,
     ):
-        threading.Thread(target=metadata.serve_forever, daemon=True).start()
         threading.Thread(target=front.serve_forever, daemon=True).start()
-        made = Installation(
-            aws, outputs, folder, f"localhost:{front.server_address[1]}", certificate, metadata=metadata
-        )
+        made = Installation(aws, outputs, folder, f"localhost:{front.server_address[1]}", certificate, metadata)
         try:
             yield made
         finally:
@@ -184,7 +181,6 @@ def installation(aws: LocalAws, outputs: Mapping[str, Any], folder: Path) -> Ite
                 process.kill()
                 process.wait()
             front.shutdown()
-            metadata.shutdown()
 
 
 def requests(model: str) -> tuple[bytes, list[dict[str, Any]]]:
@@ -271,7 +267,7 @@ def workers_were_wished_for(made: Installation, model: str) -> float:
 def take_the_spot_instance(made: Installation, name: str) -> float:
     """Let the metadata service say that the instance goes; seconds until the worker has ended in order."""
     notice = '{"action": "terminate", "time": "2030-01-01T10:00:00Z"}'
-    made.metadata.answers = [(200, notice)]
+    made.metadata.notices = [(200, notice)]
     begun = time.monotonic()
     code = made.processes.pop(name).wait(110)
     assert code == 0, f"{name} ended with {code}:\n{made.log(name)[-2000:]}"

@@ -3,32 +3,27 @@ promoted it."""
 
 from __future__ import annotations
 
-import logging
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import structlog
 
 from pipeline.canaries import Canaries
-from pipeline.metrics.sources import own_work
 from pipeline.releases.book import ReleaseBook, Standing
 from pipeline.releases.shadow_client import ShadowClient
 from schemas.figures import WorkerFigures
 from schemas.releases import Release
 from schemas.settings import Settings
-from tokenmill.hints import Hints, hints_on_servers
-from tokenmill.logs import LogFormat, log_to_stderr
-from tokenmill.metrics import metrics_served
-from tokenmill.processes import run_together, settled_heap, unique_name
+from tokenmill.hints import Hints
+from tokenmill.logs import LogFormat
+from tokenmill.processes import settled_heap, unique_name
 from tokenmill.readiness import LoadModel, Readiness
-from tokenmill.root import Root, open_root
-from tokenmill.spot_notice import watch_for_notice
-from tokenmill.stopping import until_told
-from tokenmill.tracing import traces_of
-from tokenmill.working import Worker, entry_of
+from tokenmill.root import Root
+from tokenmill.worker_process import entry_of, run_worker_process, worker_settings
+from tokenmill.working import Worker
 from workers.content_policies import Policies
-from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 from workers.warmup import drift_from
 from workers.watchdog import Watchdog
@@ -50,17 +45,11 @@ def run_candidate(
     price_per_hour: float | None = None,
 ) -> None:
     """A process with a candidate, until told to stop. Raises as `run_worker` does."""
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
-    with (
-        until_told() as stop,
-        traces_of("worker") as traces,
-        open_root(root_url, settings, traces=traces) as root,
-        hints_on_servers(settings) as hints,
-    ):
-        worker = CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
-        tell(f"ready to be released in {root.url}: {worker.version}")
-        with metrics_served(settings, metrics_port, own_work(worker.figures), worker.readiness.tell()):
-            run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+
+    def make(root: Root, hints: Hints) -> CandidateWorker:
+        return CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
+
+    run_worker_process(root_url, settings, make, metrics_port, log_format)
 
 
 class CandidateWorker:
@@ -69,6 +58,7 @@ class CandidateWorker:
     Attributes:
         version: what its model is called, with the digest.
         readiness: knows how long it took to get ready.
+        greeting: what its process says of it.
     """
 
     def __init__(
@@ -85,17 +75,14 @@ class CandidateWorker:
         self._name = unique_name(root.world.random)
         self._book = ReleaseBook(root.world.store)
         self._watchdog = Watchdog(settings.stuck_seconds)
-        self._settings = WorkerSettings(
-            request_timeout=settings.request_timeout,
-            checkpoint_seconds=float("inf"),  # a copy that is lost costs nobody anything
-            look_seconds=hints.look_seconds,
-            policies=policies,
-        )
+        own = worker_settings(settings, hints, policies)
+        self._settings = replace(own, checkpoint_seconds=float("inf"))  # a copy that is lost costs nobody anything
         self.readiness = Readiness(root.world, settings.warmup, self._name)
         self._model = model = self.readiness.load(load)
         self._pin = model.pin()
         self._book.publish(entry_of(model, policies, root), candidate=True)
         self.version = f"{self._pin.name}@{self._pin.digest}"
+        self.greeting = f"ready to be released in {root.url}: {self.version}"
         self._promote = partial(Worker, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour)
         self._serving: Worker | None = None
         self._client: ShadowClient | None = None

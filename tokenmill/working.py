@@ -12,31 +12,27 @@ import structlog
 
 from engine.config import EngineConfig
 from pipeline.catalog import BY_DIGEST
-from pipeline.metrics.sources import own_work
 from pipeline.releases.book import ReleaseBook
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
-from schemas.job import CatalogEntry, ModelPin, Tier
+from schemas.job import ModelPin, Tier
 from schemas.settings import Settings
 from tokenmill.errors import ModelError
-from tokenmill.hints import Hints, hints_on_servers
+from tokenmill.hints import Hints
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import LogFormat, log_to_stderr
-from tokenmill.metrics import metrics_served
-from tokenmill.processes import run_together, settled_heap, unique_name
+from tokenmill.processes import settled_heap, unique_name
 from tokenmill.readiness import LoadModel, Readiness
 from tokenmill.replicas import Line, Replicas, Task
-from tokenmill.root import Root, open_root
-from tokenmill.spot_notice import watch_for_notice
+from tokenmill.root import Root
 from tokenmill.stopping import until_told
 from tokenmill.switching import SourceInTurn, Turns
-from tokenmill.tracing import traces_of
+from tokenmill.worker_process import entry_of, run_worker_process, worker_settings
 from workers.content_policies import NO_POLICIES, Policies
 from workers.lane_requests import LaneRules
 from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
 from workers.policy_loading import load_policies
-from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 from workers.watchdog import Watchdog
 
@@ -74,17 +70,11 @@ def run_worker(
 
     Raises `UserError` where settings lack something, and what loading and the work raise.
     """
-    tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "worker")
-    with (
-        until_told() as stop,
-        traces_of("worker") as traces,
-        open_root(root_url, settings, traces=traces) as root,
-        hints_on_servers(settings) as hints,
-    ):
-        worker = Worker(root, hints, models, settings, switch_after, policies, price_per_hour)
-        tell(f"working for {root.url} with {', '.join(worker.models)}")
-        with metrics_served(settings, metrics_port, own_work(worker.figures), worker.readiness.tell()):
-            run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+
+    def make(root: Root, hints: Hints) -> Worker:
+        return Worker(root, hints, models, settings, switch_after, policies, price_per_hour)
+
+    run_worker_process(root_url, settings, make, metrics_port, log_format)
 
 
 def run_replicas(
@@ -147,6 +137,7 @@ class Worker:
     Attributes:
         models: their names, in the order of their turns.
         readiness: knows how long each took to get ready.
+        greeting: what its process says of it.
     """
 
     def __init__(
@@ -175,13 +166,8 @@ class Worker:
         self._lane_rules = lane_rules(settings, policies)
         self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
-        self._settings = WorkerSettings(
-            request_timeout=settings.request_timeout,
-            checkpoint_seconds=settings.checkpoint_seconds,
-            look_seconds=hints.look_seconds,
-            policies=policies,
-            traced_step_seconds=settings.tracing.step_seconds,
-        )
+        self._settings = worker_settings(settings, hints, policies)
+        self.greeting = f"working for {root.url} with {', '.join(self.models)}"
 
     def figures(self) -> WorkerFigures | None:
         """What the worker counted since it began to serve the model that it has loaded; None: nothing yet."""
@@ -229,16 +215,6 @@ def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
     if not ReleaseBook(root.world.store).publish(entry):
         logger.info("another version is served under this name", model=entry.pin.name, digest=entry.pin.digest)
     return entry.pin
-
-
-def entry_of(model: LoadedModel, policies: Policies, root: Root) -> CatalogEntry:
-    """The model as the catalog has it."""
-    return CatalogEntry(
-        pin=model.pin(),
-        max_model_len=model.limits.max_model_len,
-        policies=policies.fingerprint,
-        published_at=root.world.clock.now(),
-    )
 
 
 def lane_rules(settings: Settings, policies: Policies) -> LaneRules:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +10,19 @@ import pytest
 
 from schemas.prices import Market
 from schemas.settings import InstanceOptions, Settings, load_settings
+from tests.servers.instance_metadata import MetadataServer
 from tokenmill import instance_metadata
 from tokenmill.errors import UserError
 from tokenmill.instance_metadata import ENDPOINT_VARIABLE
 from tokenmill.prices import price_of_worker
 
 
-class Metadata(ThreadingHTTPServer):
-    """An instance's service. `silent`: it takes a question, and never answers."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.said = {"instance-type": "g6.xlarge", "placement/region": "us-east-1", "instance-life-cycle": "spot"}
-        self.silent = threading.Event()
-        self.over = threading.Event()
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Metadata
-
-    def do_PUT(self) -> None:
-        if self.server.silent.is_set():
-            self.server.over.wait()
-            return
-        self._answer(200, "a-session")
-
-    def do_GET(self) -> None:
-        name = self.path.removeprefix("/latest/meta-data/")
-        if self.headers["X-aws-ec2-metadata-token"] != "a-session":
-            self._answer(401, "")
-        else:
-            self._answer(200 if name in self.server.said else 404, self.server.said.get(name, ""))
-
-    def _answer(self, code: int, body: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    with Metadata() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv(ENDPOINT_VARIABLE, f"http://127.0.0.1:{server.server_address[1]}")
-        yield server
-        server.over.set()
-        server.shutdown()
-        thread.join()
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    server = MetadataServer()
+    monkeypatch.setenv(ENDPOINT_VARIABLE, server.endpoint)
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -93,14 +52,14 @@ def test_given_an_instance_that_the_book_lacks_then_it_is_an_error() -> None:
         price_of_worker(load_settings(instance=InstanceOptions(type="x9.huge")))
 
 
-def test_given_an_ec2_instance_when_asked_then_it_says_what_it_is_and_how_it_is_paid(metadata: Metadata) -> None:
+def test_given_an_ec2_instance_when_asked_then_it_says_what_it_is_and_how_it_is_paid(metadata: MetadataServer) -> None:
     assert price_of_worker(asking()) == 0.268
     metadata.said["instance-life-cycle"] = "on-demand"
     assert price_of_worker(asking()) == 0.8048
 
 
 def test_given_a_service_that_never_answers_then_it_is_given_up_and_said(
-    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+    metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance_metadata, "TIMEOUT", 0.2)
     metadata.silent.set()
