@@ -13,6 +13,7 @@ SEED ?=
 FAULTS ?= 40
 EXAMPLES ?= 200
 WORKER ?= null
+IMAGES ?= control worker
 GPU_PYTHON ?= $(PYTHON)
 GPU_ARGS ?=
 
@@ -22,7 +23,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-bench test-page test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
+.PHONY: help install run test test-models test-all test-bench test-page test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +98,9 @@ infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml:
 
 infra-apply: $(VENV)/.dev.stamp $(VENV)-infra/ministack.stamp  ## apply both examples to an AWS on this machine, run the pipeline there, destroy (needs terraform)
 	OMP_NUM_THREADS=1 $(PY) -m infra.apply_locally --ministack $(VENV)-infra/ministack/bin/ministack
+
+sbom: $(VENV)-infra/sbom.stamp  ## write what the images hold, with versions and licences, to out/sbom (IMAGES="control worker")
+	$(PYTHON) -m infra.sbom --tool $(VENV)-infra/sbom/bin/cyclonedx-py $(IMAGES)
 
 lint: $(VENV)/.dev.stamp  ## ruff, mypy and the import contracts
 	$(VENV)/bin/ruff check .

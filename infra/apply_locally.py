@@ -262,6 +262,9 @@ def _try_pipeline(example: str, made: Installation, model: Path, report: Report)
 
         made.start("gateway")
         report.check(True, try_gateway(made, model, MODEL))
+    for name, described in made.outputs["processes"].items():
+        if "health" in described:
+            report.check(made.is_well(name), f"{name} is well by its container's health check")
     wished, wanted = pipeline_check.wake_from_none(made, model, MODEL, place, workers[0])
     report.check(
         wanted >= 1,
@@ -275,6 +278,8 @@ def _try_pipeline(example: str, made: Installation, model: Path, report: Report)
         report.check(
             code == 0 and took < allowed, f"{name} ended with {code} {took:.1f} s after SIGTERM ({allowed:.0f})"
         )
+        if "health" in made.outputs["processes"][name]:
+            report.check(not made.is_well(name), f"{name} is not well any more by it")
     _check_rights(made, report)
     report.say("helped: " + "; ".join(f"{name}: {how}" for name, how in sorted(made.helped.items())))
 

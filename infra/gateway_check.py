@@ -19,7 +19,7 @@ from tests.cluster.null_worker import Answers
 
 def try_gateway(made: Installation, model: Path, name: str) -> str:
     """What was seen. Raises `AssertionError`, and what the client raises."""
-    url = f"http://127.0.0.1:{made.gateway_port}"
+    url = f"http://127.0.0.1:{made.ports['gateway']}"
     made.wait(lambda: _ready(url), "no gateway is ready")
     refused = httpx2.get(f"{url}/v1/models").status_code
     assert refused == 401, f"without a key the answer is {refused}"

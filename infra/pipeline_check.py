@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -56,7 +57,7 @@ class Installation:
     metadata: MetadataServer
     helped: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    gateway_port: int = 0
+    ports: dict[str, int] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         """Start the process as its container would be."""
@@ -67,8 +68,8 @@ class Installation:
         # A model that costs nothing; all around it is real.
         program = [*NULL_WORKER, *command[1:]] if command[0] == "worker" else ["-m", "tokenmill", *command]
         if command[0] == "gateway":
-            self.gateway_port = free_port()
-            program = [*program[:-1], str(self.gateway_port)]
+            self.ports[name] = free_port()
+            program = [*program[:-1], str(self.ports[name])]
             self.helped["--port 8000"] = "one that is free"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -87,6 +88,9 @@ class Installation:
                 f"{token.scheme}://:{token.password}@{self.redis_address}/0?ssl_ca_certs={self.certificate}"
             ),
         }
+        if "TOKENMILL_METRICS__PORT" in given:  # containers have one each of their own
+            self.ports[name] = free_port()
+            replaced["TOKENMILL_METRICS__PORT"] = str(self.ports[name])
         if name.startswith("worker"):
             replaced |= {
                 "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.metadata.endpoint,
@@ -107,6 +111,13 @@ class Installation:
     @property
     def bucket(self) -> str:
         return str(self.outputs["root"]).removeprefix("s3://")
+
+    def is_well(self, name: str) -> bool:
+        """What the container's health check says."""
+        _, *command = self.outputs["processes"][name]["health"]
+        program = re.sub(r":\d+/", f":{self.ports[name]}/", command[-1])
+        asked = [sys.executable, *command[1:-1], program]
+        return subprocess.run(asked, capture_output=True, check=False, timeout=30).returncode == 0
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

@@ -22,85 +22,17 @@ locals {
       delete = ["batches", "close", "files", "finalizing", "tenants", "webhooks"]
     }
   }
-
-  repository = try(regex("^([0-9]{12})\\.dkr\\.ecr\\.([a-z0-9-]+)\\.amazonaws\\.com/([^:@]+)", var.image), null)
 }
 
-data "aws_iam_policy_document" "trust" {
-  statement {
-    actions = ["sts:AssumeRole"]
+module "execution" {
+  source = "../execution"
 
-    principals {
-      type        = "Service"
-      identifiers = ["ecs-tasks.amazonaws.com"]
-    }
-
-    condition {
-      test     = "StringEquals"
-      variable = "aws:SourceAccount"
-      values   = [data.aws_caller_identity.current.account_id]
-    }
-  }
-}
-
-data "aws_caller_identity" "current" {}
-
-# --- ECS itself: the image, the logs, the secrets
-
-data "aws_iam_policy_document" "execution" {
-  statement {
-    sid       = "Logs"
-    actions   = ["logs:CreateLogStream", "logs:PutLogEvents"]
-    resources = [for group in aws_cloudwatch_log_group.this : "${group.arn}:*"]
-  }
-
-  statement {
-    sid       = "Secrets"
-    actions   = ["secretsmanager:GetSecretValue"]
-    resources = values(var.secrets)
-  }
-
-  dynamic "statement" {
-    for_each = length(var.kms_key_arns) > 0 ? [true] : []
-
-    content {
-      sid       = "Decrypt"
-      actions   = ["kms:Decrypt"]
-      resources = var.kms_key_arns
-    }
-  }
-
-  dynamic "statement" {
-    for_each = local.repository == null ? [] : [local.repository]
-
-    content {
-      sid       = "Image"
-      actions   = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability"]
-      resources = ["arn:aws:ecr:${statement.value[1]}:${statement.value[0]}:repository/${statement.value[2]}"]
-    }
-  }
-
-  dynamic "statement" {
-    for_each = local.repository == null ? [] : [true]
-
-    content {
-      sid       = "LogInToTheRegistry"
-      actions   = ["ecr:GetAuthorizationToken"]
-      resources = ["*"] # it is not about any one resource
-    }
-  }
-}
-
-resource "aws_iam_role" "execution" {
-  name               = "${var.name}-control-execution"
-  assume_role_policy = data.aws_iam_policy_document.trust.json
-  tags               = var.tags
-}
-
-resource "aws_iam_role_policy" "execution" {
-  name   = "execution"
-  role   = aws_iam_role.execution.id
-  policy = data.aws_iam_policy_document.execution.json
+  name           = "${var.name}-control"
+  image          = var.image
+  log_group_arns = [for group in aws_cloudwatch_log_group.this : group.arn]
+  secrets        = var.secrets
+  kms_key_arns   = var.kms_key_arns
+  tags           = var.tags
 }
 
 # --- Our processes
@@ -179,7 +111,7 @@ resource "aws_iam_role" "task" {
   for_each = local.services
 
   name               = "${var.name}-${each.key}"
-  assume_role_policy = data.aws_iam_policy_document.trust.json
+  assume_role_policy = module.execution.trust
   tags               = var.tags
 }
 

@@ -11,6 +11,7 @@ locals {
   drain_seconds = try(var.gateway.drain_seconds, 25)
   request_limit = try(var.gateway.request_seconds, 600)
   port          = 8000
+  metrics_port  = lookup(var.environment, "TOKENMILL_METRICS__PORT", "9100")
 
   # What `tokenmill autoscale` calls a pool is a fleet here.
   pools = { for name, fleet in var.fleets : name => {
@@ -25,21 +26,26 @@ locals {
 
   common = merge({ AWS_DEFAULT_REGION = local.region }, var.environment)
 
+  # A process tells its figures once it is up, to the container itself only: one that doesn't answer is replaced, and a new
+  # version whose processes don't come up is rolled back.
+  alive = "http://127.0.0.1:${local.metrics_port}/metrics"
+
   services = merge(
     {
       intake = {
         size        = merge(var.intake, { disk_gib = 21 })
         command     = ["intake"]
         stop        = local.stop_seconds
-        environment = {}
-        health      = null
+        environment = { TOKENMILL_METRICS__PORT = local.metrics_port }
+        health      = local.alive
       }
       dispatcher = {
         size    = var.dispatcher
         command = ["dispatcher"]
         stop    = local.stop_seconds
-        health  = null
+        health  = local.alive
         environment = {
+          TOKENMILL_METRICS__PORT            = local.metrics_port
           TOKENMILL_CLOUDWATCH__NAMESPACE    = var.metric_namespace
           TOKENMILL_CLOUDWATCH__INSTALLATION = var.name
           TOKENMILL_AUTOSCALE__POOLS         = jsonencode(local.pools)
@@ -51,7 +57,7 @@ locals {
         size    = var.gateway
         command = ["gateway", "--host", "0.0.0.0", "--port", tostring(local.port)]
         stop    = local.drain_seconds + 35
-        health  = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:${local.port}/healthz', timeout=4)"
+        health  = "http://127.0.0.1:${local.port}/healthz"
         environment = {
           TOKENMILL_GATEWAY__AUTH               = "keys" # with "auto" it would not start before there is a key
           TOKENMILL_GATEWAY__DRAIN_SECONDS      = tostring(local.drain_seconds)
@@ -61,6 +67,11 @@ locals {
       }
     },
   )
+
+  # Python, since the image has no other program that speaks HTTP.
+  health = { for name, service in local.services : name =>
+    ["CMD", "python", "-c", "import urllib.request; urllib.request.urlopen('${service.health}', timeout=4)"]
+  }
 
   environments = { for name, service in local.services : name => merge(local.common, service.environment) }
 }
@@ -145,7 +156,7 @@ resource "aws_ecs_task_definition" "this" {
   network_mode             = "awsvpc"
   cpu                      = each.value.size.cpu
   memory                   = each.value.size.memory
-  execution_role_arn       = aws_iam_role.execution.arn
+  execution_role_arn       = module.execution.role_arn
   task_role_arn            = aws_iam_role.task[each.key].arn
   tags                     = var.tags
 
@@ -162,7 +173,7 @@ resource "aws_ecs_task_definition" "this" {
     name = "scratch"
   }
 
-  container_definitions = jsonencode([merge(
+  container_definitions = jsonencode([
     {
       name                   = each.key
       image                  = var.image
@@ -186,17 +197,15 @@ resource "aws_ecs_task_definition" "this" {
           max-buffer-size       = "16m"
         }
       }
-    },
-    each.value.health == null ? {} : {
       healthCheck = {
-        command     = ["CMD", "python", "-c", each.value.health]
+        command     = local.health[each.key]
         interval    = 15
         timeout     = 5
         retries     = 4
-        startPeriod = 60
+        startPeriod = 120
       }
     },
-  )])
+  ])
 }
 
 resource "aws_ecs_service" "this" {
@@ -244,7 +253,6 @@ resource "aws_ecs_service" "this" {
 
   depends_on = [
     aws_ecs_cluster_capacity_providers.this,
-    aws_iam_role_policy.execution,
     aws_iam_role_policy.task,
     aws_lb_listener.https,
   ]

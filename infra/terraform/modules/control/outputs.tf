@@ -14,13 +14,14 @@ output "log_groups" {
 }
 
 output "processes" {
-  description = "Each process as its container runs it: command, variables, and the ARNs of variables that are secrets."
+  description = "Each process as its container runs it: command, variables, the ARNs of variables that are secrets, and the command that says whether it is well."
   value = {
     for name, service in local.services : name => {
       command     = service.command
       environment = local.environments[name]
       secrets     = var.secrets
       stop        = service.stop
+      health      = local.health[name]
       policy      = data.aws_iam_policy_document.task[name].json
     }
   }

@@ -2,81 +2,18 @@
 # more than be one of its cluster.
 
 locals {
-  repository = try(regex("^([0-9]{12})\\.dkr\\.ecr\\.([a-z0-9-]+)\\.amazonaws\\.com/([^:@]+)", var.image), null)
-  account    = data.aws_caller_identity.current.account_id
+  account = data.aws_caller_identity.current.account_id
 }
 
-data "aws_iam_policy_document" "tasks_trust" {
-  statement {
-    actions = ["sts:AssumeRole"]
+module "execution" {
+  source = "../execution"
 
-    principals {
-      type        = "Service"
-      identifiers = ["ecs-tasks.amazonaws.com"]
-    }
-
-    condition {
-      test     = "StringEquals"
-      variable = "aws:SourceAccount"
-      values   = [local.account]
-    }
-  }
-}
-
-data "aws_iam_policy_document" "execution" {
-  statement {
-    sid       = "Log"
-    actions   = ["logs:CreateLogStream", "logs:PutLogEvents"]
-    resources = ["${aws_cloudwatch_log_group.this.arn}:*"]
-  }
-
-  statement {
-    sid       = "Secrets"
-    actions   = ["secretsmanager:GetSecretValue"]
-    resources = values(var.secrets)
-  }
-
-  dynamic "statement" {
-    for_each = length(var.kms_key_arns) > 0 ? [true] : []
-
-    content {
-      sid       = "Decrypt"
-      actions   = ["kms:Decrypt"]
-      resources = var.kms_key_arns
-    }
-  }
-
-  dynamic "statement" {
-    for_each = local.repository == null ? [] : [local.repository]
-
-    content {
-      sid       = "Image"
-      actions   = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability"]
-      resources = ["arn:aws:ecr:${statement.value[1]}:${statement.value[0]}:repository/${statement.value[2]}"]
-    }
-  }
-
-  dynamic "statement" {
-    for_each = local.repository == null ? [] : [true]
-
-    content {
-      sid       = "LogInToTheRegistry"
-      actions   = ["ecr:GetAuthorizationToken"]
-      resources = ["*"] # it is not about any one resource
-    }
-  }
-}
-
-resource "aws_iam_role" "execution" {
-  name               = "${local.full}-execution"
-  assume_role_policy = data.aws_iam_policy_document.tasks_trust.json
-  tags               = var.tags
-}
-
-resource "aws_iam_role_policy" "execution" {
-  name   = "execution"
-  role   = aws_iam_role.execution.id
-  policy = data.aws_iam_policy_document.execution.json
+  name           = local.full
+  image          = var.image
+  log_group_arns = [aws_cloudwatch_log_group.this.arn]
+  secrets        = var.secrets
+  kms_key_arns   = var.kms_key_arns
+  tags           = var.tags
 }
 
 # A worker reads shards, writes checkpoints and parts, and makes its models known. It sees no input, no file and no key.
@@ -118,7 +55,7 @@ data "aws_iam_policy_document" "task" {
 
 resource "aws_iam_role" "task" {
   name               = local.full
-  assume_role_policy = data.aws_iam_policy_document.tasks_trust.json
+  assume_role_policy = module.execution.trust
   tags               = var.tags
 }
 

@@ -93,7 +93,7 @@ resource "aws_ecs_task_definition" "this" {
   family                   = local.full
   requires_compatibilities = ["EC2"]
   network_mode             = "host"
-  execution_role_arn       = aws_iam_role.execution.arn
+  execution_role_arn       = module.execution.role_arn
   task_role_arn            = aws_iam_role.task.arn
   tags                     = var.tags
 
@@ -181,5 +181,5 @@ resource "aws_ecs_service" "this" {
     }
   }
 
-  depends_on = [aws_ecs_cluster_capacity_providers.this, aws_iam_role_policy.execution, aws_iam_role_policy.task]
+  depends_on = [aws_ecs_cluster_capacity_providers.this, aws_iam_role_policy.task]
 }

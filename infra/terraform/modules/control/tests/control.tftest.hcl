@@ -42,6 +42,16 @@ run "without_a_gateway" {
   }
 }
 
+run "each_is_asked_whether_it_is_well" {
+  assert {
+    condition = alltrue([
+      for name, task in aws_ecs_task_definition.this :
+      strcontains(join(" ", jsondecode(task.container_definitions)[0].healthCheck.command), ":${output.processes[name].environment.TOKENMILL_METRICS__PORT}/metrics")
+    ])
+    error_message = "a process that hangs is never replaced"
+  }
+}
+
 run "fleets_are_pools" {
   variables {
     fleets = { gpu = { models = ["llama=s3://weights/llama", "embed=s3://weights/embed"], scaling = { max = 40 } } }

@@ -1,0 +1,116 @@
+"""What our images hold: a bill of materials (CycloneDX, JSON) of the Python packages of each, with their licences.
+
+    python -m infra.sbom [control] [worker] --tool CYCLONEDX_PY --out FOLDER
+
+No image is needed: what its Dockerfile installs, with the same extras and pins, is installed into an environment of its
+own, and cyclonedx-py describes that. What differs from the pins is an error, and so is torch in the control image. The
+worker is installed with the torch that pip finds here: with PIP_EXTRA_INDEX_URL another build, as the Dockerfile's
+TORCH_INDEX does. Packages of the base images are not in it; `docker build --sbom=true` tells those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+REPOSITORY: Final = Path(__file__).parents[1]
+IMAGES: Final = REPOSITORY / "infra" / "images"
+NAMES: Final = ("control", "worker")
+TOOLS: Final = {"pip", "setuptools", "wheel"}
+"""What environments come with; no constraint names them."""
+
+
+def extras(dockerfile: str) -> str:
+    """What the image installs of us, such as "aws,kafka"."""
+    found = re.search(r'"\.\[([a-z0-9,-]+)\]"', dockerfile)
+    if found is None:
+        raise ValueError("the Dockerfile installs no '.[extras]'")
+    return found[1]
+
+
+def pins(constraints: str) -> dict[str, str]:
+    """Versions by normalized name."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", constraints, re.MULTILINE)
+    return {normalized(name): version for name, version in found}
+
+
+def normalized(name: str) -> str:
+    """As package indexes compare names (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def problems(image: str, bill: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
+    """What must not be in the bill of materials, or is missing from it."""
+    found = {normalized(one["name"]): one for one in bill.get("components", [])}
+    told = []
+    for name, one in sorted(found.items()):
+        version = str(one.get("version", "")).partition("+")[0]  # of a local build only the public version is pinned
+        if name in TOOLS:
+            continue
+        if name not in wanted and not name.startswith(("nvidia-", "cuda-")):  # these torch pins itself
+            told.append(f"{name} {version} is not pinned in infra/images/constraints.txt")
+        elif wanted.get(name, version) != version:
+            told.append(f"{name} is {version}, and pinned to {wanted[name]}")
+        if "purl" not in one:
+            told.append(f"{name} can't be looked up: it has no package URL")
+    if not found.keys() - TOOLS:
+        told.append("it has no components")
+    if image == "control" and "torch" in found:
+        told.append("the control side has torch")
+    return told
+
+
+def unlicensed(bill: Mapping[str, Any]) -> list[str]:
+    """Packages that say nothing of their licence."""
+    return sorted(one["name"] for one in bill.get("components", []) if not one.get("licenses"))
+
+
+def describe(image: str, tool: str, out: Path) -> dict[str, Any]:
+    """Install what the image holds, and write its bill of materials; raises `CalledProcessError`."""
+    chosen = extras((IMAGES / f"{image}.Dockerfile").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "environment"
+        venv.create(place, with_pip=True)
+        python = place / "bin" / "python"
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--constraint", str(IMAGES / "constraints.txt"), f"{REPOSITORY}[{chosen}]"], check=True)
+        made = out / f"{image}.cdx.json"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [tool, "environment", "--pyproject", str(REPOSITORY / "pyproject.toml"), "--output-reproducible",
+             "--output-file", str(made), str(python)],
+            check=True,
+        )  # fmt: skip
+    return dict(json.loads(made.read_text(encoding="utf-8")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"{' or '.join(NAMES)}; both, unless named")
+    parser.add_argument("--tool", default="cyclonedx-py", help="its command")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "out" / "sbom")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.images) - set(NAMES)):
+        parser.error(f"{unknown[0]!r} is no image; there are {' and '.join(NAMES)}")
+    wanted = pins((IMAGES / "constraints.txt").read_text(encoding="utf-8"))
+    failed = False
+    for image in args.images or NAMES:
+        bill = describe(image, args.tool, args.out)
+        print(f"{args.out / f'{image}.cdx.json'}: {len(bill['components'])} packages")
+        print(f"  without a word about their licence: {', '.join(unlicensed(bill)) or 'none'}")
+        for line in problems(image, bill, wanted):
+            failed = True
+            print(f"  WRONG: {line}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
