@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.apply_locally import read_arguments
+from infra.apply_locally import NOT_APPLIED, TERRAFORM, block_of, read_arguments, resource_blocks
 from infra.iam_check import Policy, Right, denied, rights_for
 from infra.local_aws import Asked, cut_out
 
@@ -34,6 +34,27 @@ def test_given_no_example_or_one_then_all_are_tried_or_that_one_and_another_name
     with pytest.raises(SystemExit):
         read_arguments(["nowhere"])
     assert "'nowhere' is no example" in capsys.readouterr().err
+
+
+def test_given_blocks_that_are_left_out_then_they_exist_and_a_test_with_mocks_plans_kafka() -> None:
+    blocks = resource_blocks(TERRAFORM)
+    assert blocks > NOT_APPLIED
+    for module, told in (("events", "aws_msk_cluster"), ("observability", "kafka_disk")):
+        tests = [path.read_text() for path in (TERRAFORM / "modules" / module / "tests").glob("*.tftest.hcl")]
+        assert any(told in text for text in tests), module
+
+
+@pytest.mark.parametrize(
+    ("address", "block"),
+    [
+        ("aws_kms_key.this", "minimal.aws_kms_key.this"),
+        ('module.workers["chat.x"].aws_ecs_service.this', "workers.aws_ecs_service.this"),
+        ("module.control.module.execution.aws_iam_role.this", "execution.aws_iam_role.this"),
+        ("module.control.aws_lb.gateway[0]", "control.aws_lb.gateway"),
+    ],
+)
+def test_given_a_resources_address_then_its_block_is_known(address: str, block: str) -> None:
+    assert block_of(address, "minimal") == block
 
 
 def test_given_reads_when_the_policy_covers_only_some_then_the_others_are_denied() -> None:
