@@ -69,6 +69,7 @@ class ReleaseKeeper:
                 outcome, compared = self._look_at(standing.release)
                 if outcome is None:
                     standing_open[standing.release.name] = compared
+                    self._begin_to_count(standing.release.name)
                     continue
                 standing = Standing(standing.release, outcome)
             self._settle(standing)
@@ -98,6 +99,11 @@ class ReleaseKeeper:
             candidate=release.candidate.pin.digest, reasons="; ".join(outcome.reasons),
         )  # fmt: skip
         return outcome, compared
+
+    def _begin_to_count(self, name: str) -> None:
+        """An end is seen by whoever watches only if none was told before it."""
+        for verdict in ("promoted", "rolled_back"):
+            self._ended[name, verdict] += 0
 
     def _settle(self, standing: Standing) -> None:
         """Have the catalog follow, and remove the copies. A worker may finish one a moment after the end."""

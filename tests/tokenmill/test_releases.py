@@ -31,7 +31,10 @@ from schemas.limits import PlanSettings
 from schemas.options import JobOptions
 from schemas.releases import CanaryRecord, Release
 from tests.cluster.cluster import wait_for
+from tests.servers.process import MissingServer, free_port
+from tests.servers.prometheus import PrometheusServer
 from tests.servers.redis import RedisServer
+from tests.tokenmill import dashboards
 from tests.tokenmill.processes import Processes
 from tokenmill.errors import ModelError
 from tokenmill.job_options import ChosenModel
@@ -121,8 +124,8 @@ class Installation:
         assert isinstance(self.world.store, FolderStore)
         return self.world.store.root
 
-    def start(self, *command: object) -> int:
-        return self.processes.start("-m", "tokenmill", *command)
+    def start(self, *command: object, **variables: str) -> int:
+        return self.processes.start("-m", "tokenmill", *command, **variables)
 
     def submit(self, name: str) -> None:
         intake = Intake(self.world, IntakeSettings(plan=PlanSettings(max_shard_rows=10)))
@@ -154,8 +157,11 @@ class Installation:
         manifest = Manifest.model_validate_json((self.root / "jobs" / job / "manifest.json").read_bytes())
         return manifest.finished_at > release.started_at + timedelta(seconds=1)
 
-    def outcome(self) -> Standing:
+    def outcome(self, look: Callable[[], None]) -> Standing:
+        """Of the last release, once it is decided; looks now and then while it isn't."""
+
         def ended() -> Standing | None:
+            look()
             last = self.book.last("tiny")
             return last if last is not None and last.outcome is not None else None
 
@@ -169,10 +175,59 @@ def read_answers(job: Path) -> list[tuple[str, str]]:
     return [(row["custom_id"], row["text"]) for row in rows]
 
 
+class Watched:
+    """A Prometheus that asks the dispatcher, and which of the dashboards' questions about releases it could answer.
+    Where there is none, that is said, and nothing of it is tried."""
+
+    def __init__(self, place: Path) -> None:
+        self.port = free_port()
+        self._prometheus = PrometheusServer(
+            place / "prometheus", {"tokenmill-dispatcher": [f"127.0.0.1:{self.port}"]}, ""
+        )
+        asked = [one for one in dashboards.questions() if one.panel in dashboards.OF_RELEASES]
+        self._answers = dashboards.Answers(self._prometheus, asked)
+        try:
+            self._prometheus.start()
+            self._here = True
+        except MissingServer as error:
+            print(f"NOT TESTED HERE: the dashboards' panels of releases, since {error}")
+            self._here = False
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._prometheus.close()
+
+    def look(self) -> None:
+        if self._here:
+            self._answers.look()
+
+    def saw_end(self, verdict: str) -> None:
+        """The panel shows that a release ended like that."""
+        (question,) = [one for one in dashboards.questions() if one.panel == "Releases" and "verdict" in one.text]
+        text = question.real.replace("[10s]", "[60s]")
+        if self._here:
+            wait_for(
+                lambda: any(one["metric"]["verdict"] == verdict for one in self._prometheus.ask(f"{text} > 0")), 30,
+                f"no panel shows that it was {verdict}",
+            )  # fmt: skip
+
+    def saw_all(self) -> None:
+        if self._here:
+            wait_for(lambda: not self._answers.look(), 30, f"unanswered: {self._answers.left}")
+
+
+@pytest.fixture
+def watched(place: Path) -> Iterator[Watched]:
+    with Watched(place) as made:
+        yield made
+
+
 @pytest.mark.exhaustive
 def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     processes: Processes, world: World, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
-    place: Path, monkeypatch: pytest.MonkeyPatch,
+    place: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched,
 ) -> None:  # fmt: skip
     # Both versions share two cores with everything else here, so time says little; a real pool has machines alike.
     for name, value in {"SHARE": "1.0", "SLOWER": "20", "MORE_ERRORS": "0.1"}.items():
@@ -187,18 +242,19 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert alone["bad"] != alone["stable"]
     house = Installation(processes, world, tokenmill, source)
     house.start("worker", "--model", f"tiny={model_folder}", *ENGINE)
-    house.start("dispatcher")
+    house.start("dispatcher", TOKENMILL_METRICS__PORT=str(watched.port))
     catalog = Catalog(world.store)
     wait_for(lambda: catalog.find("tiny"), 60, "no worker is up")
 
     # A bad one: caught, and gone without a trace in what anybody reads.
     begun = time.monotonic()
     house.release(bad, 1, "job-1")
-    first = house.outcome()
+    first = house.outcome(watched.look)
     print(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
     assert first.outcome is not None
     assert (first.outcome.verdict, first.outcome.by) == ("rolled_back", "comparison")
     assert any(reason.startswith("agreement of answers") for reason in first.outcome.reasons), first.outcome
+    watched.saw_end("rolled_back")
     assert catalog.find("tiny").pin.digest == model_digest(model_folder)
     assert house.answers("job-1") == alone["stable"]
     assert house.ran_meanwhile("job-1", first.release)
@@ -206,10 +262,11 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     # A good one: promoted, and jobs that came before keep the version that they are pinned to.
     begun = time.monotonic()
     house.release(good, 2, "job-2")
-    second = house.outcome()
+    second = house.outcome(watched.look)
     print(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
     assert second.outcome is not None
     assert (second.outcome.verdict, second.outcome.by) == ("promoted", "comparison"), second.outcome
+    watched.saw_end("promoted")
     assert house.answers("job-2") == alone["stable"]
     assert house.ran_meanwhile("job-2", second.release)
     wait_for(lambda: catalog.find("tiny").pin.digest == model_digest(good), 10, "the name means the old version still")
@@ -230,6 +287,19 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert not workers["job-3"] & workers["job-1"]
     for standing in (first, second):
         wait_for(lambda one=standing: not ShadowCopies(world.store, one.release).standing(), 30, "copies are left")
+
+    # A worker that does not answer as its version did doesn't serve, and is counted.
+    canaries = Canaries(world.store)
+    record = canaries.find(catalog.find("tiny").pin)
+    assert record is not None
+    key = f"canaries/{record.pin.key}.json"
+    wrong = record.answers[0].model_copy(update={"logprobs": tuple(one - 0.2 for one in record.answers[0].logprobs)})
+    kept = world.store.read(key)
+    world.store.replace(key, record.model_copy(update={"answers": (wrong, *record.answers[1:])}).to_json())
+    number = house.start("worker", "--model", f"tiny={good}", *ENGINE)
+    assert processes.running[number].wait(60) == 71
+    world.store.replace(key, kept)
+    watched.saw_all()
 
     # And back, by hand: the old version's worker is there still.
     back = tokenmill("release", "rollback", "tiny", "--root", house.root)

@@ -1,0 +1,78 @@
+"""The questions of the dashboards, as their files for Grafana have them, put to a Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from infra.dashboards import FOLDER
+from tests.servers.prometheus import PrometheusServer
+
+CHOSEN: Final = {"$__rate_interval": "10s", "$__range": "60s", "$model": ".+", "$instance": ".+"}
+"""What Grafana puts in the place of its variables."""
+
+OF_RELEASES: Final = {
+    "Releases", "Candidates beside the served version", "Rows that candidates computed, too",
+    "Workers that failed their canary prompts",
+}  # fmt: skip
+"""Panels that have an answer only beside a release (`test_releases`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question of a panel. `seldom`: when there may be no answer; None: there always is one."""
+
+    dashboard: str
+    panel: str
+    text: str
+    seldom: str | None
+
+    @property
+    def real(self) -> str:
+        """As Grafana asks it."""
+        text = self.text
+        for name, value in CHOSEN.items():
+            text = text.replace(name, value)
+        assert "$" not in text, text
+        return text
+
+
+def questions() -> list[Question]:
+    """All of them, of all dashboards."""
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
+            seldom = re.search(r"Empty while (.+)\.$", panel["description"])
+            found += [
+                Question(path.stem, panel["title"], target["expr"], seldom and seldom[1]) for target in panel["targets"]
+            ]
+    return found
+
+
+def variables() -> set[str]:
+    """What the readers' choices are taken from: questions that have an answer."""
+    asked = set()
+    for path in FOLDER.glob("*.json"):
+        for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
+            of = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.get("definition", ""))
+            if of is not None:
+                asked.add(f"group by ({of[2]}) ({of[1]})")
+    return asked
+
+
+class Answers:
+    """Which questions have had an answer with a number so far."""
+
+    def __init__(self, watching: PrometheusServer, asked: list[Question]) -> None:
+        self._watching = watching
+        self.left = asked
+
+    def look(self) -> list[Question]:
+        """Ask those that have had none; what is left."""
+        self.left = [one for one in self.left if not self._has_answer(one.real)]
+        return self.left
+
+    def _has_answer(self, text: str) -> bool:
+        return any(one["value"][1] not in ("NaN", "+Inf", "-Inf") for one in self._watching.ask(text))
