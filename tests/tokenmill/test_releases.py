@@ -175,11 +175,22 @@ def read_answers(job: Path) -> list[tuple[str, str]]:
     return [(row["custom_id"], row["text"]) for row in rows]
 
 
+@pytest.fixture
+def tell(capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Says something to whoever runs the test: what it prints the fixture `tokenmill` would swallow."""
+
+    def say(line: str) -> None:
+        with capfd.disabled():
+            print(f"\n{line}")
+
+    return say
+
+
 class Watched:
     """A Prometheus that asks the dispatcher, and which of the dashboards' questions about releases it could answer.
     Where there is none, that is said, and nothing of it is tried."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, tell: Callable[[str], None]) -> None:
         self.port = free_port()
         self._prometheus = PrometheusServer(
             place / "prometheus", {"tokenmill-dispatcher": [f"127.0.0.1:{self.port}"]}, ""
@@ -190,7 +201,7 @@ class Watched:
             self._prometheus.start()
             self._here = True
         except MissingServer as error:
-            print(f"NOT TESTED HERE: the dashboards' panels of releases, since {error}")
+            tell(f"NOT TESTED HERE: the dashboards' panels of releases, since {error}")
             self._here = False
 
     def __enter__(self) -> Watched:
@@ -219,15 +230,15 @@ class Watched:
 
 
 @pytest.fixture
-def watched(place: Path) -> Iterator[Watched]:
-    with Watched(place) as made:
+def watched(place: Path, tell: Callable[[str], None]) -> Iterator[Watched]:
+    with Watched(place, tell) as made:
         yield made
 
 
 @pytest.mark.exhaustive
 def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     processes: Processes, world: World, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any,
-    place: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched,
+    place: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched, tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     # Both versions share two cores with everything else here, so time says little; a real pool has machines alike.
     for name, value in {"SHARE": "1.0", "SLOWER": "20", "MORE_ERRORS": "0.1"}.items():
@@ -250,7 +261,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     begun = time.monotonic()
     house.release(bad, 1, "job-1")
     first = house.outcome(watched.look)
-    print(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
+    tell(f"rolled back {time.monotonic() - begun:.1f} s after its worker started: {first.outcome}")
     assert first.outcome is not None
     assert (first.outcome.verdict, first.outcome.by) == ("rolled_back", "comparison")
     assert any(reason.startswith("agreement of answers") for reason in first.outcome.reasons), first.outcome
@@ -263,7 +274,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     begun = time.monotonic()
     house.release(good, 2, "job-2")
     second = house.outcome(watched.look)
-    print(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
+    tell(f"promoted {time.monotonic() - begun:.1f} s after its worker started: {second.outcome}")
     assert second.outcome is not None
     assert (second.outcome.verdict, second.outcome.by) == ("promoted", "comparison"), second.outcome
     watched.saw_end("promoted")
