@@ -4,8 +4,8 @@
 
 The workload is submitted and planned as `tokenmill run` does it, and the planned shards go to a `ShardWorker`, whose
 results stay in memory. For the order of arrival the same rows go to it sorted by line, without what the planner found
-out of prefixes, and it is not told that the last row has come before the last one runs: all that a server would know is
-the requests so far. Each run has an engine of its own, loaded and warmed before the clock starts. `--null` takes the
+out of prefixes, and the engine is not told that the last row has come: all that a server would know is the requests so
+far. Each run has an engine of its own, loaded and warmed before the clock starts. `--null` takes the
 model away: the hits, the computed tokens and the rows a step are then right, times mean nothing.
 """
 
@@ -109,19 +109,12 @@ def by_arrival(shards: Sequence[pa.Table]) -> tuple[pa.Table, ...]:
 
 
 class Shards:
-    """`ShardSource` and `ShardSink` in memory, for one run.
+    """`ShardSource` and `ShardSink` in memory, for one run."""
 
-    Args:
-        order: "arrival": the end of the work is not known before the last row has its slot.
-    """
-
-    def __init__(self, planned: PlannedJob, tables: Sequence[pa.Table], order: RunOrder, engine: Engine) -> None:
+    def __init__(self, planned: PlannedJob, tables: Sequence[pa.Table]) -> None:
         self._clock = SystemClock()
         self._planned = planned
         self._tables = list(enumerate(tables))
-        self._order = order
-        self._engine = engine
-        self._generated = engine.stats().generated  # by warming up
         self.finished_rows: list[FinishedRows] = []
 
     def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
@@ -131,12 +124,7 @@ class Shards:
         return ShardWork(self._planned.job, number, 1, f"attempt-{number}", table, self._clock.now())
 
     def finished(self) -> bool:
-        if self._tables:
-            return False
-        # The worker keeps more rows waiting than start in one step: none waits any more when the last has a slot.
-        return self._order == "plan" or (
-            self._engine.stats().generated > self._generated and self._engine.num_waiting == 0
-        )
+        return not self._tables
 
     def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
         self.finished_rows.append(finished)
@@ -179,7 +167,9 @@ def run(
     assert isinstance(engine, Engine)
     recorder, before = StepRecorder.attach(engine), engine.stats()
     tables = planned.shards if order == "plan" else by_arrival(planned.shards)
-    shards = Shards(planned, tables, order, engine)
+    if order == "arrival":  # the next request may always come
+        engine.settle = lambda *, more_to_come: None  # type: ignore[method-assign]
+    shards = Shards(planned, tables)
     ShardWorker(model, shards, shards, SystemClock()).run()
     steps, stats = recorder.take(), engine.stats()
     table = pa.concat_tables(finished.table() for finished in shards.finished_rows)
