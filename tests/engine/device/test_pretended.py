@@ -20,6 +20,7 @@ from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
 from tests.engine.device.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
 from tests.engine.device.test_loop import answers, check_idle, plain_work, prompt, workload
+from tests.engine.quant.test_fp8_product import BY_ROWS
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: a pretended CUDA device; triton is not installed")
 pytestmark = [
@@ -110,7 +111,7 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
             np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4", "fp8"])
+@pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4", pytest.param("fp8", marks=BY_ROWS)])
 def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:

@@ -10,7 +10,7 @@ from engine.quant.fp8 import Fp8Kernel, Fp8Product, multiplies_rowwise, quantize
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations, QWeight
 
-by_rows = pytest.mark.skipif(
+BY_ROWS = pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="NOT TESTED HERE: the product; this torch has no factors by rows on CPUs",
 )
@@ -21,7 +21,7 @@ def weight(n: int = 48, k: int = 64, scale: float | None = None, group: int | No
     return round_to_nearest(dense, Rounding("fp8", group=group, activations=Activations("fp8", scale)))
 
 
-@by_rows
+@BY_ROWS
 @pytest.mark.parametrize("scale", [None, 0.02])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_the_product_of_quantized_inputs_with_the_weight(scale: float | None, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ def test_it_is_the_product_of_quantized_inputs_with_the_weight(scale: float | No
     torch.testing.assert_close(y.float(), x.float() @ q.dequantize().t() + bias, rtol=0.1, atol=0.8)
 
 
-@by_rows
+@BY_ROWS
 def test_a_rows_result_depends_on_nothing_beside_it() -> None:
     # Its scale is its own. The operator may add up in another order, and round a sum that is almost 0 otherwise.
     q, x = weight(), torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
@@ -55,7 +55,7 @@ def test_what_is_beyond_a_calibrated_scale_is_cut_off_and_zeros_stay_zeros() -> 
         assert bool(scales.isfinite().all())
 
 
-@by_rows
+@BY_ROWS
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_gives_no_finite_products_and_the_others_do(broken: float) -> None:
     x = torch.randn(3, 64)
