@@ -66,6 +66,8 @@ class _Replica:
     def __init__(self, number: int, task: Task, environment: Mapping[str, str], keep: Sequence[int]) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):  # which they aren't where some library has set a timeout for all new sockets
+            end.setblocking(True)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tokenmill.replica", str(theirs.fileno())],

@@ -48,6 +48,8 @@ class Rank:
     def __init__(self, number: int) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):  # which they aren't where some library has set a timeout for all new sockets
+            end.setblocking(True)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine.parallel.rank", str(theirs.fileno())],

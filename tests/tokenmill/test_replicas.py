@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def workers(out: Path) -> set[str]:
     """Who made parts."""
     ledger = JobLedger(FolderStore(out, read_only=True))
     return {read_part(ledger, number).summary.worker for number, _ in ledger.parts() if number}
+
+
+@pytest.fixture(autouse=True)
+def a_library_has_set_a_timeout_for_all_new_sockets() -> Iterator[None]:
+    """As Celery's threads leave one behind now and then."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5.0)
+    yield
+    socket.setdefaulttimeout(before)
 
 
 @pytest.fixture
