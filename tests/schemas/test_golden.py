@@ -50,11 +50,10 @@ def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> N
     for package in (schemas, pipeline):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    stored = {kind for kind in below(Paper) if numbered(kind) and not kind.__subclasses__()}
+    ours = [kind for kind in below(Paper) if kind.__module__.partition(".")[0] != "tests"]  # others' tests make more
+    stored = {kind for kind in ours if numbered(kind) and not any(other in ours for other in kind.__subclasses__())}
     sampled = {type(paper) for paper in (*PAPERS.values(), *EVENTS.values(), SUMMARY, HEAD)}
-    assert {kind.__name__ for kind in stored if kind.__module__.partition(".")[0] != "tests"} == {
-        kind.__name__ for kind in sampled if numbered(kind)
-    }
+    assert {kind.__name__ for kind in stored} == {kind.__name__ for kind in sampled if numbered(kind)}
 
 
 def numbered(kind: type[Paper]) -> bool:
