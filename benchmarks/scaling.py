@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -110,6 +110,31 @@ def played(case: Case, worker: WorkerModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
+    """Bursts of more than 16 machines can do, and what makes deadlines be missed: each line takes one thing more away
+    that an installation can't be without."""
+    a_day = worker.rows_per_second(worker.batch, 300.0, 200.0) * 86_400
+    trace = draw_trace("bursts", Drawn(round(16 * 0.7 * a_day)), seed)
+    settings = MillSettings(worker, ScalingLimits(most=16), seed=seed)
+    for less in ("as it is", "no cold starts", "no errors of estimates", "no bulk work", "one tenant"):
+        match less:
+            case "no cold starts":
+                settings = replace(settings, fixed=16)
+            case "no errors of estimates":
+                settings = replace(settings, answer_error=0.0)
+            case "no bulk work":
+                trace = replace(trace, jobs=tuple(job for job in trace.jobs if job.deadline is not None))
+            case "one tenant":
+                trace = replace(trace, jobs=tuple(job.model_copy(update={"tenant": "all"}) for job in trace.jobs))
+        outcome = simulate(trace, settings)
+        found = report(trace, settings, outcome)
+        told_late = met_as_they_come(tasks_of(settings, outcome), 16, 0.0 if settings.fixed else worker.cold_start)
+        yield {
+            "less": less, "seed": seed, "deadlines": found.deadlines, "deadlines_met": found.deadlines_met,
+            "deadlines_oracle": found.deadlines_oracle, "deadlines_without_foresight": told_late,
+        }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", type=Path, default=None)
@@ -128,8 +153,17 @@ def main() -> None:
             flush=True,
         )
         if args.json is not None:
-            document = {"worker": worker.model_dump(), "runs": runs}
-            args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            write(args.json, worker, runs, [])
+    overload = [line for seed in SEEDS for line in overloaded(worker, seed)]
+    for line in overload:
+        print("more than all can do, each line without:", line)
+    if args.json is not None:
+        write(args.json, worker, runs, overload)
+
+
+def write(path: Path, worker: WorkerModel, runs: list[dict[str, Any]], overload: list[dict[str, Any]]) -> None:
+    document = {"worker": worker.model_dump(), "runs": runs, "overload": overload}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class MiniStack(ServerProcess):
         found = shutil.which(self._program)
         if found is None:
             raise MissingServer(f"{self._program} is missing; `make infra-apply` installs it")
-        return [found]
+        return [str(Path(found).absolute())]  # it is started in a folder of its own
 
     def environment(self) -> dict[str, str]:
         return {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(self.port), "MINISTACK_REGION": REGION}

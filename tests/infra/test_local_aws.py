@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.apply_locally import NOT_APPLIED, TERRAFORM, block_of, read_arguments, resource_blocks
 from infra.iam_check import Policy, Right, denied, rights_for
-from infra.local_aws import Asked, cut_out
+from infra.local_aws import Asked, MiniStack, cut_out
 
 
 def asked(service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any) -> Asked:
@@ -131,3 +132,13 @@ def test_given_a_range_that_was_overlooked_then_it_is_cut_out(wanted: str, part:
     status, headers, body = cut_out(wanted, [("ETag", "e"), ("x-amz-checksum-crc32", "of the whole")], b"0123456789")
     assert (status, body) == (206, part)
     assert dict(headers) == {"ETag": "e", "Content-Range": f"bytes {told}/10"}
+
+
+def test_a_program_beside_us_is_found_from_the_folder_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "ministack"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    assert MiniStack(tmp_path / "there", "bin/ministack").command() == [str(program)]

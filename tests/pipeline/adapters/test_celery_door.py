@@ -105,7 +105,6 @@ class House:
         for thread in self.threads:
             thread.join(WAIT)
         assert not any(thread.is_alive() for thread in self.threads)
-        gc.collect()  # results that nobody read unsubscribe when they go, while there is a server
         self.caller.close()
 
 
@@ -114,6 +113,7 @@ def ending() -> Iterator[ExitStack]:
     """A worker may take two seconds to end: all end at once, when the last test has run."""
     with ExitStack() as ending:
         yield ending
+        gc.collect()  # results that nobody read unsubscribe when they go, while there are servers and callers
 
 
 @pytest.fixture
