@@ -27,7 +27,7 @@ MOST_GROWTH = 8_000_000
 
 @pytest.fixture
 def cluster(tmp_path: Path, redis_server: RedisServer, model_folder: Path) -> Iterator[LaneCluster]:
-    engine = ("--model", f"null={model_folder}", "--max-num-seqs", ROWS, "--step-ms", 15)
+    engine = ("--model", f"null={model_folder}", "--max-num-seqs", ROWS, "--step-ms", 30)
     with lane_cluster(tmp_path / "cluster", engine, redis_server, **SMALL) as cluster:
         yield cluster
 
@@ -44,7 +44,7 @@ def test_of_two_hundred_streams_those_that_hang_up_or_stop_reading_end_alone(
     cluster: LaneCluster, model_folder: Path
 ) -> None:
     cluster.start("gateway-1", "worker-1")
-    asked = readers(model_folder, kinds(7), tokens=800, ramp=1.0, until=1.5, n=CHOICES)
+    asked = readers(model_folder, kinds(7), tokens=400, ramp=1.0, until=2.5, n=CHOICES)
     clients = run_clients(Plan(cluster.url("gateway-1"), tuple(asked), wake=3.0))
     wait_for(lambda: read_running(cluster.meters) == ROWS, 60, "they are not all computed at once")
     before = memory(cluster)

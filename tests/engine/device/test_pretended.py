@@ -111,7 +111,15 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
             np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int8-weight-only", "int4", pytest.param("fp8", marks=BY_ROWS)])
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        "int8",
+        "int8-weight-only",
+        pytest.param("int4", marks=pytest.mark.exhaustive),
+        pytest.param("fp8", marks=BY_ROWS),
+    ],
+)
 def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:

@@ -159,7 +159,7 @@ def _build_and_load(barrier: object, results: object) -> None:
     results.put((str(build()), load_library("avx2", 1).panel))  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_that_build_at_once_both_get_a_library_that_works(cache: Path, quick_compiler: None) -> None:
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(2), spawn.Queue()
