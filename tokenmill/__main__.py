@@ -28,7 +28,7 @@ def main() -> int:
 
             from tokenmill.cli import main as run
 
-            code = run()
+            code = run(stopped=lambda: starting.asked)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Annotated
 
@@ -87,8 +87,14 @@ app.command("quantize", short_help="A quantized checkpoint of a model, and what 
 app.command("bench", short_help="Throughput of this machine.")(bench.bench)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code. Never raises, and prints a traceback only with --debug."""
+def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] = lambda: False) -> int:
+    """Run one command; the process's exit code. Never raises, and prints a traceback only with --debug.
+
+    Args:
+        stopped: whether the word to stop has come while the command was starting. What fails then is its end: libraries
+            make another error of what is raised while they are imported (before Python 3.12 each class with a
+            `__set_name__` does).
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Not standalone: typer would print a box of many lines, and would end the process by itself.
@@ -105,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader of our output went away: nothing is left to tell anyone
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001  # the last floor: whatever arrives here is told, never lost
+        if stopped():
+            return EXIT_OK
         return _failed(error, debug="--debug" in given)
     if code == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt in a command
         say("interrupted")
