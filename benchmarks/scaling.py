@@ -156,7 +156,7 @@ def main() -> None:
             write(args.json, worker, runs, [])
     overload = [line for seed in SEEDS for line in overloaded(worker, seed)]
     for line in overload:
-        print("more than all can do, each line without:", line)
+        print(f"bursts of more than all can do, {line['less']}, and all above: {line}")
     if args.json is not None:
         write(args.json, worker, runs, overload)
 

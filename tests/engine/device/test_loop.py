@@ -119,7 +119,7 @@ class Near(float):
 
 
 def near(values: Any) -> list[Near] | None:
-    return None if values is None else [Near(value) for value in np.nan_to_num(values)]
+    return None if values is None else [Near(value) for value in values]
 
 
 def told(done: Any) -> list[Any]:
@@ -131,7 +131,8 @@ def told(done: Any) -> list[Any]:
         )
         for choice in done.choices
     ]  # fmt: skip
-    return [done.request_id, choices, done.error, near(done.prompt_logprobs and done.prompt_logprobs.chosen)]
+    scores = None if done.prompt_logprobs is None else np.nan_to_num(done.prompt_logprobs.chosen)  # the first has none
+    return [done.request_id, choices, done.error, near(scores)]
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Any]:
