@@ -39,6 +39,18 @@ DAY = 86_400
 Makes = Callable[[RateSettings], RateLimiter]
 
 
+def at_a_windows_beginning(seconds: int) -> None:
+    """Wait for it. What is counted right before a window's end and read right behind it is rounded down: numbers are
+    exact only within one window, and they are of the clock, not of the limiter."""
+    time.sleep(seconds - time.time() % seconds)
+
+
+@pytest.fixture(autouse=True)
+def far_from_a_minutes_end() -> None:
+    if time.time() % 60 > 57:
+        at_a_windows_beginning(60)
+
+
 @pytest.fixture
 def prefix(unique_name: Callable[[], str]) -> str:
     return unique_name()
@@ -108,6 +120,7 @@ def test_a_tenants_own_limits_and_a_keys_own_come_first(makes: Makes) -> None:
 
 def test_waiting_as_long_as_is_said_helps(makes: Makes) -> None:
     limiter = makes(RateSettings(key=RateLimits(requests_per_minute=2, tokens_per_minute=100), window=2))
+    at_a_windows_beginning(2)
     for _ in range(2):
         limiter.take_request(caller())
     error = refused(lambda: limiter.take_request(caller()))
@@ -136,6 +149,7 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
     assert too_large.headers["x-should-retry"] == "false"
     assert "Retry-After" not in too_large.headers
     late = makes(RateSettings(tenant=RateLimits(tokens_per_minute=10), window=1))
+    at_a_windows_beginning(1)
     ticket = late.admit(caller("late"), "a", 10, 60.0)
     time.sleep(2.1)
     late.done(ticket, 0)
@@ -147,6 +161,7 @@ def test_tokens_are_taken_at_the_beginning_and_the_rest_is_given_back(makes: Mak
 def test_what_was_taken_from_a_window_is_not_given_back_to_the_next(makes: Makes) -> None:
     # Given all of a window's tokens taken,
     limiter = makes(RateSettings(tenant=RateLimits(tokens_per_minute=1_000), window=2))
+    at_a_windows_beginning(2)
     ticket = limiter.admit(caller(), "a", 1_000, 60)
     # when the request ends right behind the window, almost without having used any,
     time.sleep(max(0.0, ticket.until - time.monotonic()) + 0.05)
@@ -252,6 +267,7 @@ def test_openais_client_waits_as_it_is_told_and_then_succeeds(tmp_path: Path) ->
     with http_house(tmp_path, rates=RateSettings(key=RateLimits(requests_per_minute=2), window=2)) as house:
         _, text = house.keys.create("acme", ALL)
         hasty, patient = house.client(text), house.client(text, max_retries=3)
+        at_a_windows_beginning(2)
         raw = hasty.chat.completions.with_raw_response.create(**HELLO)
         assert raw.headers["x-ratelimit-limit-requests"] == "2"
         assert raw.headers["x-ratelimit-remaining-requests"] == "1"
