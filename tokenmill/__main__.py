@@ -15,7 +15,7 @@ def main() -> int:
     try:
         import signal
 
-        from tokenmill.errors import interrupt
+        from tokenmill.errors import interrupt, interrupted
 
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
@@ -29,9 +29,9 @@ def main() -> int:
             from tokenmill.cli import main as run
 
             code = run(stopped=lambda: starting.asked)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
+            if interrupted(error):
+                raise KeyboardInterrupt from error
             if not (starting.asked or isinstance(error, Stopped)):
                 raise
             code = 0

@@ -32,7 +32,16 @@ from tokenmill.commands import (
     simulate,
     submit,
 )
-from tokenmill.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, StoppedWatching, UserError, explain
+from tokenmill.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    StoppedWatching,
+    UserError,
+    explain,
+    interrupted,
+)
 from tokenmill.output import say
 
 app = typer.Typer(
@@ -113,6 +122,9 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] = l
     except Exception as error:  # noqa: BLE001  # the last floor: whatever arrives here is told, never lost
         if stopped():
             return EXIT_OK
+        if interrupted(error):
+            say("interrupted")
+            return EXIT_INTERRUPTED
         return _failed(error, debug="--debug" in given)
     if code == EXIT_INTERRUPTED:  # what typer makes of a KeyboardInterrupt in a command
         say("interrupted")

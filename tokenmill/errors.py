@@ -44,6 +44,14 @@ def interrupt(_number: int, _frame: FrameType | None) -> None:
     raise Interruption
 
 
+def interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is what ended it: libraries make another error of what is raised while they are imported (before
+    Python 3.12 each class with a `__set_name__` does)."""
+    while error.__cause__ is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return isinstance(error, KeyboardInterrupt)
+
+
 def explain(error: Exception) -> str:
     """An error as one line. Those that were raised on purpose speak for themselves; others say how to learn more."""
     text = " ".join(str(error).split())

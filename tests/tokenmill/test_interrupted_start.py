@@ -13,6 +13,15 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 AS_MODULE = "import runpy; runpy.run_module('tokenmill', run_name='__main__', alter_sys=True)"
 
+WRAPPED = """exec('''
+class Late:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGINT)
+class Made:
+    late = Late()
+''', globals())"""
+"""Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+
 INTERRUPTED = """
 import signal, sys
 def interrupt(event, details):
@@ -38,6 +47,8 @@ def as_console_script() -> str:
         ("module", "tokenmill.cli", "signal.raise_signal(signal.SIGINT)"),
         ("script", "typer", "exec('signal.raise_signal(signal.SIGINT)')"),
         ("module", "tokenmill.commands.run", "exec('signal.raise_signal(signal.SIGINT)')"),
+        ("script", "tokenmill.cli", WRAPPED),
+        ("module", "schemas.job", WRAPPED),
         ("script", "torch", "exec('signal.raise_signal(signal.SIGINT)')"),
     ],
 )
