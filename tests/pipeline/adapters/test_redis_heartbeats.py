@@ -69,7 +69,7 @@ def test_a_server_that_was_emptied_counts_anew_and_the_next_beat_is_heard(
     assert beats.since() >= 0.7
     redis_server.start_empty()
     assert beats.workers() == []
-    assert beats.since() < 0.3
+    assert beats.since() < 0.6
     beats.beat(W)
     assert beats.workers() == [W]
 
@@ -83,7 +83,7 @@ def test_a_server_that_was_away_and_kept_its_data_counts_anew_too(
     time.sleep(LIFETIME)
     redis_server.start()
     assert beats.workers() == [], "the beats ran out meanwhile"
-    assert beats.since() < 0.3, "so nobody may be taken for dead yet"
+    assert beats.since() < 0.6, "so nobody may be taken for dead yet"
 
 
 def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
@@ -95,7 +95,7 @@ def test_a_server_that_stood_still_fails_in_time_and_counts_anew(
         began = time.monotonic()
         with pytest.raises(ServiceUnavailable, match="no answer in time"):
             ask()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 3.0
     redis_server.resume()
     assert beats.since() < 0.5
     beats.beat(W)

@@ -197,7 +197,7 @@ def test_a_server_that_stands_still_fails_every_call_in_time(redis_server: Redis
         began = time.monotonic()
         with pytest.raises(ServiceUnavailable):
             ask()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 3.0
 
 
 # -- strangers, and what is left

