@@ -54,8 +54,8 @@ test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on a CPU with 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
 
-test-bench: $(VENV)/.dev.stamp  ## the long tests of benchmarks (environments of peers, a bare machine) and of kernels, compiled for older GPUs too
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/benchmarks tests/engine $(PYTEST_ARGS)
+test-bench: $(VENV)/.dev.stamp  ## the long tests of benchmarks (environments of peers, a bare machine) and of the engine: every family at every setting, kernels compiled for older GPUs
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/benchmarks tests/engine tests/workers $(PYTEST_ARGS)
 
 test-page: $(VENV)/.browser.stamp  ## try the page in headless Chromium, which must be installed, and make its pictures in docs/images
 	$(PY) -m pytest tests/tokenmill/test_page.py $(PYTEST_ARGS)

@@ -251,9 +251,9 @@ def test_each_draw_is_the_inverse_cdf_of_its_uniform(
 
 
 def test_an_error_in_the_last_digits_changes_hardly_any_draw() -> None:
-    """Given logits as another batch shape would give them, when each of 4,000 draws is made again, it is the same: also
+    """Given logits as another batch shape would give them, when each of 1,500 draws is made again, it is the same: also
     where a token is drawn that is a thousand times less likely than the error of a running sum over the vocabulary."""
-    vocab, draws = 50_000, 4000
+    vocab, draws = 50_000, 1500
     logits = logits_of(vocab, seed=4, spread=2.5)
     noise = np.random.default_rng(1).normal(0, 1e-5, (draws, vocab)).astype(np.float32)
     sampler = Sampler(draws, vocab, (EOS,), torch.device("cpu"))
@@ -266,8 +266,8 @@ def test_an_error_in_the_last_digits_changes_hardly_any_draw() -> None:
     )
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
-    assert (probabilities[exact] < 1e-5).sum() > 100, "unlikely tokens are among those drawn"
-    assert (exact != shaken).sum() <= 2
+    assert (probabilities[exact] < 1e-5).sum() > 40, "unlikely tokens are among those drawn"
+    assert (exact != shaken).sum() <= 1
 
 
 def test_picking_walks_the_running_sum_and_never_takes_a_weightless_token() -> None:

@@ -125,7 +125,7 @@ def test_a_wire_delays_cuts_refuses_and_falls_silent(wire: FaultyTcp) -> None:
         wire.delay = 0.1
         began = time.monotonic()
         assert ask(connection) == b"+PONG\r\n"
-        assert 0.2 <= time.monotonic() - began
+        assert time.monotonic() - began >= 0.2
         wire.restore()
 
         wire.silence()

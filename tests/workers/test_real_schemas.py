@@ -48,7 +48,10 @@ def written(made: Grammar, tokens: list[bytes], chance: random.Random) -> str | 
     return None
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize(
+    "seed",
+    [0, *(pytest.param(seed, marks=pytest.mark.slow if seed < 3 else pytest.mark.exhaustive) for seed in range(1, 6))],
+)
 def test_what_comes_to_its_end_follows_its_schema(
     byte_level: Tokenizer, schemas: list[tuple[str, dict[str, Any]]], seed: int
 ) -> None:

@@ -88,7 +88,10 @@ def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_
         assert stats.steps_ahead >= stats.steps - 2
 
 
-@pytest.mark.parametrize(("family", "guesses"), [("llama", "ngram"), ("gemma3", "off"), ("qwen3", "off")])
+@pytest.mark.parametrize(
+    ("family", "guesses"),
+    [("llama", "ngram"), ("gemma3", "off"), pytest.param("qwen3", "off", marks=pytest.mark.exhaustive)],
+)
 def test_whatever_is_asked_for_gives_the_same_answers(family: str, guesses: Any, tiny_model: TinyModel) -> None:
     """Masks, penalties, log-probabilities, scored prompts; each family by torch's operators."""
     path, work = tiny_model(family), list(workload())
@@ -117,7 +120,7 @@ def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
         "int8",
         "int8-weight-only",
         pytest.param("int4", marks=pytest.mark.exhaustive),
-        pytest.param("fp8", marks=BY_ROWS),
+        pytest.param("fp8", marks=[BY_ROWS, pytest.mark.exhaustive]),
     ],
 )
 def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:

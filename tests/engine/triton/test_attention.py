@@ -201,7 +201,7 @@ def filled(batch: AttentionBatch, rows: int) -> AttentionBatch:
     )
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("dtype", [*TOLERANCE, FP8], ids=str)
 def test_rows_that_only_fill_a_graph_read_and_write_nothing(
     dtype: torch.dtype, splits: int, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +255,7 @@ def test_rows_that_only_fill_a_graph_read_and_write_nothing(
         attend_both(0, sequences.batch(members, [1] * len(members)), padded=True)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_reserved_step_is_filled_again_and_again(
     mixed: bool, window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch

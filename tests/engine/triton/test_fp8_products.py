@@ -105,10 +105,11 @@ def test_blocks_of_a_checkpoint_are_groups_whose_rows_repeat_their_factor(device
     q = QWeight("fp8", codes, 256, 256, 128, blocks.repeat_interleave(128, 0), activations=Activations("fp8"))
     assert multiplies_groups(q)
     assert not multiplies_rowwise(q)
-    x = torch.randn(3, 256)
+    x, scales = grouped(torch.randn(3, 256), 128)
     whole = codes.float() * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    got = GroupedFp8Product(q.to(device), None, upcast)(x.to(device)).cpu()
-    torch.testing.assert_close(got, x @ whole.t(), rtol=0.1, atol=1.5)
+    values = x.float() * scales.repeat_interleave(128, 1)
+    got = GroupedFp8Product(q.to(device), None, upcast)(values.to(device)).cpu()
+    torch.testing.assert_close(got, values @ whole.t(), rtol=1e-4, atol=1e-3)
 
 
 def test_a_calibrated_scale_is_one_for_all_groups(device: torch.device, upcast: bool) -> None:
