@@ -102,11 +102,14 @@ struct Decoder {
                         for (int i = 0; i < n; i++) ((uint16_t*)step.states)[at + i] = to_bf16(x[i]);
                 }
                 rms_norm(x, weight, n, shape.eps, y);
+                if (next) {
+                    write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n,
+                                  space.input + t * space.input_words, space.row_scale + t * space.scale_stride);
+                    continue;
+                }
+                // Only behind the last layer are the tokens those that are wanted.
                 const int64_t row = step.num_wanted < 0 ? t : step.wanted[t];
-                if (next)
-                    write_operand(operand_kind(shape.activations, *next), in_order(*next, y, y + n + VL), n, space.input + t * space.input_words,
-                                  space.row_scale + t * space.scale_stride);
-                else if (shape.activations == KIND_F32)
+                if (shape.activations == KIND_F32)
                     __builtin_memcpy((float*)hidden + row * n, y, n * 4);
                 else
                     for (int i = 0; i < n; i++) ((uint16_t*)hidden)[row * n + i] = to_bf16(y[i]);
