@@ -23,7 +23,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-bench test-page test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
+.PHONY: help install run test test-models test-all test-bench test-page test-memory test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,16 @@ test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaus
 test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on a CPU with torch 2.11, the oldest we take, and its Triton
 	OMP_NUM_THREADS=1 $(VENV)-torch211/bin/python -m pytest $(PARALLEL) -m "not slow and not exhaustive" tests/engine \
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
+
+ASAN := $(abspath out/asan)
+test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while AddressSanitizer watches them (needs g++ and its libasan)
+	@mkdir -p $(ASAN) && rm -f $(ASAN)/report.*
+	OMP_NUM_THREADS=1 CXX="g++ -fsanitize=address -g -fno-omit-frame-pointer" TOKENMILL_NATIVE_CACHE=$(ASAN) \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest \
+		-m "not slow and not exhaustive" tests/engine/native tests/engine/attention tests/engine/embedding tests/engine/quant \
+		tests/engine/speculative $(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/test_*.py)) $(PYTEST_ARGS) \
+		|| { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)

@@ -14,7 +14,10 @@ from kafka import KafkaConsumer
 
 from pipeline.doors.kafka_consumer import KafkaDoor
 from pipeline.doors.kafka_partition import Work
-from tests.pipeline.doors.kafka_house import KafkaHouse, Said, child, request, until
+from pipeline.intake import Intake, JobDraft
+from pipeline.ports import World
+from pipeline.submit import Submitted
+from tests.pipeline.doors.kafka_house import PATIENCE, KafkaHouse, Said, child, request, until
 from tests.servers.kafka import KafkaBroker
 
 PARTITIONS = 4
@@ -128,11 +131,24 @@ def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_onc
     check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
 
 
+class Held(Intake):
+    """Takes nothing in before it is let."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.let = threading.Event()
+
+    def accept(self, draft: JobDraft) -> Submitted:
+        assert self.let.wait(PATIENCE)
+        return super().accept(draft)
+
+
 def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
     house: KafkaHouse,
 ) -> None:
     settings = house.settings()
-    door, stop = house.door(settings), threading.Event()
+    intake, stop = Held(house.world), threading.Event()
+    door = house.door(settings, intake)
 
     def follow() -> None:
         """Another member, which only wants its share."""
@@ -148,6 +164,7 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
     house.produce([Said(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)])
     with house.stepping(door) as step_until:
         step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
+        intake.let.set()
         thread.start()
         until(lambda: all(work.future.done() for work in working()), "all are stored, and the door hasn't looked")
         assert not any(house.committed(number) for number in range(PARTITIONS))
