@@ -31,7 +31,9 @@ import pyarrow.parquet as pq
 from throughput import machine
 
 from pipeline.pinning import pin_input
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, known_input
 from tokenmill.logs import log_to_stderr

@@ -35,7 +35,7 @@ from pipeline.active import ACTIVE
 from pipeline.doors.kafka_batches import ORIGINS
 from pipeline.ledger import JOBS, RESULTS, JobLedger
 from pipeline.ports import ObjectStore
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster, wait_for
 from tests.cluster.null_worker import Answers
 from tests.servers.moto import MotoServer

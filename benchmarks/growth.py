@@ -46,7 +46,9 @@ from throughput import machine
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.models.load import describe_model
 from pipeline.pinning import pin_input
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.logs import log_to_stderr

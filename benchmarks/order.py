@@ -40,7 +40,8 @@ from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
 from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
-from schemas.job import Job, JobSettings, ModelPin, Tier
+from schemas.job import Job, JobSettings, Tier
+from schemas.models import ModelPin
 from tokenmill.embedded import open_output
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel, token_counter

@@ -25,7 +25,9 @@ from workload import Prompt, read_workload
 from engine import Request, SamplingParams, as_token_ids
 from engine.request import Completion
 from pipeline.pinning import pin_input
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from schemas.requests import ChatMessage
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel

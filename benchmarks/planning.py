@@ -28,8 +28,10 @@ from pipeline.planner import SourceFile
 from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.submit import Order, submit
-from schemas.job import InputFile, InputFormat, InputRef, JobSettings, ModelPin, Tier
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import JobSettings, Tier
 from schemas.limits import PlanSettings
+from schemas.models import ModelPin
 
 PIECE = 4096
 ROOT = Path(__file__).parents[1]

@@ -33,7 +33,8 @@ from pipeline.ports import Lease, ObjectStore, PipelineError, World
 from pipeline.results import read_part
 from pipeline.tracing import TRACEPARENT
 from schemas.events import JobChanged, ShardCommitted
-from schemas.job import Counts, Job, JobStatus, Manifest
+from schemas.job import Job
+from schemas.outcome import Counts, JobStatus, Manifest
 
 ANNOUNCED: Final = "announced/"
 QUIET_SHARE: Final = 0.1

@@ -13,7 +13,7 @@ from typing import Final
 
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
-from schemas.job import ModelPin
+from schemas.models import ModelPin
 from schemas.releases import CanaryAnswer, CanaryFailure, CanaryRecord
 
 CANARIES: Final = "canaries/"

@@ -17,7 +17,7 @@ import structlog
 
 from pipeline.ledger import LedgerError, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
-from schemas.job import CatalogEntry, ModelPin
+from schemas.models import CatalogEntry, ModelPin
 
 CATALOG: Final = "catalog/"
 VERSIONS: Final = "versions/"

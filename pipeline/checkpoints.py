@@ -20,7 +20,7 @@ from pipeline.ledger import JobLedger, work_key
 from pipeline.ports import ObjectNotFound
 from pipeline.records import AttemptRecord, NoteRecord
 from schemas.checkpoints import FINISHED_SCHEMA, Checkpoint, DamagedCheckpoint, LoggedChoice, decode, join
-from schemas.job import Worked
+from schemas.outcome import Worked
 
 _CHECKPOINT = re.compile(r"([0-9a-f]{16})-(\d{6,})")
 _NOTE = re.compile(r"note-([0-9a-f]{16})-(\d{6,})\.json")

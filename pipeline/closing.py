@@ -22,7 +22,9 @@ from pipeline.ports import World
 from pipeline.worker_api import ShardReport
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import Closing, Counts, Job, JobStatus, ShardRef, Usage
+from schemas.job import Closing, Job
+from schemas.outcome import Counts, JobStatus, Usage
+from schemas.plan import ShardRef
 from schemas.results import ResultRow
 
 CLOSER: Final = "closer"

@@ -21,7 +21,7 @@ from pydantic import AwareDatetime
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.submit import derived_job_id
-from schemas.job import Count, Paper
+from schemas.papers import Count, Paper
 
 LETTERS: Final = "deadletters/"
 BUCKET_EVENTS: Final = "bucket-events"

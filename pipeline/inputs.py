@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeline.pinning import WatchedInput, pin_input
 from pipeline.planner.api import InputError, SourceFile
-from schemas.job import InputRef
+from schemas.inputs import InputRef
 
 if TYPE_CHECKING:
     from pipeline.adapters.s3_client import S3Connection

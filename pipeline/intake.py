@@ -19,8 +19,10 @@ from pipeline.notices import want_notice
 from pipeline.ports import PipelineError, World
 from pipeline.submit import Order, Submitted, submit
 from schemas.errors import RowErrorCode
-from schemas.job import InputRef, Job, JobSettings, ModelPin, OnInvalid, Tier
+from schemas.inputs import InputRef
+from schemas.job import Job, JobSettings, OnInvalid, Tier
 from schemas.limits import Limits, PlanSettings
+from schemas.models import ModelPin
 from schemas.options import JobOptions
 
 MODEL_NOT_FOUND: Final = RowErrorCode.MODEL_NOT_FOUND.value

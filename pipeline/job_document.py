@@ -10,7 +10,8 @@ from typing import Any
 from pipeline.jobs import summarize_job
 from pipeline.ledger import RESULTS, JobLedger
 from pipeline.spending import per_million
-from schemas.job import Closing, Counts, Job, JobStatus, Manifest, Usage
+from schemas.job import Closing, Job
+from schemas.outcome import Counts, JobStatus, Manifest, Usage
 
 _ENDED_AT = {
     JobStatus.COMPLETED: "completed_at",

@@ -11,7 +11,9 @@ from pipeline.ledger import JOB, JOBS, JobLedger, JobNotFound
 from pipeline.manifest import Tally
 from pipeline.ports import ObjectStore, PipelineError
 from pipeline.results import read_part
-from schemas.job import Counts, Job, JobStatus, Manifest, PlanSegment, Usage
+from schemas.job import Job
+from schemas.outcome import Counts, JobStatus, Manifest, Usage
+from schemas.plan import PlanSegment
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,10 @@ from pydantic import ValidationError
 
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
 from pipeline.records import AttemptRecord, EndRecord, RunRecord, Tombstone
-from schemas.job import Closing, Job, JobStatus, Manifest, Paper, PlanSegment, ShardRef
+from schemas.job import Closing, Job
+from schemas.outcome import JobStatus, Manifest
+from schemas.papers import Paper
+from schemas.plan import PlanSegment, ShardRef
 from schemas.progress import Progress
 
 JOB = "job.json"

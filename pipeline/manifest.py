@@ -21,7 +21,9 @@ from pipeline.ports import PipelineError
 from pipeline.records import EngineFacts, PartSummary
 from pipeline.results import PartEntry
 from pipeline.spending import Spent, by_model, per_million, work_of
-from schemas.job import Counts, FileEntry, Job, Manifest, PlanSegment, Usage, Worked
+from schemas.job import Job
+from schemas.outcome import Counts, FileEntry, Manifest, Usage, Worked
+from schemas.plan import PlanSegment
 from schemas.results import RowStatus
 
 Interval = tuple[datetime, datetime]

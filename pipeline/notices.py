@@ -15,7 +15,7 @@ from typing import Final, Literal
 from pydantic import AwareDatetime
 
 from pipeline.ports import ObjectStore
-from schemas.job import Paper
+from schemas.papers import Paper
 
 WANTED: Final = "webhooks/wanted/"
 DUE: Final = "webhooks/due/"

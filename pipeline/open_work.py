@@ -12,7 +12,8 @@ from pipeline.active import open_jobs
 from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.ledger import JobNotFound, LedgerError
 from pipeline.ports import ObjectStore
-from schemas.job import Job, JobStatus
+from schemas.job import Job
+from schemas.outcome import JobStatus
 
 MOST_JOBS: Final = 1_000
 """Open jobs that a look reads, the newest; then more is open than it tells."""

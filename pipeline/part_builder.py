@@ -17,7 +17,7 @@ from pipeline.ports import World
 from pipeline.records import PartSummary
 from pipeline.results import PartWriter, committed_tokens, part_schema, shard_results
 from pipeline.worker_api import ShardReport
-from schemas.job import Worked
+from schemas.outcome import Worked
 
 
 @dataclass(frozen=True, slots=True)

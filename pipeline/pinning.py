@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
-from schemas.job import FileStamp, InputFile, InputRef
+from schemas.inputs import FileStamp, InputFile, InputRef
 
 
 def pin_input(path: Path, known: InputRef | None = None) -> InputRef:

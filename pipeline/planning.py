@@ -30,7 +30,10 @@ from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter
 from pipeline.tracing import Span, trace_job, working_for
-from schemas.job import Counts, InputRef, Job, JobError, JobStatus, Manifest, PlanSegment
+from schemas.inputs import InputRef
+from schemas.job import Job
+from schemas.outcome import Counts, JobError, JobStatus, Manifest
+from schemas.plan import PlanSegment
 from schemas.tables import result_schema
 
 PLANNER = "planner"

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.job import Count, Counts, Paper, Report, Usage, Worked
+from schemas.outcome import Counts, Usage, Worked
+from schemas.papers import Count, Paper, Report
 
 EngineFacts = dict[str, str | int | float | bool | None]
 

@@ -10,7 +10,7 @@ import hashlib
 
 from pipeline.ledger import JobLedger, LedgerError
 from pipeline.ports import ObjectNotFound, StoreError, World
-from schemas.job import PlanSegment
+from schemas.plan import PlanSegment
 
 _CHUNK = 1 << 20
 

@@ -18,7 +18,7 @@ from pipeline.ledger import JobLedger, LedgerError, part_key, read_paper
 from pipeline.ports import PipelineError, StoreError
 from pipeline.records import PartSummary
 from schemas.checkpoints import ROW_USAGE
-from schemas.job import Counts, Usage
+from schemas.outcome import Counts, Usage
 from schemas.results import RowStatus
 from schemas.tables import RESULT_FIELDS, SHARD_FIELDS
 

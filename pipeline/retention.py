@@ -38,7 +38,8 @@ from pipeline.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
 from pipeline.ports import ObjectInfo, World
 from pipeline.records import Tombstone
 from pipeline.tenant_spending import old_spending
-from schemas.job import Job, Manifest
+from schemas.job import Job
+from schemas.outcome import Manifest
 
 INTAKE: Final = "intake/"
 INCOMING: Final = "incoming/"

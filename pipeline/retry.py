@@ -24,7 +24,8 @@ from pipeline.ledger import JOBS, JobLedger, part_key
 from pipeline.ports import PipelineError, World
 from pipeline.submit import Order, Submitted, derived_job_id, submit
 from schemas.errors import RowErrorCode
-from schemas.job import Job, JobSettings, JobStatus, Manifest, Tier
+from schemas.job import Job, JobSettings, Tier
+from schemas.outcome import JobStatus, Manifest
 from schemas.results import RowStatus
 from schemas.selection import RowSelection
 

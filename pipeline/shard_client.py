@@ -25,7 +25,9 @@ from pipeline.records import AttemptRecord, EndRecord, NoteRecord
 from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.figures import WorkerFigures
-from schemas.job import Job, ShardRef, Tier, Worked
+from schemas.job import Job, Tier
+from schemas.outcome import Worked
+from schemas.plan import ShardRef
 
 logger = structlog.get_logger(__name__)
 

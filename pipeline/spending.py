@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipeline.records import PartSummary
-from schemas.job import ModelSpending, Usage, Worked
+from schemas.outcome import ModelSpending, Usage, Worked
 
 MILLION = 1_000_000
 

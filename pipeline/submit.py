@@ -19,7 +19,10 @@ from pipeline.ports import PipelineError, Randomness, World
 from pipeline.records import RunRecord
 from pipeline.tenants import batches_of
 from pipeline.tracing import current_traceparent
-from schemas.job import InputRef, Job, JobSettings, JobStatus, ModelPin, Tier
+from schemas.inputs import InputRef
+from schemas.job import Job, JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.outcome import JobStatus
 
 _NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
 _DIGITS = "0123456789abcdefghijklmnopqrstuv"

@@ -18,7 +18,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from schemas.job import Count, Paper, Usage, Worked
+from schemas.outcome import Usage, Worked
+from schemas.papers import Count, Paper
 from schemas.results import ResultRow, results_table
 from schemas.tables import RESULT_FIELDS
 

@@ -11,7 +11,9 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from schemas.job import Count, Report, Tier, Usage
+from schemas.job import Tier
+from schemas.outcome import Usage
+from schemas.papers import Count, Report
 
 LATENCY_BOUNDS: Final = (
     0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5,

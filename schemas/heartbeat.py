@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from schemas.job import Count, Report
+from schemas.papers import Count, Report
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 

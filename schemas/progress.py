@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.job import Count, Counts, JobStatus, Report, Usage
+from schemas.outcome import Counts, JobStatus, Usage
+from schemas.papers import Count, Report
 
 
 class Progress(Report):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
-from schemas.job import CatalogEntry, Count, ModelPin, Paper, Report
+from schemas.models import CatalogEntry, ModelPin
+from schemas.papers import Count, Paper, Report
 from schemas.release_options import ReleaseRules
 
 Share = Annotated[float, Field(ge=0, le=1)]

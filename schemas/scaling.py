@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from schemas.job import Count, Report
+from schemas.papers import Count, Report
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]

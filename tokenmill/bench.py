@@ -29,7 +29,9 @@ from engine.request import Request, SamplingParams, as_token_ids
 from engine.step_work import cache_windows
 from pipeline.pinning import pin_input
 from pipeline.planner.timing import StepTimes
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from tokenmill.run_plan import RunPlan, tokens_per_sequence

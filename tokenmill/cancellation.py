@@ -23,7 +23,8 @@ from pipeline.pinning import pin_again
 from pipeline.planning import plan_job
 from pipeline.ports import OutputLocked, World
 from pipeline.records import RunRecord
-from schemas.job import Closing, Manifest
+from schemas.job import Closing
+from schemas.outcome import Manifest
 from tokenmill.inputs import in_s3, open_input
 from tokenmill.output import say
 from tokenmill.root import Root

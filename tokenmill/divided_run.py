@@ -14,7 +14,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import ShardTask, WorkerState, World
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
-from schemas.job import ModelPin
+from schemas.models import ModelPin
 from tokenmill.embedded import Work
 from tokenmill.logs import log_to_stderr
 from tokenmill.processes import settled_heap

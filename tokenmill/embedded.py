@@ -23,7 +23,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import HEARTBEAT_SECONDS
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 from schemas.progress import Progress
 
 WORKER = "local"

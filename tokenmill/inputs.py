@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pipeline.inputs import PinnedInput, open_pinned, pin_uri
-from schemas.job import InputRef
+from schemas.inputs import InputRef
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:

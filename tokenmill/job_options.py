@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeline.planner.tokens import TemplateTokens
-    from schemas.job import InputRef, JobSettings
+    from schemas.inputs import InputRef
+    from schemas.job import JobSettings
     from schemas.settings import Settings
     from workers.content_policies import Policies
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from schemas.job import ModelPin
+    from schemas.models import ModelPin
     from tokenmill.measured import MeasuredSpeed
 
 PIPED_WIDTH = 4_000

@@ -25,7 +25,8 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ledger import JobLedger
 from pipeline.planning import plan_job
 from pipeline.ports import PipelineError, World
-from schemas.job import InputRef, PlanSegment
+from schemas.inputs import InputRef
+from schemas.plan import PlanSegment
 from tokenmill.inputs import open_input
 
 LOOK_SECONDS: Final = 0.5

@@ -17,7 +17,8 @@ from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retention import RetentionSettings
 from pipeline.tracing import NO_TRACES, Traces
-from schemas.job import InputRef, Tier
+from schemas.inputs import InputRef
+from schemas.job import Tier
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:

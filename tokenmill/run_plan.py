@@ -7,7 +7,10 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 
-from schemas.job import InputRef, JobSettings, ModelPin, PlanSegment, Tier
+from schemas.inputs import InputRef
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel
 from workers.model_host import LoadedModel

@@ -12,7 +12,7 @@ from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.ports import ObjectStore
-    from schemas.job import Manifest
+    from schemas.outcome import Manifest
     from schemas.settings import Settings
 
 KAFKA: Final = "kafka://"

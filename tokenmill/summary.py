@@ -10,7 +10,7 @@ from rich.table import Table
 from tokenmill.output import count, duration, stderr
 
 if TYPE_CHECKING:
-    from schemas.job import Counts, Manifest
+    from schemas.outcome import Counts, Manifest
 
 
 def summary_table(manifest: Manifest) -> Table:

@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from schemas.job import Counts, PlanSegment
+from schemas.outcome import Counts
+from schemas.plan import PlanSegment
 from tokenmill.progress import RunSnapshot
 from workers.progress import WorkerProgress
 

@@ -20,7 +20,7 @@ from tokenmill.errors import StoppedWatching, UserError
 if TYPE_CHECKING:
     from pipeline.jobs import JobSummary
     from pipeline.ledger import JobLedger
-    from schemas.job import Manifest
+    from schemas.outcome import Manifest
 
 LOOK_SECONDS: Final = 2.0
 WAITING: Final = "waits to be taken in"
@@ -50,7 +50,7 @@ def watch(ledger: JobLedger, *, every: float = LOOK_SECONDS, missing: Callable[[
 
 def tell_end(manifest: Manifest, place: str) -> None:
     """The last line of a job that has ended, as `run` has it. Raises `UserError` for one that failed as a whole."""
-    from schemas.job import JobStatus
+    from schemas.outcome import JobStatus
     from tokenmill.summary import last_line
 
     if manifest.status is JobStatus.FAILED:

@@ -20,7 +20,9 @@ from pipeline.jobs import summarize_job
 from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
-from schemas.job import Counts, Manifest, ModelPin, PlanSegment
+from schemas.models import ModelPin
+from schemas.outcome import Counts, Manifest
+from schemas.plan import PlanSegment
 from schemas.progress import Progress
 from tokenmill.divided_run import divide
 from tokenmill.embedded import Output, Work, dispatch, open_output

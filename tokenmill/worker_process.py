@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pipeline.metrics.sources import own_work
 from schemas.figures import WorkerFigures
-from schemas.job import CatalogEntry
+from schemas.models import CatalogEntry
 from schemas.settings import Settings
 from tokenmill.hints import Hints, hints_on_servers
 from tokenmill.logs import LogFormat, log_to_stderr

@@ -15,7 +15,8 @@ from pipeline.catalog import BY_DIGEST
 from pipeline.releases.book import ReleaseBook
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
-from schemas.job import ModelPin, Tier
+from schemas.job import Tier
+from schemas.models import ModelPin
 from schemas.settings import Settings
 from tokenmill.errors import ModelError
 from tokenmill.hints import Hints

@@ -15,7 +15,7 @@ from engine.request import Completion, PartialChoice, Request
 from engine.resumption import resumed_tokens
 from pipeline.worker_api import CheckpointWork, ShardSink
 from schemas.checkpoints import FinishedRows, LoggedChoice
-from schemas.job import Usage
+from schemas.outcome import Usage
 from workers.responses import ResponseBuilder
 from workers.resumption import logged_choice, unfinished
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow

@@ -26,7 +26,8 @@ from schemas.figures import (
     TokenRates,
     WorkerFigures,
 )
-from schemas.job import Tier, Usage
+from schemas.job import Tier
+from schemas.outcome import Usage
 from workers.responses import failure_of
 from workers.translate import PRIORITIES
 

@@ -24,7 +24,7 @@ from engine.null_runner import NullRunner
 from engine.plan import RowState
 from engine.runner import StepRunner
 from engine.speculative.tally import SpeculationStats
-from schemas.job import ModelPin
+from schemas.models import ModelPin
 from workers.errors import WorkerError
 from workers.grammar import Grammars
 from workers.tokenizer import Tokenizer

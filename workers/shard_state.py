@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pipeline.worker_api import ShardWork
 from schemas.checkpoints import LoggedChoice
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import Usage
+from schemas.outcome import Usage
 from schemas.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
 from schemas.results import ResultRow
 from workers.content_policies import NO_POLICIES, About, Guard, Policies

@@ -18,7 +18,7 @@ from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milli
 from pipeline.ports import WorkerState
 from schemas.figures import WorkerFigures
 from schemas.heartbeat import HeartbeatPaper
-from schemas.job import Paper
+from schemas.papers import Paper
 
 _P = TypeVar("_P", bound=Paper)
 

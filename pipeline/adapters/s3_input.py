@@ -19,7 +19,7 @@ from pipeline.adapters.s3_stream import Snapshot, look, open_snapshot
 from pipeline.adapters.s3_url import join_url, split_url
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
-from schemas.job import InputFile, InputRef
+from schemas.inputs import InputFile, InputRef
 
 _CHUNK = 1 << 20
 

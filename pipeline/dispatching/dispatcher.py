@@ -34,7 +34,9 @@ from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, Wo
 from pipeline.together import InTurn
 from pipeline.tracing import trace_job
 from pipeline.worker_api import BY_URGENCY
-from schemas.job import Job, Manifest, ShardRef
+from schemas.job import Job
+from schemas.outcome import Manifest
+from schemas.plan import ShardRef
 from schemas.progress import Progress
 
 logger = structlog.get_logger(__name__)

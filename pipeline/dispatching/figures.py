@@ -17,7 +17,8 @@ from pipeline.backlog import BYTES_PER_TOKEN
 from pipeline.buckets import Buckets
 from pipeline.dispatching.open_job import Found, OpenJob, Shard
 from pipeline.metrics.table import OTHER
-from schemas.job import Job, JobStatus, Manifest, Usage
+from schemas.job import Job
+from schemas.outcome import JobStatus, Manifest, Usage
 from schemas.results import RowStatus
 
 JOB_BOUNDS: Final = (

@@ -24,7 +24,7 @@ from pipeline.ledger import JobLedger, LedgerError
 from pipeline.planner import InputError, InputEstimate, InvalidInput
 from pipeline.planning import fail_job, measure_job, plan_job
 from pipeline.ports import Lease, PipelineError, World
-from schemas.job import InputRef
+from schemas.inputs import InputRef
 
 INPUT_UNREADABLE: Final = "input_unreadable"
 DEADLINE_UNREACHABLE: Final = "deadline_unreachable"

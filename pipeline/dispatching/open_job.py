@@ -23,7 +23,9 @@ from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from pipeline.spending import Spent, spent_on
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import Closing, Job, JobStatus, Manifest, PlanSegment, ShardRef
+from schemas.job import Closing, Job
+from schemas.outcome import JobStatus, Manifest
+from schemas.plan import PlanSegment, ShardRef
 from schemas.progress import Progress
 
 ETA_PRECISION: Final = 0.02

@@ -22,8 +22,9 @@ import structlog
 from pipeline.dispatching.open_job import OpenJob, Shard, cost
 from pipeline.ports import WorkerState, World
 from pipeline.tenant_spending import EndedSpending
-from schemas.job import Closing, ShardRef
+from schemas.job import Closing
 from schemas.limits import SpendLimits
+from schemas.plan import ShardRef
 
 NO_LIMITS: Final = SpendLimits()
 SILENT_SECONDS: Final = 60.0

@@ -16,7 +16,7 @@ from pipeline.adapters.s3_client import MissingObject, S3Connection, code_of
 from pipeline.adapters.s3_url import join_url
 from pipeline.doors.drops import Drop, Entry, PinnedDrop
 from pipeline.ports import StoreError
-from schemas.job import InputFile, InputFormat, InputRef
+from schemas.inputs import InputFile, InputFormat, InputRef
 
 Answer = TypeVar("Answer")
 _NO_VERSION = (None, "null")

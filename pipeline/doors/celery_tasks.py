@@ -28,9 +28,11 @@ from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.planner.api import InputError
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.submit import DifferentJob, derived_job_id
-from schemas.job import Closing, InputFile, InputFormat, InputRef, Paper, Sha256
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import Closing
 from schemas.names import Id
 from schemas.options import JobOptions
+from schemas.papers import Paper, Sha256
 
 INTAKE: Final = "intake/celery/"
 TICKET: Final = "-task.json"

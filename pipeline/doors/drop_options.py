@@ -25,7 +25,8 @@ from pydantic import ValidationError
 from pipeline.intake import IntakeRefused
 from pipeline.planner.api import InputError
 from pipeline.planner.source import SUFFIXES, choose_files
-from schemas.job import InputFormat, Tier
+from schemas.inputs import InputFormat
+from schemas.job import Tier
 from schemas.options import JobOptions, SomeOptions
 
 SIDECAR: Final = ".job.json"

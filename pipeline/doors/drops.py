@@ -37,7 +37,8 @@ from pipeline.ledger import JOBS, JobLedger
 from pipeline.planner.source import SUFFIXES
 from pipeline.ports import PipelineError, World
 from pipeline.submit import derived_job_id
-from schemas.job import InputFormat, InputRef, Paper
+from schemas.inputs import InputFormat, InputRef
+from schemas.papers import Paper
 
 TAKEN: Final = "taken/"
 logger = structlog.get_logger(__name__)

@@ -21,7 +21,7 @@ from pipeline.doors.drops import Drop, Entry, PinnedDrop, StillWritten
 from pipeline.intake import IntakeRefused
 from pipeline.pinning import pin_input
 from pipeline.ports import Clock, StoreError
-from schemas.job import InputFormat, InputRef
+from schemas.inputs import InputFormat, InputRef
 
 INCOMING = "incoming/"
 _MOST_PINNED = 256

@@ -28,8 +28,9 @@ from pipeline.intake import JobDraft
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.submit import derived_job_id
-from schemas.job import Count, InputFile, InputFormat, InputRef, Paper, Sha256
+from schemas.inputs import InputFile, InputFormat, InputRef
 from schemas.names import Traceparent
+from schemas.papers import Count, Paper, Sha256
 
 MOST_TRACES: Final = 128
 """Of one group that are kept; no span has more links, as OpenTelemetry's SDK is set by default."""

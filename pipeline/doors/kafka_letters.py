@@ -29,7 +29,7 @@ from pipeline.doors.kafka_records import Record, Refused
 from pipeline.ledger import read_paper
 from pipeline.messages import Headers, Message, Messages, NotConfirmed
 from pipeline.ports import ObjectNotFound, ObjectStore, World
-from schemas.job import Count, Paper
+from schemas.papers import Count, Paper
 
 DOOR: Final = "kafka"
 HEADER: Final = "tokenmill-deadletter-"

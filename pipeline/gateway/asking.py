@@ -23,9 +23,10 @@ from pipeline.ports import World
 from pipeline.tracing import current_traceparent
 from schemas.bodies import Body
 from schemas.errors import STATUS_CODES, RowError
-from schemas.job import CatalogEntry, Tier
+from schemas.job import Tier
 from schemas.lane import EndEvent, LaneRequest
 from schemas.limits import Limits
+from schemas.models import CatalogEntry
 from schemas.requests import CHAT_URL, CompletionBody, GenerationBody, dump_body, parse_body
 
 _BELIEVED: Final = 5.0

@@ -10,7 +10,7 @@ from pipeline.job_document import job_document
 from pipeline.ledger import REJECTS, JobLedger, SomePaper, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.results import read_part
-from schemas.job import JobStatus, Manifest
+from schemas.outcome import JobStatus, Manifest
 
 _ENDS: Final = {
     JobStatus.COMPLETED: "completed_at",

@@ -21,7 +21,7 @@ from pipeline.gateway.papers import FILES, Reader, StoredFile, is_file_id
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore, World
 from pipeline.tenants import files_of
-from schemas.job import InputFile, InputRef
+from schemas.inputs import InputFile, InputRef
 
 BEGINNING: Final = timedelta(hours=1)
 """A reader whose job doesn't stand after so long never became one."""

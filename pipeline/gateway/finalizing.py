@@ -30,7 +30,8 @@ from pipeline.gateway.papers import (
 from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, ResultsRemoved
 from pipeline.ports import Lease, PipelineError, World
-from schemas.job import Job, JobStatus, Manifest
+from schemas.job import Job
+from schemas.outcome import JobStatus, Manifest
 
 AT_ONCE_ROWS: Final = 1_000
 """Of so few the files are written while somebody asks for the batch."""

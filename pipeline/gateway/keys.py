@@ -21,8 +21,8 @@ from pydantic import AwareDatetime, Field
 
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
-from schemas.job import Paper, Sha256
 from schemas.limits import RateLimits
+from schemas.papers import Paper, Sha256
 
 KEYS: Final = "keys/"
 _PAPER: Final = ".json"

@@ -8,7 +8,7 @@ from pipeline.catalog import Catalog
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.papers import seconds
 from pipeline.ports import ObjectStore
-from schemas.job import CatalogEntry
+from schemas.models import CatalogEntry
 
 
 class Models:

@@ -22,7 +22,8 @@ from pydantic import AwareDatetime, Field
 
 from pipeline.ports import Randomness
 from pipeline.submit import time_digits
-from schemas.job import Count, InputFormat, Paper, Sha256
+from schemas.inputs import InputFormat
+from schemas.papers import Count, Paper, Sha256
 
 FILES: Final = "files/"
 BATCHES: Final = "batches/"

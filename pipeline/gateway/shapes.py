@@ -11,7 +11,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from schemas.figures import WorkerFigures
-from schemas.job import JobStatus, Tier
+from schemas.job import Tier
+from schemas.outcome import JobStatus
 
 Item = TypeVar("Item")
 Moment = Annotated[int, Field(ge=0, description="Seconds since 1970.")]

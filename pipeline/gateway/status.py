@@ -14,7 +14,7 @@ from pipeline.metrics.table import OTHER
 from pipeline.open_work import OpenJob, OpenJobs, OpenWork
 from pipeline.ports import Heartbeats, WorkerState, World
 from schemas.figures import LATENCY_BOUNDS, WorkerFigures
-from schemas.job import CatalogEntry
+from schemas.models import CatalogEntry
 
 
 class Status:

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from pipeline.gateway.bodies import pieces
 from pipeline.gateway.errors import ApiError, bad_request
 from pipeline.ports import World
-from schemas.job import InputFormat
+from schemas.inputs import InputFormat
 
 LEAST_LIFE: Final = timedelta(hours=1)
 MOST_LIFE: Final = timedelta(days=30)

@@ -27,7 +27,7 @@ from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.notices import DUE, WANTED, Due, Wanted
 from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
 from pipeline.tracing import TRACEPARENT, working_for
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 
 BEGINNING: Final = timedelta(days=1)
 """A job that was about to be made so long ago never will be."""

@@ -15,7 +15,8 @@ from pipeline.metrics.table import OTHER
 from pipeline.metrics.told import Source, Times, Told
 from pipeline.ports import Clock, Heartbeats
 from schemas.figures import Histogram, PaceFigures, PaceWeights, WorkerFigures
-from schemas.job import JobStatus, Tier
+from schemas.job import Tier
+from schemas.outcome import JobStatus
 from schemas.results import RowStatus
 
 if TYPE_CHECKING:

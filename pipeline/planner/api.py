@@ -12,7 +12,8 @@ import pyarrow as pa
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.ports import PipelineError
 from schemas.errors import RowError
-from schemas.job import JobError, PlanSegment
+from schemas.outcome import JobError
+from schemas.plan import PlanSegment
 
 TokenCounter = Callable[[str], int]
 """Tokens of a text, by the job's tokenizer."""

@@ -27,7 +27,9 @@ from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import CheckedBatch, Validator
 from pipeline.ports import World
-from schemas.job import Job, JobError, OnInvalid, PlanSegment, RejectsRef, ShardRef
+from schemas.job import Job, OnInvalid
+from schemas.outcome import JobError
+from schemas.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.results import ResultRow, results_table
 from schemas.tables import result_schema
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipeline.planner.api import InputError, RowSource, SourceFile
 from pipeline.planner.parquet import ParquetSource
 from pipeline.planner.reader import JsonlSource, refuse_other_formats
-from schemas.job import InputFormat
+from schemas.inputs import InputFormat
 from schemas.limits import Limits
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4")

@@ -19,7 +19,8 @@ from typing import Final, Literal, TypeVar
 from pipeline.catalog import Catalog
 from pipeline.ledger import read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError
-from schemas.job import CatalogEntry, Paper
+from schemas.models import CatalogEntry
+from schemas.papers import Paper
 from schemas.release_options import ReleaseRules
 from schemas.releases import Comparison, Drift, Outcome, Release
 

@@ -27,7 +27,9 @@ from pipeline.releases.copies import ShadowCopies
 from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.figures import WorkerFigures
-from schemas.job import Job, ModelPin, ShardRef, Tier
+from schemas.job import Job, Tier
+from schemas.models import ModelPin
+from schemas.plan import ShardRef
 from schemas.releases import Release
 
 LOOK_SECONDS: Final = 1.0

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.ledger import JOBS, JobLedger
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.kafka import BucketStorage, KafkaBroker
 from tests.servers.moto import MotoServer

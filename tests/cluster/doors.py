@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.ledger import RESULTS
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster
 
 DOORS = 5

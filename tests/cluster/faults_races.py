@@ -12,7 +12,7 @@ from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retry import NothingToRetry, choose_rows
 from pipeline.submit import Order, derived_job_id, submit
-from schemas.job import JobStatus
+from schemas.outcome import JobStatus
 from tests.cluster.cluster import Cluster, settings_of, wait_for
 from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import Sending

@@ -18,21 +18,11 @@ from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardReport, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import (
-    Counts,
-    InputFile,
-    InputFormat,
-    InputRef,
-    Job,
-    JobStatus,
-    Manifest,
-    ModelPin,
-    PlanSegment,
-    RejectsRef,
-    ShardRef,
-    Tier,
-    Usage,
-)
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import Job, Tier
+from schemas.models import ModelPin
+from schemas.outcome import Counts, JobStatus, Manifest, Usage
+from schemas.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import result_schema, shard_schema
 

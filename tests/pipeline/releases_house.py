@@ -17,7 +17,8 @@ from pipeline.releases.shadow_client import ShadowClient
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardReport
 from schemas.checkpoints import FinishedRows
-from schemas.job import CatalogEntry, ModelPin, Tier
+from schemas.job import Tier
+from schemas.models import CatalogEntry, ModelPin
 from schemas.release_options import ReleaseRules
 from schemas.releases import Release
 from tests.pipeline.made_jobs import MODEL, PIN, computed, plan_by_hand, report

@@ -18,7 +18,9 @@ from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
-from schemas.job import JobSettings, Manifest, PlanSettings
+from schemas.job import JobSettings
+from schemas.limits import PlanSettings
+from schemas.outcome import Manifest
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 
 

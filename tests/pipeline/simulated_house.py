@@ -12,7 +12,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardWork
-from schemas.job import Manifest
+from schemas.outcome import Manifest
 from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 from tests.pipeline.simulation import ChaoticQueue, MemoryStore
 

@@ -29,7 +29,8 @@ from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.checkpoints import FinishedRows
 from schemas.events import read_event
-from schemas.job import Closing, JobStatus
+from schemas.job import Closing
+from schemas.outcome import JobStatus
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, request, until
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.servers.kafka import KafkaBroker

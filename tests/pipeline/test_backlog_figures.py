@@ -20,8 +20,10 @@ from pipeline.inputs import pin_uri
 from pipeline.intake import Intake, JobDraft
 from pipeline.open_work import OpenJob, OpenWork
 from pipeline.ports import WorkerState, World
-from schemas.job import CatalogEntry, Job, JobStatus, ModelPin
+from schemas.job import Job
+from schemas.models import CatalogEntry, ModelPin
 from schemas.options import JobOptions
+from schemas.outcome import JobStatus
 from tests.servers.moto import MotoServer
 
 MODEL = ModelPin(name="m", source="m", digest="sha256:" + "a" * 64, dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.catalog import CATALOG, Catalog
 from pipeline.ledger import LedgerError
-from schemas.job import CatalogEntry
+from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
 

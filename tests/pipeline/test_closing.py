@@ -20,7 +20,8 @@ from pipeline.ports import Clock
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import CheckpointWork, ShardWork
 from schemas.checkpoints import FinishedRows
-from schemas.job import Closing, JobStatus
+from schemas.job import Closing
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world

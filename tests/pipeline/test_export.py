@@ -18,7 +18,7 @@ from pipeline.jobs import find_ledger, list_jobs, summarize_job
 from pipeline.ledger import JobLedger, JobNotFound
 from pipeline.ports import StoreError, World
 from pipeline.shard_client import ShardClient
-from schemas.job import JobStatus
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
 from tests.pipeline.simulation import MemoryStore, simulated_world
 

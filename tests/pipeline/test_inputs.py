@@ -11,7 +11,7 @@ import pytest
 from pipeline.inputs import open_pinned, pin_uri
 from pipeline.pinning import WatchedInput, pin_input
 from pipeline.planner import InputError
-from schemas.job import InputFile, InputFormat, InputRef
+from schemas.inputs import InputFile, InputFormat, InputRef
 
 
 def test_a_path_is_pinned_and_opened_as_a_local_file(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from pipeline.intake import Intake, IntakeRefused, IntakeSettings, JobDraft
 from pipeline.ledger import JobLedger
 from pipeline.ports import ObjectInfo, World
 from pipeline.submit import derived_job_id, new_job_id
-from schemas.job import CatalogEntry, Counts, JobStatus, Tier
+from schemas.job import Tier
+from schemas.models import CatalogEntry
 from schemas.options import JobOptions
+from schemas.outcome import Counts, JobStatus
 from schemas.progress import Progress
 from tests.pipeline.made_jobs import PIN, order
 from tests.pipeline.simulation import START, MemoryStore, SeededRandomness, simulated_world

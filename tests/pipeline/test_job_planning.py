@@ -21,7 +21,9 @@ from pipeline.planning import plan_job
 from pipeline.ports import ObjectInfo, StoreError, World
 from pipeline.results import PartEntry, read_part
 from pipeline.submit import submit
-from schemas.job import Job, JobSettings, JobStatus, OnInvalid, PlanSettings
+from schemas.job import Job, JobSettings, OnInvalid
+from schemas.limits import PlanSettings
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import MODEL, all_rows, computed, order, report
 from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import MemoryStore, simulated_world

@@ -15,7 +15,8 @@ from pipeline.ledger import CLOSING, JOB, MANIFEST, PROGRESS, JobLedger, JobNotF
 from pipeline.ports import World
 from pipeline.records import AttemptRecord, EndRecord
 from pipeline.shard_client import ShardClient
-from schemas.job import Closing, JobStatus
+from schemas.job import Closing
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import MODELS, all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world

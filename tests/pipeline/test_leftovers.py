@@ -17,7 +17,8 @@ from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from pipeline.worker_api import CheckpointWork, ShardWork
 from schemas.checkpoints import FinishedRows
-from schemas.job import JobSettings, JobStatus
+from schemas.job import JobSettings
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import computed, order, report
 from tests.pipeline.simulated_house import House, broken_store, finish, taken
 from tests.pipeline.simulation import simulated_world

@@ -13,7 +13,8 @@ from pipeline.ledger import JobLedger, LedgerError, part_key
 from pipeline.records import PartSummary
 from pipeline.results import PartWriter, RowsMismatch, part_schema, read_part, shard_results
 from pipeline.worker_api import ShardWork
-from schemas.job import Counts, Job
+from schemas.job import Job
+from schemas.outcome import Counts
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import RESULT_FIELDS, result_schema
 from tests.pipeline.made_jobs import answers, order, shard_table

@@ -14,7 +14,7 @@ from pipeline.pinning import pin_input
 from pipeline.planner import InputError
 from pipeline.ports import World
 from pipeline.submit import DifferentJob, submit
-from schemas.job import InputFile, InputRef
+from schemas.inputs import InputFile, InputRef
 from tests.pipeline.made_jobs import order
 
 

@@ -26,7 +26,9 @@ from pipeline.ports import ObjectStore, World
 from pipeline.retention import Collector, Kind, RetentionSettings
 from pipeline.retry import choose_rows
 from pipeline.submit import DifferentJob, submit
-from schemas.job import CatalogEntry, InputFile, InputFormat, InputRef, JobStatus, ModelPin
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.models import CatalogEntry, ModelPin
+from schemas.outcome import JobStatus
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.made_jobs import end_job, order, plan_by_hand
 from tests.pipeline.simulation import MemoryStore, SeededRandomness, SimulatedClock, simulated_world

@@ -14,7 +14,8 @@ from pipeline.intake import Intake
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retention import Collector, Kind, RetentionSettings
-from schemas.job import CatalogEntry, InputRef
+from schemas.inputs import InputRef
+from schemas.models import CatalogEntry
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.made_jobs import PIN, end_job
 

@@ -19,7 +19,9 @@ from pipeline.retry import NothingToRetry, choose_rows
 from pipeline.submit import DifferentJob, submit
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
-from schemas.job import Closing, Job, JobSettings, PlanSettings, Usage
+from schemas.job import Closing, Job, JobSettings
+from schemas.limits import PlanSettings
+from schemas.outcome import Usage
 from schemas.results import ResultRow, RowStatus
 from schemas.selection import RowSelection
 from tests.pipeline.made_jobs import MODEL, all_rows, computed, order, report

@@ -17,7 +17,10 @@ from pipeline.pinning import pin_input, source_files
 from pipeline.planner import InputError
 from pipeline.ports import World
 from pipeline.submit import DifferentJob, Submitted, clear, new_job_id, submit
-from schemas.job import InputFile, InputFormat, InputRef, JobSettings, JobStatus, ModelPin, Tier
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import end_job, order, plan_by_hand
 from tests.pipeline.simulation import START, SeededRandomness
 

@@ -26,7 +26,9 @@ from pipeline.tracing import (
     read_traceparent,
     working_for,
 )
-from schemas.job import InputFile, InputFormat, InputRef, Job, ModelPin
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import Job
+from schemas.models import ModelPin
 from tests.servers.otlp import tracing
 
 SENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

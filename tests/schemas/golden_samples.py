@@ -30,34 +30,16 @@ from schemas.errors import RowError, RowErrorCode
 from schemas.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
 from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
 from schemas.heartbeat import HeartbeatPaper
-from schemas.job import (
-    CatalogEntry,
-    Closing,
-    Counts,
-    FileEntry,
-    FileStamp,
-    InputFile,
-    InputFormat,
-    InputRef,
-    Job,
-    JobError,
-    JobSettings,
-    JobStatus,
-    Manifest,
-    ModelPin,
-    ModelSpending,
-    Paper,
-    PlanSegment,
-    RejectsRef,
-    ShardRef,
-    Tier,
-    Usage,
-    Worked,
-)
+from schemas.inputs import FileStamp, InputFile, InputFormat, InputRef
+from schemas.job import Closing, Job, JobSettings, Tier
 from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
 from schemas.lane import read_event as read_lane_event
 from schemas.lane import read_request as read_lane_request
 from schemas.limits import RateLimits
+from schemas.models import CatalogEntry, ModelPin
+from schemas.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, ModelSpending, Usage, Worked
+from schemas.papers import Paper
+from schemas.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.progress import Progress
 from schemas.queue import task_arguments
 from schemas.release_options import ReleaseRules

@@ -12,22 +12,11 @@ from pydantic import ValidationError
 
 from schemas.errors import STATUS_CODES, RowError, RowErrorCode
 from schemas.events import JobChanged, ProgressMade, ShardCommitted, read_event
-from schemas.job import (
-    Closing,
-    Counts,
-    FileEntry,
-    InputFile,
-    InputFormat,
-    InputRef,
-    Job,
-    JobStatus,
-    Manifest,
-    ModelPin,
-    PlanSegment,
-    RejectsRef,
-    ShardRef,
-    Usage,
-)
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import Closing, Job
+from schemas.models import ModelPin
+from schemas.outcome import Counts, FileEntry, JobStatus, Manifest, Usage
+from schemas.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.results import ResultRow, RowStatus, results_table
 from schemas.tables import result_schema
 

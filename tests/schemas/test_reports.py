@@ -11,10 +11,10 @@ import pytest
 
 from pipeline.ledger import LedgerError, read_paper
 from schemas.events import read_event
-from schemas.job import Paper, Report
 from schemas.lane import event_json, request_json
 from schemas.lane import read_event as read_lane_event
 from schemas.lane import read_request as read_lane_request
+from schemas.papers import Paper, Report
 from tests.schemas.golden_samples import EVENTS, LANE, PAPERS, REQUEST, SUMMARY
 
 PAPERS_HERE: dict[str, Paper] = PAPERS | {"part-summary": SUMMARY}

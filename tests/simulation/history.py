@@ -20,7 +20,7 @@ from pipeline.jobs import summarize_job
 from pipeline.ledger import JobLedger, JobNotFound
 from pipeline.pinning import pin_input
 from pipeline.ports import PipelineError
-from schemas.job import InputRef
+from schemas.inputs import InputRef
 from tests.simulation.disk import Device
 from tests.simulation.house import JOB, PREFIX, House, input_file
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock

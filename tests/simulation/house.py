@@ -17,7 +17,9 @@ from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import Order, submit
 from pipeline.together import InTurn
-from schemas.job import Closing, InputRef, JobSettings, PlanSettings
+from schemas.inputs import InputRef
+from schemas.job import Closing, JobSettings
+from schemas.limits import PlanSettings
 from tests.simulation import model
 from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness

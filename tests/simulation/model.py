@@ -23,7 +23,7 @@ from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
-from schemas.job import ModelPin
+from schemas.models import ModelPin
 from tests.simulation.machine import Process, ProcessClock
 from tests.simulation.scenario import WORDS, Poison
 from tests.simulation.watch import EngineWatch, row_of

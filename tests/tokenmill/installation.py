@@ -23,7 +23,9 @@ from pipeline.pinning import pin_input
 from pipeline.ports import ObjectStore, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import new_job_id, submit
-from schemas.job import CatalogEntry, JobSettings, OnInvalid, PlanSettings
+from schemas.job import JobSettings, OnInvalid
+from schemas.limits import PlanSettings
+from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
 
 ROWS_IN_SHARD = 4

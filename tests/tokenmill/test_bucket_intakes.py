@@ -19,7 +19,7 @@ from pipeline.adapters.s3_settings import S3Settings
 from pipeline.catalog import Catalog
 from pipeline.dead_letters import LETTERS
 from pipeline.ledger import JOBS, JobLedger
-from schemas.job import CatalogEntry, ModelPin
+from schemas.models import CatalogEntry, ModelPin
 from tests.servers.moto import MotoServer
 
 ROOT = str(Path(__file__).parents[2])

@@ -22,7 +22,8 @@ from pipeline.intake import Intake
 from pipeline.jobs import find_ledgers
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from schemas.job import CatalogEntry, InputRef, ModelPin
+from schemas.inputs import InputRef
+from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.made_jobs import end_job
 from tests.pipeline.simulation import SimulatedClock
 from tests.servers.kafka import KafkaBroker

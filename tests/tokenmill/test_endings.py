@@ -20,7 +20,7 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
 from pipeline.checkpoints import read_history
 from pipeline.ledger import JobLedger
-from schemas.job import JobStatus
+from schemas.outcome import JobStatus
 from tokenmill.cancellation import cancel_job
 
 Chat = Callable[..., dict[str, Any]]

@@ -24,7 +24,8 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
-from schemas.job import JobStatus, OnInvalid
+from schemas.job import OnInvalid
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import end_job, plan_by_hand
 from tests.servers.moto import MotoServer
 from tests.tokenmill.installation import Installation, installation

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from pipeline.metrics.table import METRICS
-from schemas.job import Usage
+from schemas.outcome import Usage
 from tests.cluster.cluster import NULL_WORKER, wait_for
 from tests.pipeline.metrics.scrapes import Scrape, scrape
 from tests.servers.redis import RedisServer

@@ -26,8 +26,10 @@ from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.ports import OutputLocked
 from pipeline.submit import Order, submit
-from schemas.job import JobSettings, ModelPin, PlanSegment
+from schemas.job import JobSettings
 from schemas.limits import PlanSettings
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.embedded import open_output
 
 Chat = Callable[..., dict[str, Any]]

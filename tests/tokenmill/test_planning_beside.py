@@ -16,8 +16,11 @@ from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.ports import PipelineError
 from pipeline.submit import Order, submit
-from schemas.job import Counts, Job, JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import Job, JobSettings, Tier
 from schemas.limits import PlanSettings
+from schemas.models import ModelPin
+from schemas.outcome import Counts
+from schemas.plan import PlanSegment
 from tokenmill import models
 from tokenmill.embedded import Output, open_output
 from tokenmill.engine_options import EngineOptions

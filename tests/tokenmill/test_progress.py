@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from schemas.job import Counts, JobStatus, Manifest, Usage
+from schemas.outcome import Counts, JobStatus, Manifest, Usage
 from tokenmill.output import duration, size
 from tokenmill.progress import ProgressDisplay, RunSnapshot, describe
 from tokenmill.summary import last_line, summary_table

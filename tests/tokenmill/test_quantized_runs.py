@@ -12,7 +12,7 @@ import pytest
 from engine import config
 from engine.attention import backend_names
 from engine.native.library import CHOICES
-from schemas.job import ModelPin
+from schemas.models import ModelPin
 from schemas.settings import Attention, InstructionSet
 from tokenmill.engine_options import EngineOptions
 from tokenmill.measured import FILE, MeasuredSpeed, keep, recall, this_machine

@@ -26,9 +26,9 @@ from pipeline.intake import Intake, IntakeSettings, JobDraft
 from pipeline.ports import World
 from pipeline.releases.book import ReleaseBook, Standing
 from pipeline.releases.copies import ShadowCopies
-from schemas.job import Manifest
 from schemas.limits import PlanSettings
 from schemas.options import JobOptions
+from schemas.outcome import Manifest
 from schemas.releases import CanaryRecord, Release
 from tests.cluster.cluster import wait_for
 from tests.servers.process import MissingServer, free_port

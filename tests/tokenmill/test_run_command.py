@@ -16,7 +16,9 @@ import pytest
 
 from pipeline.adapters.locks import RunLock
 from pipeline.pinning import pin_input
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill import models
 from tokenmill.engine_options import EngineOptions
 from tokenmill.job_options import ChosenModel

@@ -21,7 +21,7 @@ from pipeline.catalog import Catalog
 from pipeline.inputs import pin_uri
 from pipeline.intake import Intake, JobDraft
 from pipeline.ports import WorkerState, World
-from schemas.job import CatalogEntry, ModelPin
+from schemas.models import CatalogEntry, ModelPin
 from schemas.options import JobOptions
 from tests.cluster.cluster import wait_for
 from tests.servers.redis import RedisServer

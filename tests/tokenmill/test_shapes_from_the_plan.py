@@ -11,7 +11,9 @@ import pytest
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
-from schemas.job import JobSettings, ModelPin, PlanSegment, Tier
+from schemas.job import JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from tokenmill.embedded import open_output
 from tokenmill.engine_options import EngineOptions
 from tokenmill.run_plan import rows_at_once

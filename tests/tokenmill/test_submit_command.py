@@ -29,7 +29,8 @@ from pipeline.inputs import pin_uri
 from pipeline.intake import Intake
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from schemas.job import CatalogEntry, Closing, Job, Tier
+from schemas.job import Closing, Job, Tier
+from schemas.models import CatalogEntry
 from tests.cluster.cluster import wait_for
 from tests.pipeline.made_jobs import PIN
 from tests.servers.kafka import KafkaBroker

@@ -20,7 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.together import InTurn
 from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
-from schemas.job import InputFile, InputRef, Job, JobSettings, ModelPin, Tier, Usage
+from schemas.inputs import InputFile, InputRef
+from schemas.job import Job, JobSettings, Tier
+from schemas.models import ModelPin
+from schemas.outcome import Usage
 from schemas.requests import dump_body, parse_body
 from schemas.results import ResultRow
 from schemas.tables import SHARD_FIELDS

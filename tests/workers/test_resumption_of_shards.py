@@ -23,7 +23,10 @@ from pipeline.planning import plan_job
 from pipeline.ports import World
 from pipeline.submit import Order, submit
 from pipeline.worker_api import ShardWork
-from schemas.job import JobSettings, Manifest, ModelPin, PlanSettings, Tier
+from schemas.job import JobSettings, Tier
+from schemas.limits import PlanSettings
+from schemas.models import ModelPin
+from schemas.outcome import Manifest
 from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import MemoryStore, simulated_world
 from workers.errors import BrokenEngineError

@@ -26,7 +26,8 @@ from pipeline.adapters.system import SystemClock
 from pipeline.ports import PipelineError
 from pipeline.worker_api import ShardWork
 from schemas.errors import RowErrorCode
-from schemas.job import ModelPin, Tier
+from schemas.job import Tier
+from schemas.models import ModelPin
 from schemas.results import RowStatus
 from workers.errors import BrokenEngineError, ModelMismatchError
 from workers.model_host import LoadedModel

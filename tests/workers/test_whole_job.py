@@ -28,8 +28,9 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
 from pipeline.ports import World
 from pipeline.worker_api import ShardWork
-from schemas.job import InputFormat, PlanSegment
+from schemas.inputs import InputFormat
 from schemas.limits import Limits
+from schemas.plan import PlanSegment
 from workers.model_host import LoadedModel
 from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer

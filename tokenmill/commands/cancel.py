@@ -24,7 +24,7 @@ def cancel(
     ended here, without a model. Cancelling a cancelled job again changes nothing; one that ended otherwise can't be
     cancelled any more, and the exit code is 1.
     """
-    from schemas.job import JobStatus
+    from schemas.outcome import JobStatus
     from tokenmill import summary
     from tokenmill.places import check_alone, locate
 

@@ -18,7 +18,9 @@ Market = Literal["on-demand", "spot"]
 if TYPE_CHECKING:
     from engine.models.base import ModelSpec
     from pipeline.planner import InputEstimate, ShardSample
-    from schemas.job import InputRef, Job, JobSettings, ModelPin
+    from schemas.inputs import InputRef
+    from schemas.job import Job, JobSettings
+    from schemas.models import ModelPin
     from schemas.settings import Settings
     from tokenmill.engine_options import EngineOptions
     from tokenmill.measured import MeasuredSpeed
@@ -92,7 +94,7 @@ def estimate(
     """
     from engine.engine import resolve_device, resolve_model_dtype
     from engine.models.load import describe_model
-    from schemas.job import ModelPin
+    from schemas.models import ModelPin
     from tokenmill import job_options, measured
     from tokenmill.engine_options import EngineOptions
     from workers.model_host import dtype_name, model_digest, model_path

@@ -13,7 +13,7 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.releases.book import ReleaseBook, Standing
-    from schemas.job import CatalogEntry
+    from schemas.models import CatalogEntry
     from schemas.releases import Bounds, Comparison
     from tokenmill.root import Root
 

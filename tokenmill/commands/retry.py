@@ -42,7 +42,8 @@ from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.retry import Retry, Wishes
-    from schemas.job import InputFile, InputRef, Job
+    from schemas.inputs import InputFile, InputRef
+    from schemas.job import Job
     from schemas.results import RowStatus
     from tokenmill.engine_options import EngineOptions
     from tokenmill.job_options import ChosenModel

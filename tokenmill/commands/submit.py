@@ -104,7 +104,7 @@ def submit(
 
 def _tell(manifest: Any, document: dict[str, Any], *, as_json: bool) -> None:
     """The outcome; raises `UserError` for a job that was refused as a whole."""
-    from schemas.job import JobStatus
+    from schemas.outcome import JobStatus
     from tokenmill.summary import summary_table
     from tokenmill.watching import tell_end
 

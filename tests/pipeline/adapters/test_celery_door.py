@@ -33,8 +33,8 @@ from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
-from schemas.job import CatalogEntry
 from schemas.lane import EndEvent
+from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.servers.redis import RedisServer
 

@@ -22,7 +22,9 @@ from pipeline.planner import InputError
 from pipeline.planning import plan_job
 from pipeline.ports import StoreError, World
 from pipeline.submit import DifferentJob, submit
-from schemas.job import InputFile, InputFormat, InputRef, JobSettings, OnInvalid, PlanSettings
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import JobSettings, OnInvalid
+from schemas.limits import PlanSettings
 from tests.pipeline.made_jobs import MODEL, order
 from tests.pipeline.s3_stores import settings_for
 from tests.pipeline.simulation import MemoryStore, simulated_world

@@ -19,7 +19,8 @@ from pipeline.doors.drops import TAKEN, DropDoor
 from pipeline.intake import Intake, IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import PipelineError, World
-from schemas.job import CatalogEntry, Job, ModelPin, Tier
+from schemas.job import Job, Tier
+from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.made_jobs import end_job
 

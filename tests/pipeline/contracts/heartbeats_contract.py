@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.ports import Heartbeats, WorkerState
 from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
-from schemas.job import Tier, Usage
+from schemas.job import Tier
+from schemas.outcome import Usage
 
 MakeHeartbeats = Callable[[float], Heartbeats]
 LIFETIME = 0.8

@@ -19,7 +19,8 @@ from pipeline.ports import Clock, PipelineError
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import ShardWork
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
-from schemas.job import JobStatus, Tier, Usage
+from schemas.job import Tier
+from schemas.outcome import JobStatus, Usage
 from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish, taken
 from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world

@@ -10,7 +10,8 @@ import pytest
 from pipeline.dispatching.dispatcher import DispatchSettings
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.ledger import JobLedger
-from schemas.job import Closing, ModelPin, Tier
+from schemas.job import Closing, Tier
+from schemas.models import ModelPin
 from tests.pipeline.made_jobs import MODEL, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import simulated_world

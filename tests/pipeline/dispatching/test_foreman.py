@@ -22,7 +22,9 @@ from pipeline.pinning import pin_input
 from pipeline.ports import Lease, WorkerState, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
-from schemas.job import Closing, JobSettings, JobStatus, Manifest, OnInvalid, PlanSettings
+from schemas.job import Closing, JobSettings, OnInvalid
+from schemas.limits import PlanSettings
+from schemas.outcome import JobStatus, Manifest
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 
 SETTINGS = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)

@@ -19,7 +19,8 @@ from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.foreman import LOOKED_AT, Foreman, ForemanSettings
 from pipeline.ledger import CLOSE, JobLedger
 from pipeline.ports import ObjectInfo, World
-from schemas.job import Closing, JobStatus
+from schemas.job import Closing
+from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import plan_by_hand
 
 JOBS = 60

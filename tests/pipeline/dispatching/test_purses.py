@@ -20,8 +20,8 @@ from pipeline.retention import Collector
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import CheckpointWork, ShardWork
 from schemas.checkpoints import FinishedRows
-from schemas.job import JobStatus, Manifest
 from schemas.limits import SpendLimits
+from schemas.outcome import JobStatus, Manifest
 from tests.pipeline.made_jobs import MODELS, all_rows, computed, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House
 from tests.pipeline.simulation import ChaoticQueue, SimulatedClock, simulated_world

@@ -32,7 +32,9 @@ from pipeline.jobs import find_ledgers
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import ObjectStore, World
-from schemas.job import CatalogEntry, InputRef, Job, ModelPin
+from schemas.inputs import InputRef
+from schemas.job import Job
+from schemas.models import CatalogEntry, ModelPin
 
 MODEL = "tiny"
 PATIENCE = 40.0

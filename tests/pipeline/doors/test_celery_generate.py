@@ -15,8 +15,9 @@ from pipeline.catalog import Catalog
 from pipeline.doors.celery_generate import GenerateCalls, GenerateSettings
 from pipeline.doors.celery_tasks import TryLater
 from pipeline.lane import LaneSettings
-from schemas.job import CatalogEntry, Tier
+from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneRequest
+from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
 

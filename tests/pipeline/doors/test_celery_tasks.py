@@ -22,7 +22,10 @@ from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
 from pipeline.ports import StoreError, World
 from pipeline.retention import Collector, RetentionSettings
-from schemas.job import CatalogEntry, Counts, InputRef, Job, JobStatus, Tier
+from schemas.inputs import InputRef
+from schemas.job import Job, Tier
+from schemas.models import CatalogEntry
+from schemas.outcome import Counts, JobStatus
 from tests.pipeline.made_jobs import PIN, end_job
 from tests.pipeline.simulation import MemoryStore, simulated_world
 

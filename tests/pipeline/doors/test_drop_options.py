@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.doors.drop_options import Kind, announces_sidecar, format_of, kind_of, options_of, sidecars_of
 from pipeline.intake import IntakeRefused
-from schemas.job import InputFormat, OnInvalid, Tier
+from schemas.inputs import InputFormat
+from schemas.job import OnInvalid, Tier
 from schemas.options import JobOptions
 
 URI = "s3://b/incoming/a.jsonl"

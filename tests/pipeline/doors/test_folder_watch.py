@@ -16,7 +16,7 @@ from pipeline.doors.folder_watch import FolderInbox
 from pipeline.intake import Intake, JobDraft
 from pipeline.ports import StoreError, World
 from pipeline.submit import Submitted
-from schemas.job import InputFormat
+from schemas.inputs import InputFormat
 from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops, RefusalContract
 from tests.pipeline.simulation import SeededRandomness, SimulatedClock
 

@@ -21,7 +21,7 @@ from pipeline.intake import Intake
 from pipeline.jobs import find_ledgers
 from pipeline.messages import Message, NotConfirmed
 from pipeline.ports import PipelineError, World
-from schemas.job import CatalogEntry, ModelPin
+from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.doors.kafka_house import MODEL, request
 from tests.pipeline.simulation import SimulatedClock
 

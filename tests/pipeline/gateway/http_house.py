@@ -51,7 +51,7 @@ from pipeline.metrics import sources
 from pipeline.metrics.exposition import Metrics
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
-from schemas.job import CatalogEntry
+from schemas.models import CatalogEntry
 from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report

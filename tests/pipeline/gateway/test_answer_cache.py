@@ -20,9 +20,9 @@ from pipeline.catalog import Catalog
 from pipeline.gateway.answer_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers, cache_key
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.rate_limits import RateSettings
-from schemas.job import CatalogEntry
 from schemas.lane import LaneRequest
 from schemas.limits import RateLimits
+from schemas.models import CatalogEntry
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN

@@ -13,7 +13,8 @@ import pytest
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.keys import Scope
 from pipeline.ledger import JobLedger
-from schemas.job import Manifest, OnInvalid
+from schemas.job import OnInvalid
+from schemas.outcome import Manifest
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.test_batches import CHAT, begin, wait
 

@@ -12,7 +12,8 @@ import pytest
 from pipeline.gateway.keys import Scope
 from pipeline.ports import WorkerState
 from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
-from schemas.job import Tier, Usage
+from schemas.job import Tier
+from schemas.outcome import Usage
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.metrics.scrapes import Scrape, scrape

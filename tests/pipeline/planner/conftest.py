@@ -20,8 +20,11 @@ from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.planner import PlanSummary, RowSource, SourceFile, StoredShard, open_source, plan
 from pipeline.ports import ObjectStore, World
-from schemas.job import InputFile, InputFormat, InputRef, Job, JobSettings, ModelPin, PlanSegment
+from schemas.inputs import InputFile, InputFormat, InputRef
+from schemas.job import Job, JobSettings
 from schemas.limits import Limits
+from schemas.models import ModelPin
+from schemas.plan import PlanSegment
 from schemas.tables import result_schema, shard_schema
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)

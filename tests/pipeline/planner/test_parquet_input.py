@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.planner import InputError, SourceFile, open_source
-from schemas.job import InputFormat
+from schemas.inputs import InputFormat
 from schemas.limits import Limits
 from schemas.tables import SHARD_FIELDS
 

@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
-from schemas.job import InputFormat, PlanSegment
+from schemas.inputs import InputFormat
 from schemas.limits import Limits
+from schemas.plan import PlanSegment
 
 ROWS = 50_000
 

@@ -21,7 +21,7 @@ from pipeline.doors.kafka_requests import RequestBatches
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.intake import Intake
 from pipeline.ports import PipelineError, World
-from schemas.job import InputFile, InputFormat, InputRef
+from schemas.inputs import InputFile, InputFormat, InputRef
 from tests.simulation.machine import START, Process
 from tests.simulation.root.ports import Broker, RootMessages
 from tests.simulation.root.scenario import KAFKA_TENANT, Drop, RecordLine

@@ -23,7 +23,9 @@ from pipeline.ports import PipelineError, World
 from pipeline.retention import Collector, RetentionSettings
 from pipeline.shard_client import ShardClient
 from pipeline.together import InTurn
-from schemas.job import CatalogEntry, InputRef, ModelPin, PlanSettings
+from schemas.inputs import InputRef
+from schemas.limits import PlanSettings
+from schemas.models import CatalogEntry, ModelPin
 from tests.simulation import model
 from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import Machine, Process, ProcessClock, ProcessRandomness
