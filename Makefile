@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 OUT ?= out/demo
 KILLS ?= 25
 SEEDS ?= 2000
@@ -56,7 +56,7 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while Ad
 	@mkdir -p $(ASAN) && rm -f $(ASAN)/report.*
 	OMP_NUM_THREADS=1 CXX="g++ -fsanitize=address -g -fno-omit-frame-pointer" TOKENMILL_NATIVE_CACHE=$(ASAN) \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest \
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest $(PARALLEL) \
 		-m "not slow and not exhaustive" tests/engine/native tests/engine/attention tests/engine/embedding tests/engine/quant \
 		tests/engine/speculative $(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/test_*.py)) $(PYTEST_ARGS) \
 		|| { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
