@@ -52,14 +52,18 @@ test-torch211: $(VENV)-torch211/.stamp  ## run the engine's tests on a CPU with 
 		--ignore-glob='*/test_*scheduler*' $(PYTEST_ARGS)
 
 ASAN := $(abspath out/asan)
+test-memory: export OMP_NUM_THREADS := 1
+test-memory: export CXX := g++ -fsanitize=address -g -fno-omit-frame-pointer
+test-memory: export TOKENMILL_NATIVE_CACHE := $(ASAN)
 test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while AddressSanitizer watches them (needs g++ and its libasan)
 	@mkdir -p $(ASAN) && rm -f $(ASAN)/report.*
-	OMP_NUM_THREADS=1 CXX="g++ -fsanitize=address -g -fno-omit-frame-pointer" TOKENMILL_NATIVE_CACHE=$(ASAN) \
-		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	$(PY) -c "from engine.native.build import build; build()"
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest $(PARALLEL) \
-		-m "not slow and not exhaustive" tests/engine/native tests/engine/attention tests/engine/embedding tests/engine/quant \
-		tests/engine/speculative $(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/test_*.py)) $(PYTEST_ARGS) \
-		|| { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
+		-m "not slow and not exhaustive" --ignore tests/engine/native/test_native_build.py \
+		tests/engine/native tests/engine/attention tests/engine/embedding tests/engine/models tests/engine/quant \
+		tests/engine/speculative $(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/test_*.py)) \
+		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
 	$(PY) -m pytest -m exhaustive tests/pipeline $(PYTEST_ARGS)
