@@ -47,9 +47,10 @@ def interrupt(_number: int, _frame: FrameType | None) -> None:
 def interrupted(error: BaseException) -> bool:
     """Whether Ctrl-C is what ended it: libraries make another error of what is raised while they are imported (before
     Python 3.12 each class with a `__set_name__` does)."""
-    while error.__cause__ is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__
-    return isinstance(error, KeyboardInterrupt)
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:  # one may be its own
+        causes.append(cause)
+    return any(isinstance(one, KeyboardInterrupt) for one in causes)
 
 
 def explain(error: Exception) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.errors import interrupted
+
 REPOSITORY = Path(__file__).parents[2]
 AS_MODULE = "import runpy; runpy.run_module('tokenmill', run_name='__main__', alter_sys=True)"
 
@@ -71,3 +73,11 @@ def test_given_ctrl_c_while_modules_are_imported_then_it_exits_as_at_any_other_t
 
     assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
     assert not (tmp_path / "out").exists()
+
+
+def test_given_an_error_that_is_its_own_cause_then_it_is_no_interruption() -> None:
+    error, other = RuntimeError("round"), ValueError("and round")
+    error.__cause__, other.__cause__ = other, error
+    assert not interrupted(error)
+    other.__cause__ = KeyboardInterrupt()
+    assert interrupted(error)
