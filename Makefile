@@ -13,6 +13,9 @@ SEED ?=
 FAULTS ?= 40
 EXAMPLES ?= 200
 WORKER ?= null
+ATTACKS ?=
+FORM ?=
+HOSTILE_ARGS ?=
 IMAGES ?= control worker
 GPU_PYTHON ?= $(PYTHON)
 GPU_ARGS ?=
@@ -23,7 +26,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -qq $(PIP_ARGS)
 CONSTRAINT := $(abspath constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-models test-all test-bench test-page test-memory test-servers chaos cluster cluster-faults releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
+.PHONY: help install run test test-slow test-all test-bench test-page test-memory test-servers chaos cluster cluster-faults hostile releases simulate fuzz-http infra infra-apply sbom alerts observability lint format bench gpu-bench fleet streams test-torch211 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,13 +39,13 @@ run: $(VENV)/.run.stamp  ## run the demo: examples/requests.jsonl -> Parquet und
 
 # Several processes of tests share the machine (many a test waits for servers, so two for each of two cores): OpenMP
 # threads that wait for each other spin, and each would hold the others up.
-test test-all test-models: export OMP_NUM_THREADS ?= 1
+test test-all test-slow: export OMP_NUM_THREADS ?= 1
 
-test: $(VENV)/.dev.stamp  ## run the tests, except those marked slow
+test: $(VENV)/.dev.stamp  ## run the tests that take little: five minutes on two quiet cores
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
-test-models: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, long runs
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+test-slow: $(VENV)/.dev.stamp  ## run the tests marked slow: real models, processes, servers, seconds of processor time each
+	$(PY) -m pytest $(PARALLEL) -m "slow and not exhaustive" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev.stamp  ## run every test that CI runs: all but the exhaustive ones
 	$(PY) -m pytest $(PARALLEL) -m "not exhaustive" $(PYTEST_ARGS)
@@ -84,6 +87,9 @@ cluster: $(VENV)/.dev.stamp  ## start S3, Kafka, Redis and all of our processes 
 
 cluster-faults: $(VENV)/.dev.stamp  ## strike such a cluster with FAULTS=n faults drawn by SEED=n (WORKER=null|demo), and judge what is left
 	OMP_NUM_THREADS=1 $(PY) -m tests.cluster.faults $(if $(SEED),--seed $(SEED)) --faults $(FAULTS) --worker $(WORKER)
+
+hostile: $(VENV)/.dev.stamp  ## attack a cluster and serve with hostile input beside a well-behaved tenant, and judge (SEED=n, ATTACKS="'parquet: *'", FORM=cluster|serve)
+	OMP_NUM_THREADS=1 $(PY) -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(FORM),--form $(FORM)) $(if $(ATTACKS),--attacks $(ATTACKS)) $(HOSTILE_ARGS)
 
 releases: $(VENV)/.dev.stamp  ## a rolling release on real processes: a bad version of a model is rolled back, a good one promoted
 	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/test_releases.py $(PYTEST_ARGS)

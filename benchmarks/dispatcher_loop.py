@@ -73,7 +73,7 @@ def worker(client: ShardClient, every: float, stop: threading.Event) -> Iterator
     done = 0
     while not stop.wait(every):
         work = client.take(0.0)
-        client.holding([])
+        client.send_heartbeat([])
         if work is not None:
             client.begin(work)
             client.commit(work, computed(work), report(work))

@@ -36,10 +36,11 @@ from pipeline.doors.kafka_batches import ORIGINS
 from pipeline.ledger import JOBS, RESULTS, JobLedger
 from pipeline.ports import ObjectStore
 from schemas.outcome import Manifest
-from tests.cluster.cluster import BUCKET, Cluster, running_cluster, wait_for
+from tests.cluster.cluster import BUCKET, Cluster, running_cluster
 from tests.cluster.null_worker import Answers
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
+from tests.waiting import wait_for
 from tokenmill.job_options import choose_model
 from tokenmill.settings import read_settings
 from workers.model_host import model_path
@@ -147,7 +148,9 @@ class Run:
 
     def wait_for_announcements(self, seconds: float) -> float:
         """When the last job was announced to its end."""
-        wait_for(lambda: next(iter(self.store.list(ORIGINS)), None) is None, seconds, "not all results are announced")
+        wait_for(
+            lambda: next(iter(self.store.list(ORIGINS)), None) is None, "not all results are announced", seconds=seconds
+        )
         return time.time()
 
     def manifests(self) -> dict[str, Manifest]:
@@ -206,8 +209,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     variables = {"TOKENMILL_CELERY__QUEUES": "{}", "TOKENMILL_BUCKET__SWEEP_SECONDS": "2"}
     with running_cluster(folder, engine, PROCESSES, SERVERS[args.s3], **variables) as cluster:
         run = Run(cluster, args.rows)
-        wait_for(lambda: len(list(run.store.list("catalog/"))) == 1, 120, "no worker is up")
-        wait_for(lambda: all("working for" in cluster.log(f"null-{n}") for n in (1, 2)), 120, "a worker is not up")
+        wait_for(lambda: len(list(run.store.list("catalog/"))) == 1, "no worker is up", seconds=120)
+        wait_for(
+            lambda: all("working for" in cluster.log(f"null-{n}") for n in (1, 2)), "a worker is not up", seconds=120
+        )
         facts: dict[str, Any] = {"rows": args.rows, "s3": args.s3}
         announced = None
         with Meter(run.pids) as meter:

@@ -38,7 +38,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
-from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Job, JobSettings, Tier
 from schemas.models import ModelPin
@@ -139,8 +139,12 @@ class Shards:
 
     def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None: ...
 
-    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
-        return frozenset()
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None: ...
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None: ...
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        return RevokedShards()
 
 
 def load(planned: PlannedJob, *, null: bool) -> LoadedModel:

@@ -37,7 +37,8 @@ from benchmarks.throughput import machine
 from pipeline.catalog import Catalog
 from pipeline.ledger import RESULTS
 from schemas.tables import result_schema
-from tests.cluster.cluster import BUCKET, Cluster, running_cluster, wait_for
+from tests.cluster.cluster import BUCKET, Cluster, running_cluster
+from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "intake-1", "null-1", "null-2")
 TOKENS = 60  # of an answer
@@ -86,7 +87,7 @@ def rows_of(cluster: Cluster, dropped: Drop) -> pa.Table:
 
 def whole(cluster: Cluster, dropped: Drop, rows: int) -> pa.Table:
     """All rows of the drop."""
-    return wait_for(lambda: _if_whole(rows_of(cluster, dropped), rows), 300, f"{dropped.key} did not end")
+    return wait_for(lambda: _if_whole(rows_of(cluster, dropped), rows), f"{dropped.key} did not end", seconds=300)
 
 
 def _if_whole(table: pa.Table, rows: int) -> pa.Table | None:
@@ -126,7 +127,7 @@ def urgent(cluster: Cluster, times: int) -> dict[str, Any]:
 def floor(cluster: Cluster, bulk: list[Drop], seconds: float) -> dict[str, Any]:
     """More standard work than can be done; how much of the tokens is the bulk work's."""
     standard = [drop(cluster, "incoming/", f"standard-{number}", 20_000) for number in range(2)]
-    wait_for(lambda: len(rows_of(cluster, standard[0])) > 0, 120, "standard work did not begin")
+    wait_for(lambda: len(rows_of(cluster, standard[0])) > 0, "standard work did not begin", seconds=120)
     begin = datetime.now(UTC) + timedelta(seconds=2)
     time.sleep(seconds + 10)
     end = begin + timedelta(seconds=seconds)
@@ -143,7 +144,9 @@ def tenants(cluster: Cluster, seconds: float) -> dict[str, Any]:
     """Tenant "much" has ten times the load of tenant "little"; both always have some."""
     much = [drop(cluster, "much/incoming/", f"much-{number}", 8_000) for number in range(10)]
     little = [drop(cluster, "little/incoming/", f"little-{number}", 8_000) for number in range(1)]
-    wait_for(lambda: min(len(rows_of(cluster, one[0])) for one in (much, little)) > 500, 180, "a tenant has nothing")
+    wait_for(
+        lambda: min(len(rows_of(cluster, one[0])) for one in (much, little)) > 500, "a tenant has nothing", seconds=180
+    )
     begin = datetime.now(UTC)
     time.sleep(seconds)
     end = datetime.now(UTC)
@@ -177,9 +180,9 @@ def main() -> None:
     model = str(Path(args.model).resolve())
     found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="priorities-") as name, started(Path(name), model) as cluster:
-        wait_for(lambda: Catalog(cluster.store()).entries(), STARTED, "no worker is up")
+        wait_for(lambda: Catalog(cluster.store()).entries(), "no worker is up", seconds=STARTED)
         bulk = [drop(cluster, "incoming/bulk/", f"bulk-{number}", 20_000) for number in range(2)]
-        wait_for(lambda: len(rows_of(cluster, bulk[0])) > 500, 120, "bulk work did not begin")
+        wait_for(lambda: len(rows_of(cluster, bulk[0])) > 500, "bulk work did not begin", seconds=120)
         found["urgent"] = urgent(cluster, args.urgent)
         print("urgent", json.dumps(found["urgent"]), file=sys.stderr, flush=True)
         found["floor"] = floor(cluster, bulk, args.seconds)
@@ -189,7 +192,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="priorities-") as name,
             started(Path(name), model, TOKENMILL_TENANT_WEIGHTS=json.dumps(weights)) as cluster,
         ):
-            wait_for(lambda: Catalog(cluster.store()).entries(), STARTED, "no worker is up")
+            wait_for(lambda: Catalog(cluster.store()).entries(), "no worker is up", seconds=STARTED)
             key = "tenants_3_to_1" if weights else "tenants_1_to_1"
             found[key] = tenants(cluster, args.seconds)
             print(key, json.dumps(found[key]), file=sys.stderr, flush=True)

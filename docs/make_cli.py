@@ -22,6 +22,9 @@ failed rows included; 1 the job could not run; 2 wrong usage; 130 interrupted. [
 to be embedded, `input`; other columns are carried through to the results, with the prefix `input_` where their names
 are taken. A folder stands for the `.jsonl` or the `.parquet` files in it.
 
+`run` with several `--model` answers each row by the model that it names, one model loaded at a time. Parquet rows name
+theirs in `body`; the columns `prompt`, `messages` and `input` need a job of one model. `jobs retry` keeps all models.
+
 `run --deadline 6h` counts from when the job is made: the same command later goes on with the deadline that stands. At
 the deadline, and with `jobs cancel`, the job ends: what is finished is kept, also inside of shards, and each other row
 gets status `expired` or `cancelled`. That is an end like any other (exit code 0, a manifest, and the same command finds

@@ -66,10 +66,6 @@ class LazyHeap(Generic[T, K]):
         self._heap, self._dead = [], 0
         return [(key[0], item) for key, item in entries if self._alive(item)]
 
-    def fill(self, entries: list[tuple[K, T]], serial: Callable[[T], int]) -> None:
-        """Put back what `drain` took out, as it was."""
-        self._heap = [((order, serial(item)), item) for order, item in entries]
-
     def pop(self) -> T:
         """Take the item that `peek` showed."""
         return heapq.heappop(self._heap)[1]

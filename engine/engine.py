@@ -47,6 +47,7 @@ from engine.speculative.eagle import HeadBeside, load_eagle
 from engine.speculative.lengths import lengths_of, longest_of
 from engine.speculative.ngram import NgramProposer
 from engine.speculative.tally import SpeculationStats
+from engine.speculative.trial_budget import TrialBudget
 
 logger = get_logger(__name__)
 
@@ -198,7 +199,8 @@ class Engine:
         if config.speculation.method != "off":
             lengths = lengths_of(config.speculation, config.schedule.max_num_seqs)
             proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
-            self.scheduler.speculate(proposer, lengths)
+            budget = TrialBudget() if config.speculation.method == "auto" else None
+            self.scheduler.speculate(proposer, lengths, budget)
             if isinstance(proposer, StateReader):
                 assert isinstance(self._runner, ModelRunner), "only a model's runner has states to show"
                 self._runner.show(proposer)

@@ -181,7 +181,7 @@ class Request:
             prefix's blocks are kept for them, while there are others to give away.
         readers_known: whoever shares more of the prompt than `prefix_readers` counts waits beside it: a planner knows
             that. Then the memory of what only this request read is used again before any other.
-        salt: keeps prefix-cache entries of different owners apart.
+        salt: names the owner: keeps prefix-cache entries of different owners apart, and class 0 is shared out by it.
         watcher, mask: make the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the prompt's hidden states, pooled.
         pooling_skip: positions at the beginning that a mean leaves out.

@@ -20,7 +20,8 @@ owner has left (`RunningBatch.epoch`). Blocks that the step will fill are publis
 before they are read, so a sequence admitted later in the same step already hits them. A block with a promised token in
 it has no name before that token is known, and is published with the row's next step.
 
-One step, highest class first, within a class by arrival (or as the waiting queue orders it, see waiting.py):
+One step, highest class first, within a class by arrival (or as the waiting queue orders it, owners in turn in class 0,
+see waiting.py):
 1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
    the lowest class give way (its blocks are freed, its known tokens kept, and it waits at its place by arrival);
 2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
@@ -59,6 +60,7 @@ from engine.speculative.base import Proposer
 from engine.speculative.drafting import Drafting
 from engine.speculative.lengths import DraftLengths
 from engine.speculative.tally import SpeculationStats
+from engine.speculative.trial_budget import TrialBudget
 from engine.stats import SchedulerStats
 from engine.step import StepPlanner
 from engine.stopping import StopTable
@@ -113,7 +115,7 @@ class Scheduler:
         self._batch = RunningBatch(self.rows, self._cache, self._stops)
         self._lengths = LengthEstimator()
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
-        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max)
+        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
         self._latencies = Latencies(self._batch)
         self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
         self._budget = TokenBudget(budget)
@@ -204,9 +206,9 @@ class Scheduler:
                 ended = self._finish(siblings[partial.index], reason, stop_token_id=partial.stop_token_id)
                 self._finished.append(ended)
 
-    def speculate(self, proposer: Proposer, lengths: DraftLengths) -> None:
-        """Let `proposer` guess tokens from the next step on, as many as `lengths` says."""
-        self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk)
+    def speculate(self, proposer: Proposer, lengths: DraftLengths, budget: TrialBudget | None = None) -> None:
+        """Let `proposer` guess tokens from the next step on, as many as `lengths` says, while `budget` allows it."""
+        self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
 
     def settle(self, *, more_to_come: bool) -> None:
@@ -451,6 +453,7 @@ class Scheduler:
         """End a sequence wherever it stands; its row and blocks are free at once (`poisoned`: see `vacate`)."""
         if sequence.state is SequenceState.RUNNING:
             self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
+            self._waiting.gave_up_row(sequence)
         else:
             sequence.state = SequenceState.FINISHED
             self._waiting.discard(sequence)
@@ -494,6 +497,7 @@ class Scheduler:
                 f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken and "
                 f"{len(self._waiting)} are queued, {self._waiting.by_class} by class"
             )
+        self._waiting.check_rows(sequence for siblings in self._requests.values() for sequence in siblings)
 
 
 def _unfinished(siblings: list[Sequence]) -> bool:

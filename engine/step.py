@@ -274,7 +274,7 @@ class StepPlanner:
                 return False
             self._preempt_last()
         row = batch.seat(sequence, chain, hits, expected)
-        self._waiting.pop()
+        self._waiting.pop(sequence)
         grown = cache.grow(row, cache.blocks_for(start + count))
         assert grown, "blocks were counted before the row was taken"
         cache.publish(row, chain, start + count)

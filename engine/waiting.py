@@ -7,20 +7,30 @@ it ends alone. So the order is arrival, but an answer that is expected to last t
 before all. Arrival is the planner's order, in which readers of a prefix stand side by side: it is left for the few
 answers that must not wait, and only towards the end.
 
+Class 0 holds the requests of callers who wait, and is shared out by owner (`Request.salt`): the owner with the fewest
+rows is next, of equal ones the one whose first sequence comes first in the order above. Once two owners have asked, one
+alone gets no more than all but a reserve of the rows, so that a request of another one finds a row at once. A choice
+counts as a row.
+
 Who waits is known to read the blocks of its prompt, so these are not given away while others can be (`CacheTables`).
 Of a prefix group the plan knows readers that have not even arrived; together they count as one more.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from itertools import groupby, takewhile
 
 from engine.admission import LazyHeap, LengthEstimator
 from engine.cache.prefix import HashChain
 from engine.cache.tables import CacheTables
+from engine.pacing import URGENT
 from engine.sequence import CLASSES, Sequence, SequenceState, class_of
+
+Order = tuple[int, int, int]
+"""Class, stage, and rank in it; behind it counts the serial."""
 
 PUT_BACK, ORDERED, ARRIVED = range(3)
 
@@ -37,51 +47,100 @@ class WaitingQueue:
         cache: told which blocks will be read.
         lengths: how long answers are expected to be.
         rope_original_max: prompts longer than this have keys that depend on the prompt's length.
+        rows: sequences that can run side by side.
 
     Attributes:
         settled: nothing but what is here will be added.
         by_class: sequences that wait, by `class_of`.
     """
 
-    def __init__(self, cache: CacheTables, lengths: LengthEstimator, rope_original_max: int | None) -> None:
+    def __init__(self, cache: CacheTables, lengths: LengthEstimator, rope_original_max: int | None, rows: int) -> None:
         self.settled = False
         self.by_class = [0] * CLASSES
         self._cache = cache
         self._lengths = lengths
         self._rope_original_max = rope_original_max
-        self._heap = LazyHeap[Sequence, tuple[int, int, int]](lambda sequence: sequence.state is SequenceState.WAITING)
+        self._heaps: dict[bytes | None, LazyHeap[Sequence, Order]] = {}  # of class 0 by owner; None: of the others
+        self._head: Sequence | None = None  # what `peek` found, until something changes
+        self._urgent_rows = Counter[bytes]()  # rows of class 0, by owner
+        self._max_rows_each = max(1, rows - max(1, rows // 8))
+        self._first_owner: bytes | None = None
+        self._has_several_owners = False
         self._groups = GroupReaders(cache)
         self._look_again = NOW  # when so few wait, the order is looked at
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(map(len, self._heaps.values()))
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence: behind all others of its class."""
         self._look_again = NOW
-        self._push(sequence, ARRIVED)
         request = sequence.request
+        if request.priority == URGENT:
+            self._first_owner = request.salt if self._first_owner is None else self._first_owner
+            self._has_several_owners |= request.salt != self._first_owner
+        self._push(sequence, ARRIVED)
         if request.prefix_group is not None and sequence.choice == 0 and sequence.awaited:
             self._groups.tell(request.prefix_group, sequence.awaited, request.prefix_readers)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that had a row: before all others of its class that had none, by arrival."""
+        """A sequence that had a row: before all others of its class (and owner) that had none, by arrival."""
+        self.gave_up_row(sequence)
         self._push(sequence, PUT_BACK)
 
     def peek(self) -> Sequence | None:
         """The first one, left in place."""
-        return self._heap.peek()
+        if self._head is None:
+            self._head = self._first()
+        return self._head
 
-    def pop(self) -> Sequence:
-        """Take the first one, which has got a row; what it will read counts as read."""
-        sequence = self._heap.pop()
-        self.by_class[class_of(sequence.request.priority)] -= 1
-        self._read(sequence)
-        return sequence
+    def pop(self, sequence: Sequence) -> None:
+        """Take the sequence that `peek` showed, which has got a row; what it will read counts as read."""
+        taken = self._heaps[_owner(sequence)].pop()
+        assert taken is sequence, "the first one of its owner"
+        if sequence.request.priority == URGENT:
+            self._urgent_rows[sequence.request.salt] += 1
+        self._left(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence has ended while it waited."""
-        self._heap.discard()
+        self._heaps[_owner(sequence)].discard()
+        self._left(sequence)
+
+    def gave_up_row(self, sequence: Sequence) -> None:
+        """A sequence has ended, or waits again, that had a row."""
+        self._head = None
+        if sequence.request.priority == URGENT:
+            self._urgent_rows[sequence.request.salt] -= 1
+            if not self._urgent_rows[sequence.request.salt]:
+                del self._urgent_rows[sequence.request.salt]
+
+    def check_rows(self, sequences: Iterable[Sequence]) -> None:
+        """Add up the rows of class 0; raises AssertionError with the arithmetic."""
+        urgent = (one for one in sequences if one.request.priority == URGENT and one.state is SequenceState.RUNNING)
+        if (rows := Counter(one.request.salt for one in urgent)) != self._urgent_rows:
+            raise AssertionError(f"rows of class 0 by owner are {rows}, but {self._urgent_rows} are counted")
+
+    def _first(self) -> Sequence | None:
+        """Of class 0 the first one of the owner with the fewest rows; where none may have one, of the others."""
+        for owner in [owner for owner, heap in self._heaps.items() if not len(heap)]:
+            del self._heaps[owner]
+        limit = self._max_rows_each if self._has_several_owners else NOW
+        ready = [owner for owner in self._heaps if owner is not None and self._urgent_rows[owner] < limit]
+        chosen = min(ready, key=self._turn) if ready else None
+        return self._heaps[chosen].peek() if chosen in self._heaps else None
+
+    def _turn(self, owner: bytes) -> tuple[int, Order, int]:
+        """Owners with a lower one go first."""
+        heap = self._heaps[owner]
+        order, head = heap.first_order(), heap.peek()
+        assert order is not None, "the heap has living items"
+        assert head is not None, "the heap has living items"
+        return self._urgent_rows[owner], order, head.serial
+
+    def _left(self, sequence: Sequence) -> None:
+        """A sequence waits no more."""
+        self._head = None
         self.by_class[class_of(sequence.request.priority)] -= 1
         self._read(sequence)
 
@@ -102,7 +161,9 @@ class WaitingQueue:
             running: tokens that sequences with a row are still expected to sample.
             rows: sequences that run side by side.
         """
-        entries = self._heap.drain()
+        self._head = None
+        entries = [entry for heap in self._heaps.values() for entry in heap.drain()]
+        entries.sort(key=lambda entry: (entry[0], entry[1].serial))
         left, early, before = float(running), len(entries), 0
         classes: list[tuple[list[Sequence], list[int], float]] = []
         for _, of_class in groupby(entries, key=lambda entry: entry[0][0]):
@@ -113,15 +174,17 @@ class WaitingQueue:
             early = min(early, before + until_due(lengths, left, rows))
             before += len(waiting)
         if early > 0:
-            self._heap.fill(entries, lambda sequence: sequence.serial)
+            for order, sequence in entries:
+                self._heap_of(sequence).push(order, sequence.serial, sequence)
         else:
             for (priority, stage, _), sequence in entries:
                 if stage == PUT_BACK:
-                    self._heap.push((priority, stage, 0), sequence.serial, sequence)
+                    self._heap_of(sequence).push((priority, stage, 0), sequence.serial, sequence)
             for waiting, lengths, of_class_left in classes:
                 for rank, i in enumerate(due_first(lengths, of_class_left, rows)):
                     sequence = waiting[i]
-                    self._heap.push((sequence.request.priority, ORDERED, rank), sequence.serial, sequence)
+                    order = sequence.request.priority, ORDERED, rank
+                    self._heap_of(sequence).push(order, sequence.serial, sequence)
         self._look_again = len(entries) - max(1, len(entries) // 16, early // 2)
 
     def chain(self, sequence: Sequence) -> HashChain:
@@ -136,8 +199,15 @@ class WaitingQueue:
                 sequence.chain = HashChain(sequence.request.salt, length, self._cache.index.digest)
         return sequence.chain
 
+    def _heap_of(self, sequence: Sequence) -> LazyHeap[Sequence, Order]:
+        owner = _owner(sequence)
+        if owner not in self._heaps:
+            self._heaps[owner] = LazyHeap(lambda sequence: sequence.state is SequenceState.WAITING)
+        return self._heaps[owner]
+
     def _push(self, sequence: Sequence, stage: int) -> None:
-        self._heap.push((sequence.request.priority, stage, 0), sequence.serial, sequence)
+        self._head = None
+        self._heap_of(sequence).push((sequence.request.priority, stage, 0), sequence.serial, sequence)
         self.by_class[class_of(sequence.request.priority)] += 1
         if self._cache.prefix_caching and sequence.reads_prefix_cache:
             size, tokens = self._cache.block_size, sequence.token_ids
@@ -151,6 +221,11 @@ class WaitingQueue:
     def _read(self, sequence: Sequence) -> None:
         self._cache.dismiss_reader(sequence.awaited)
         sequence.awaited = []
+
+
+def _owner(sequence: Sequence) -> bytes | None:
+    """By whom a sequence waits: its owner in class 0, nobody in the others."""
+    return sequence.request.salt if sequence.request.priority == URGENT else None
 
 
 def until_due(lengths: Listing[int], left: float, rows: int) -> int:

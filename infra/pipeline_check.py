@@ -30,11 +30,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.local_aws import LocalAws
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.cluster.null_worker import Answers
 from tests.servers.instance_metadata import MetadataServer
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
+from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).parents[1]
 SECONDS: Final = 180.0
@@ -135,7 +136,7 @@ class Installation:
             self.running()
             return what()
 
-        return wait_for(look, SECONDS, why)
+        return wait_for(look, why)
 
     def keys(self, prefix: str) -> list[str]:
         """Names of the bucket's objects below the prefix."""

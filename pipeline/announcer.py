@@ -31,6 +31,7 @@ from pipeline.ledger import JOBS, JobLedger, LedgerError, part_key
 from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.ports import Lease, ObjectStore, PipelineError, World
 from pipeline.results import read_part
+from pipeline.supervision import reason_of
 from pipeline.tracing import TRACEPARENT
 from schemas.events import JobChanged, ShardCommitted
 from schemas.job import Job
@@ -132,9 +133,10 @@ class Announcer:
                     ended += 1
                 else:
                     self._rest(name, news=len(self._known.get(name, ())) != told)
-            except PipelineError as error:
+            except Exception as error:  # noqa: BLE001 - of one job; the others go on
                 self.failures += 1
-                logger.error("not_announced", job=name, reason=str(error))
+                reason = reason_of(error, "announcer", self._world, job=name)
+                logger.error("not_announced", job=name, reason=reason)
                 if isinstance(error, NotConfirmed) and not error.final:
                     break  # the others would only wait for the same brokers
         self._send_owed()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.ports import PipelineError
+from pipeline.ports import PartStopped, PipelineError
 
 
-class BadAddress(PipelineError):
+class BadAddress(PartStopped):
     """Raised when a URL names no server of the kind that is wanted. Trying again won't help."""
 
 

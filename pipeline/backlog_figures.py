@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from pipeline.catalog import Catalog
+from pipeline.lane import LaneMonitor
 from pipeline.open_work import OpenJob, OpenWork
 from pipeline.ports import Heartbeats, WorkerState, World
 
@@ -46,12 +48,18 @@ class BacklogFigures:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a look has found: the figures, and what they were made of. `names`: of models, by their `ModelPin.key`."""
+    """What a look has found: the figures, and what they were made of.
+
+    Attributes:
+        names: of models, by their `ModelPin.key`.
+        callers: requests on the lane that no worker has begun to answer, by the name of their model.
+    """
 
     figures: BacklogFigures
     jobs: Sequence[OpenJob]
     workers: Sequence[WorkerState]
     names: Mapping[str, str]
+    callers: Mapping[str, int]
 
 
 class BacklogLook:
@@ -59,10 +67,20 @@ class BacklogLook:
 
     Args:
         assumed: tokens per second of a worker, for models whose workers have measured nothing yet.
+        lane: where requests wait whose callers wait; None: there is none.
+        executor: reads many jobs at once, where that saves time.
     """
 
-    def __init__(self, world: World, heartbeats: Heartbeats, assumed: float) -> None:
-        self._work = OpenWork(world.store)
+    def __init__(
+        self,
+        world: World,
+        heartbeats: Heartbeats,
+        assumed: float,
+        lane: LaneMonitor | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self._work = OpenWork(world.store, max_jobs=None, executor=executor)
+        self._lane = lane
         self._catalog = Catalog(world.store)
         self._heartbeats = heartbeats
         self._assumed = assumed
@@ -82,7 +100,7 @@ class BacklogLook:
         return self.observe().figures
 
     def observe(self) -> Observation:
-        """How it stands. Raises `PipelineError` when the store or the heartbeats can't be read: a fleet whose
+        """How it stands. Raises `PipelineError` when the store, the heartbeats or the lane can't be read: a fleet whose
         heartbeats aren't heard is not a fleet of none."""
         workers = self._heartbeats.workers()
         names = {entry.pin.key: entry.pin.name for entry in self._catalog.entries()}
@@ -95,7 +113,10 @@ class BacklogLook:
         for name in sorted({*names.values(), *tokens}):
             serving = [worker for worker in workers if any(names.get(key) == name for key in worker.models)]
             models.append(ModelBacklog(name, tokens[name], len(serving), self._speed(name, serving)))
-        return Observation(BacklogFigures(len(work.jobs), tuple(models)), work.jobs, workers, names)
+        callers: Counter[str] = Counter()
+        for key, waiting in (self._lane.waiting(names) if self._lane is not None else {}).items():
+            callers[names[key]] += waiting
+        return Observation(BacklogFigures(len(work.jobs), tuple(models)), work.jobs, workers, names, callers)
 
     def _speed(self, name: str, serving: Collection[WorkerState]) -> float:
         measured = [worker.tokens_per_second for worker in serving if worker.tokens_per_second]

@@ -103,6 +103,18 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
     )
 
 
+def read_worked(ledger: JobLedger, shard: int) -> dict[str, Worked]:
+    """What attempts at a shard are known to have taken, by attempt id: of those that ended as they said, of the others
+    as their newest checkpoint that can be read says. Reads one checkpoint for each of them."""
+    worked = {record.attempt_id: record.worked for record in ledger.ended(shard)}
+    for attempt_id, keys in _Names.of(ledger, shard).checkpoints.items():
+        if attempt_id not in worked:
+            readable = filter(None, (_read(ledger, key) for key in sorted(keys, reverse=True)))
+            if (newest := next(readable, None)) is not None:
+                worked[attempt_id] = newest.head.worked
+    return worked
+
+
 @dataclass(slots=True)
 class _Names:
     """What lies in a shard's work folder, by attempt id; keys below the job."""

@@ -13,10 +13,10 @@ from typing import Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from pipeline.checkpoints import read_history
 from pipeline.ledger import JobLedger
+from pipeline.lost_shards import table_of
 from pipeline.part_builder import PartMaker, commit_part
 from pipeline.ports import World
 from pipeline.worker_api import ShardReport
@@ -24,7 +24,7 @@ from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Closing, Job
 from schemas.outcome import Counts, JobStatus, Usage
-from schemas.plan import ShardRef
+from schemas.plan import PlanSegment, ShardRef
 from schemas.results import ResultRow
 
 CLOSER: Final = "closer"
@@ -56,19 +56,41 @@ def find_closing(ledger: JobLedger, job: Job, now: datetime) -> Closing | None:
     return closing
 
 
-def close_shard(ledger: JobLedger, job: Job, shard: ShardRef, closing: Closing, world: World) -> bool:
+def close_shard(
+    ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, closing: Closing, world: World
+) -> bool:
     """Make the shard's part from what its attempts finished, the other rows closed; False when a part stood already.
 
     Raises:
-        LedgerError: the shard is damaged.  StoreError: the part can't be written.
+        RowsUnknown: nothing says which rows the shard has.  StoreError: the part can't be written.
+    """
+    code, reason = _REASONS[closing.kind]
+    why = RowError(code, reason if closing.reason is None else f"{reason} ({closing.reason})")
+    return end_shard(ledger, job, segment, shard, why, world)
+
+
+def give_up_shard(
+    ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, reason: str, world: World
+) -> bool:
+    """Make the part of a shard that no attempt could go on with: what was finished, and failed rows with the reason.
+    Raises as `close_shard`."""
+    message = f"the row's shard could not be computed, whoever tried: {reason}; retry the job to have the row answered"
+    return end_shard(ledger, job, segment, shard, RowError(RowErrorCode.ENGINE_ERROR, message), world)
+
+
+def end_shard(
+    ledger: JobLedger, job: Job, segment: PlanSegment, shard: ShardRef, error: RowError, world: World
+) -> bool:
+    """Make the shard's part from what its attempts finished; all other rows end with `error`. Raises as `close_shard`.
+
+    Args:
+        segment: of the plan, that the shard is of.
     """
     now = world.clock.now()
-    table = pq.read_table(pa.BufferReader(ledger.read_shard(shard)))
     history = read_history(ledger, shard.number)
+    table = table_of(ledger, segment, shard, history.finished)
     done = history.finished_rows
-    code, reason = _REASONS[closing.kind]
     asked = zip(*(table[name].to_pylist() for name in ("row", "custom_id", "model")), strict=True)
-    error = RowError(code, reason if closing.reason is None else f"{reason} ({closing.reason})")
     rest = [
         ResultRow.refused(row, custom_id, error, model=model, created_at=job.created_at, finished_at=now)
         for row, custom_id, model in asked

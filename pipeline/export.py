@@ -24,7 +24,7 @@ import orjson
 import pyarrow.parquet as pq
 
 from pipeline.ledger import JobLedger, part_key
-from pipeline.ports import PipelineError, StoreError
+from pipeline.ports import PipelineError, StoreError, failure_type
 from schemas.job import Job
 from schemas.results import RowStatus
 
@@ -98,7 +98,7 @@ def export(
                 counts[line.succeeded] += 1
                 (good if line.succeeded else bad).write(line.data + b"\n")
     except OSError as error:
-        raise StoreError(f"{error.filename or to}: can't export: {error.strerror or error}") from error
+        raise failure_type(error)(f"{error.filename or to}: can't export: {error.strerror or error}") from error
     return Exported(counts[True], counts[False])
 
 
@@ -233,4 +233,5 @@ class _NewFile:
             self._temporary.unlink(missing_ok=True)
 
     def _failed(self, error: OSError) -> StoreError:
-        return StoreError(f"{self._path}: can't export: {error.strerror or error}; choose another place or free space")
+        what = f"{self._path}: can't export: {error.strerror or error}; choose another place or free space"
+        return failure_type(error)(what)

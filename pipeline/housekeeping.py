@@ -9,8 +9,9 @@ from typing import Final
 import structlog
 
 from pipeline.availability import ServiceUnavailable
-from pipeline.ports import Lease, PipelineError, World
+from pipeline.ports import Lease, World
 from pipeline.retention import Collector, RetentionSettings
+from pipeline.supervision import reason_of
 
 _LOOK_SECONDS: Final = 1.0
 _TRIES: Final = 8
@@ -82,8 +83,8 @@ class Housekeeper:
     def _collect(self, stop: threading.Event) -> bool:
         try:
             found = Collector(self._world, self._retention, stopped=stop.is_set).run()
-        except PipelineError as error:
-            logger.error("not all was collected", reason=str(error))
+        except Exception as error:  # noqa: BLE001 - the next collection goes on with it
+            logger.error("not all was collected", reason=reason_of(error, "housekeeping", self._world))
             return False
         logger.info(
             "collected",

@@ -61,6 +61,7 @@ def job_document(ledger: JobLedger) -> dict[str, Any]:
             "deadline": None if job.deadline is None else job.deadline.isoformat(),
             "counts": counts.model_dump(),
             "progress": {"shards_done": summary.shards_done, "shards_total": summary.shards_total},
+            "attention": summary.attention,
             "as_of": None if summary.as_of is None else summary.as_of.isoformat(),
             "eta": None if summary.eta is None else summary.eta.isoformat(),
             "cost": summary.cost,

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from pipeline.active import open_jobs
-from pipeline.ledger import JOB, JOBS, JobLedger, JobNotFound
+from pipeline.ledger import JOB, JOBS, JobLedger, JobNotFound, LedgerError
 from pipeline.manifest import Tally
 from pipeline.ports import ObjectStore, PipelineError
 from pipeline.results import read_part
 from schemas.job import Job
 from schemas.outcome import Counts, JobStatus, Manifest, Usage
 from schemas.plan import PlanSegment
+from schemas.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class JobSummary:
         counts, usage: of what is committed; true at `as_of`.
         cost: of what is committed; None: not known.
         shards_done, shards_total: parts that hold computed rows.
+        attention: why the job stands still until somebody repairs it; None: it doesn't, as far as is known.
         eta: when it should be done, as its dispatcher saw it last.
         results_removed_at: when the results went, if they did.
     """
@@ -43,6 +45,7 @@ class JobSummary:
     manifest: Manifest | None = None
     as_of: datetime | None = None
     eta: datetime | None = None
+    attention: str | None = None
     results_removed_at: datetime | None = None
 
 
@@ -106,15 +109,17 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
             cost=manifest.cost, shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
             results_removed_at=None if tombstone is None else tombstone.at,
         )  # fmt: skip
-    status, cached = ledger.status(), ledger.progress()
+    cached = ledger.progress()
     if cached is not None and cached.job != job.id:
         cached = None
+    try:
+        status = ledger.status()
+    except LedgerError:
+        if cached is None or cached.attention is None:
+            raise
+        return _as_cached(ledger, job, cached.status, cached)
     if cached is not None and not exact:
-        return JobSummary(
-            job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage,
-            cost=cached.cost,
-            shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
-        )  # fmt: skip
+        return _as_cached(ledger, job, status, cached)
     segments = list(ledger.segments())
     shards = {shard.number for segment in segments for shard in segment.shards}
     planned = {number for segment in segments for number in segment.parts}
@@ -131,7 +136,16 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         shards_done=sum(number in shards for number in parts),
         shards_total=len(shards),
         eta=None if cached is None else cached.eta,
+        attention=None if cached is None else cached.attention,
     )
+
+
+def _as_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress) -> JobSummary:
+    return JobSummary(
+        job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage, cost=cached.cost,
+        shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
+        attention=cached.attention,
+    )  # fmt: skip
 
 
 def _total(segments: list[PlanSegment]) -> int | None:

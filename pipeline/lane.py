@@ -10,7 +10,7 @@ the worker that has the request.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from pipeline.ports import PipelineError
@@ -35,6 +35,7 @@ class LaneSettings:
         longest: a request without a deadline is wanted for so long.
         retention: events are kept for so long after the last one.
         most_waiting: requests of a model that no worker has begun to answer; only first attempts are refused for it.
+            One tenant alone may have seven eighths of them.
         most_events: of a request, that are kept for its reader.
         most_bytes: of a request.
     """
@@ -45,6 +46,11 @@ class LaneSettings:
     most_waiting: int = 10_000
     most_events: int = 16_384
     most_bytes: int = 16 << 20
+
+    @property
+    def most_waiting_each(self) -> int:
+        """Requests of one tenant for a model that may wait."""
+        return self.most_waiting - self.most_waiting // 8
 
 
 class Lane(Protocol):
@@ -70,12 +76,30 @@ class Lane(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a worker holds of each tenant. The next request that it takes is the oldest one of the tenant of which it
+    holds the fewest; of equal ones the tenant whose turn was longest ago.
+
+    Attributes:
+        held: requests that the worker holds, by tenant.
+        most_each: requests of one tenant that it may hold, with those that it takes now.
+    """
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    most_each: int = 2**31
+
+
+NO_SHARES: Final = Shares()
+"""Nothing is held."""
+
+
 class LaneWorker(Protocol):
     """A worker's side. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
-    def take(self, models: Sequence[str], most: int, timeout: float) -> list[LaneRequest]:
-        """Up to `most` requests for these models, or none after `timeout` seconds. One that another worker took and
-        didn't begin to answer before it fell silent is handed out again."""
+    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds. One that another
+        worker took and didn't begin to answer before it fell silent is handed out again."""
         ...
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -93,12 +117,28 @@ class LaneWorker(Protocol):
         ...
 
 
-class OpenLane(Lane, Protocol):
-    """Both sides."""
+class LaneMonitor(Protocol):
+    """The side of who starts workers. Calls raise `ServiceUnavailable` when the lane can't be reached."""
+
+    def waiting(self, models: Collection[str]) -> Mapping[str, int]:
+        """Requests for each of these models (`ModelPin.key`) that no worker has begun to answer; 0 where there are
+        none."""
+        ...
+
+
+class OpenLane(Lane, LaneMonitor, Protocol):
+    """All sides."""
 
     def worker(self, name: str) -> LaneWorker:
         """The side of the worker of this name; names are never used twice."""
         ...
+
+
+def full_message(request: LaneRequest, settings: LaneSettings, own: int) -> str:
+    """Why a request can't wait; `own`: requests of its tenant that do."""
+    if own >= settings.most_waiting_each:
+        return f"{own} requests of this tenant wait for model {request.model}; try again later"
+    return f"{settings.most_waiting} requests wait for model {request.model}; try again later"
 
 
 class LaneStream:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import orjson
+import structlog
 from pydantic import ValidationError
 
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
-from pipeline.records import AttemptRecord, EndRecord, RunRecord, Tombstone
+from pipeline.records import AttemptRecord, EndRecord, PlanningFailure, RunRecord, Tombstone, UnreadableRecord
 from schemas.job import Closing, Job
 from schemas.outcome import JobStatus, Manifest
 from schemas.papers import Paper
@@ -50,9 +51,23 @@ _PART = re.compile(r"part-(\d{5,})\.parquet")
 _CHUNK = 1 << 20
 SomePaper = TypeVar("SomePaper", bound=Paper)
 
+logger = structlog.get_logger(__name__)
+
 
 class LedgerError(PipelineError):
     """Raised when what stands in the ledger can't be: damaged, contradictory, or written by a later version."""
+
+
+class LaterVersion(LedgerError):
+    """Raised when an object was written by a later tokenmill: it isn't damaged, and is left to that one."""
+
+
+class PlanDamaged(LedgerError):
+    """Raised when a segment of the plan can't be read, or isn't of this plan: which rows the job has is not known."""
+
+
+class ClosingDamaged(LedgerError):
+    """Raised when a job is to end before its time, and what says why can't be read."""
 
 
 class JobNotFound(PipelineError):
@@ -133,13 +148,20 @@ class JobLedger:
         """The outcome, if the job has ended."""
         return self._read(MANIFEST, Manifest)
 
+    def has_ended(self) -> bool:
+        """Whether the outcome stands (one look, and nothing read)."""
+        return self.store.info(self.prefix + MANIFEST) is not None
+
     def create_manifest(self, manifest: Manifest) -> bool:
         """End the job; False when it has ended already."""
         return self.create(MANIFEST, manifest.to_json())
 
     def closing(self) -> Closing | None:
         """Why the job ends before its time, if it does."""
-        return self._read(CLOSING, Closing)
+        try:
+            return self._read(CLOSING, Closing)
+        except LedgerError as error:
+            raise ClosingDamaged(str(error)) from error
 
     def create_closing(self, closing: Closing) -> bool:
         """End the job before its time; False when a closing stands, which then counts. In a root, what has dispatchers
@@ -181,18 +203,23 @@ class JobLedger:
 
     def segment(self, index: int) -> PlanSegment | None:
         """The segment, if it stands."""
-        segment = self._read(segment_key(index), PlanSegment)
+        try:
+            segment = self._read(segment_key(index), PlanSegment)
+        except LaterVersion:
+            raise
+        except LedgerError as error:
+            raise PlanDamaged(str(error)) from error
         if segment is not None and segment.index != index:
-            raise LedgerError(f"{self.place(segment_key(index))}: says that it is segment {segment.index}")
+            raise PlanDamaged(f"{self.place(segment_key(index))}: says that it is segment {segment.index}")
         return segment
 
     def segments(self, start: int = 0) -> Iterator[PlanSegment]:
-        """The segments that stand, from index `start`, up to the first that is missing. Raises `LedgerError` where one
+        """The segments that stand, from index `start`, up to the first that is missing. Raises `PlanDamaged` where one
         is of another job than the one before, or doesn't go on where that ends."""
         before: PlanSegment | None = None
         while (segment := self.segment(start if before is None else before.index + 1)) is not None:
             if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
-                raise LedgerError(
+                raise PlanDamaged(
                     f"{self.place(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}, "
                     f"but job {before.job} goes on at row {before.end_row}: another plan; start anew with --fresh"
                 )
@@ -246,8 +273,12 @@ class JobLedger:
         number = first
         while True:
             record = make(number)
-            if self.create(work_key(shard, f"attempt-{number:04d}.json"), record.to_json()):
+            key = work_key(shard, f"attempt-{number:04d}.json")
+            if self.create(key, record.to_json()):
                 return record
+            standing = self.read_record(key, AttemptRecord)
+            if standing is not None and standing.attempt_id == record.attempt_id:
+                return standing  # its own, whose confirmation was lost
             number += 1
 
     def attempts(self, shard: int) -> list[AttemptRecord]:
@@ -260,12 +291,24 @@ class JobLedger:
         """
         self.create(work_key(shard, f"ended-{record.attempt_id}.json"), record.to_json())
         # Looked at after the write: a job that ends later finds it, and removes it then.
-        if self.manifest() is not None:
+        try:
+            ended = self.manifest() is not None
+        except LedgerError:  # damaged: whoever reads the outcome reports that
+            return
+        if ended:
             self.clear_work(shard)
 
     def ended(self, shard: int) -> list[EndRecord]:
         """Attempts on a shard that ended without a commit, and lived to say so."""
         return self._records(work_key(shard, "ended-"), EndRecord)
+
+    def note_unreadable(self, shard: int, name: str, record: UnreadableRecord) -> None:
+        """Record that an attempt could not go on with a shard. `name`: of the attempt."""
+        self.create(work_key(shard, f"unreadable-{name}.json"), record.to_json())
+
+    def unreadable(self, shard: int) -> list[UnreadableRecord]:
+        """Attempts that could not go on with a shard, since its objects can't be read or for an unforeseen error."""
+        return self._records(work_key(shard, "unreadable-"), UnreadableRecord)
 
     def troubled(self) -> set[int]:
         """Shards that left more than the mark of one attempt: all others are as their part says. One listing."""
@@ -283,8 +326,15 @@ class JobLedger:
             self.store.delete(key)
 
     def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
-        """A private paper of the job by its key; None when it is gone."""
-        return self._read(key, kind)
+        """A private record of the job by its key; None when it is gone or damaged."""
+        return self._find_record(key, kind)
+
+    def record_planning_failure(self, make: Callable[[int], PlanningFailure]) -> int:
+        """Record that planning failed (once more); how often it has. `make` gets that number."""
+        number = 1
+        while not self.create(f"{WORK}planning/failed-{number:02d}.json", make(number).to_json()):
+            number += 1
+        return number
 
     def record_run(self, name: str, record: RunRecord) -> None:
         """Record that a run took the job up."""
@@ -292,8 +342,7 @@ class JobLedger:
 
     def runs(self) -> list[RunRecord]:
         """All runs that took the job up, the earliest first."""
-        found = [self._must(info.key.removeprefix(self.prefix), RunRecord) for info in self._list(f"{WORK}runs/")]
-        return sorted(found, key=lambda record: record.started_at)
+        return sorted(self._records(f"{WORK}runs/", RunRecord), key=lambda record: record.started_at)
 
     # -- the state
 
@@ -339,15 +388,19 @@ class JobLedger:
                 yield int(folder), info
 
     def _records(self, beginning: str, kind: type[SomePaper]) -> list[SomePaper]:
-        """Papers by the beginning of their keys; some may go meanwhile, because the job has just ended."""
-        found = (self._read(info.key.removeprefix(self.prefix), kind) for info in self._list(beginning))
+        """Records by the beginning of their keys; some may go meanwhile, because the job has just ended. One that is
+        damaged is passed over: what it says saves work, and no result depends on it."""
+        found = (self._find_record(info.key.removeprefix(self.prefix), kind) for info in self._list(beginning))
         return [paper for paper in found if paper is not None]
 
-    def _must(self, key: str, kind: type[SomePaper]) -> SomePaper:
-        found = self._read(key, kind)
-        if found is None:
-            raise LedgerError(f"{self.place(key)}: vanished while it was read; is something else deleting here?")
-        return found
+    def _find_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        try:
+            return self._read(key, kind)
+        except LaterVersion:
+            raise
+        except LedgerError as error:
+            logger.warning("a record of an attempt is damaged, and is passed over", reason=str(error))
+            return None
 
     def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
         try:
@@ -365,7 +418,7 @@ def read_paper(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
         raise LedgerError(f"{where}: is not JSON ({error}); it was damaged outside tokenmill") from error
     version = raw.get("version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > LATEST_VERSION:
-        raise LedgerError(
+        raise LaterVersion(
             f"{where}: has format version {version}, but this tokenmill reads up to {LATEST_VERSION}; use a newer one"
         )
     try:

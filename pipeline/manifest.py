@@ -22,7 +22,7 @@ from pipeline.records import EngineFacts, PartSummary
 from pipeline.results import PartEntry
 from pipeline.spending import Spent, by_model, per_million, work_of
 from schemas.job import Job
-from schemas.outcome import Counts, FileEntry, Manifest, Usage, Worked
+from schemas.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, Usage, Worked
 from schemas.plan import PlanSegment
 from schemas.results import RowStatus
 
@@ -124,14 +124,41 @@ def build_manifest(
         cost=None if price_per_hour is None and not spent.seconds else spent.known,
         cost_per_million_tokens=per_million(spent.known, usage.prompt + usage.completion) if spent.cost else None,
         spending=spending,
-        files=tuple(
-            FileEntry(path=part_key(part.number), rows=part.rows, size=part.size, sha256=ledger.hash_part(part.number))
-            for part in ordered
-        ),
+        files=_files(ledger, ordered),
         models=job.models,
         engine=_last_engine(ordered),
         versions=_versions(ordered),
         ended_by=closing.kind if closing is not None else None,
+    )
+
+
+def failed_manifest(
+    ledger: JobLedger, job: Job, parts: Mapping[int, PartEntry], now: datetime, error: JobError
+) -> Manifest:
+    """The outcome of a job that can't be completed. It counts the parts that stand; the other rows have no result, and
+    what attempts at them have cost is not added up."""
+    ordered = [parts[number] for number in sorted(parts)]
+    tally = Tally(ordered)
+    return Manifest(
+        job=job.id,
+        status=JobStatus.FAILED,
+        counts=tally.counts(),
+        usage=tally.usage(),
+        created_at=job.created_at,
+        finished_at=now,
+        wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
+        files=_files(ledger, ordered),
+        models=job.models,
+        engine=_last_engine(ordered),
+        versions=_versions(ordered),
+        errors=(error,),
+    )
+
+
+def _files(ledger: JobLedger, parts: Iterable[PartEntry]) -> tuple[FileEntry, ...]:
+    return tuple(
+        FileEntry(path=part_key(part.number), rows=part.rows, size=part.size, sha256=ledger.hash_part(part.number))
+        for part in parts
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -19,17 +19,22 @@ from typing import BinaryIO
 
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
+from pipeline.regular_files import IrregularFile, open_regular
 from schemas.inputs import FileStamp, InputFile, InputRef
 
+OpenFile = Callable[[Path], BufferedReader]
 
-def pin_input(path: Path, known: InputRef | None = None) -> InputRef:
+
+def pin_input(path: Path, known: InputRef | None = None, open_file: OpenFile = open_regular) -> InputRef:
     """A local file, or the .jsonl or .parquet files directly in a folder, hashed as a stream.
 
     Args:
         known: an earlier pinning; its files are hashed only if their stamps say that they may have changed.
+        open_file: opens each of them; raises `IrregularFile` for what is no file.
 
     Raises:
-        InputError: it is missing, can't be read, changes while it is read, or holds nothing that is an input.
+        InputError: it is missing, can't be read, is no regular file, changes while it is read, or holds nothing that
+            is an input.
     """
     place = path.absolute()
     try:
@@ -40,7 +45,11 @@ def pin_input(path: Path, known: InputRef | None = None) -> InputRef:
         kind, chosen = choose_files(str(path), names, folder=folder)
         parent = place if folder else place.parent
         hashed = {} if known is None else {file.uri: file for file in known.files}
-        return InputRef(uri=str(place), format=kind, files=tuple(_pin(parent / name, hashed) for name in chosen))
+        return InputRef(
+            uri=str(place), format=kind, files=tuple(_pin(parent / name, hashed, open_file) for name in chosen)
+        )
+    except IrregularFile as error:
+        raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"{error.filename or path}: can't read the input: {error.strerror}") from error
 
@@ -55,7 +64,9 @@ def pin_again(pinned: InputRef) -> InputRef:
     files: list[InputFile] = []
     for file in pinned.files:
         try:
-            found = _pin(Path(file.uri), known)
+            found = _pin(Path(file.uri), known, open_regular)
+        except IrregularFile as error:
+            raise InputError(str(error)) from error
         except OSError as error:
             raise _unreadable(file, error) from error
         if (found.size, found.sha256) != (file.size, file.sha256 or found.sha256):
@@ -100,7 +111,9 @@ class WatchedInput:
     def _open(self, index: int) -> BinaryIO:
         file = self._files[index]
         try:
-            stream = Path(file.uri).open("rb")  # noqa: SIM115 - the caller closes it
+            stream = open_regular(Path(file.uri))
+        except IrregularFile as error:
+            raise InputError(str(error)) from error
         except OSError as error:
             raise _unreadable(file, error) from error
         try:
@@ -120,9 +133,9 @@ def source_files(pinned: InputRef) -> list[SourceFile]:
     return WatchedInput(pinned).files()
 
 
-def _pin(path: Path, hashed: Mapping[str, InputFile]) -> InputFile:
+def _pin(path: Path, hashed: Mapping[str, InputFile], open_file: OpenFile) -> InputFile:
     known = hashed.get(str(path))
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         size, stamp = _look(stream)
         if known is not None and known.sha256 is not None and (known.size, known.stamp) == (size, stamp):
             return known

@@ -7,36 +7,78 @@ at once, from what was stored before. A plan that was interrupted goes on at the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.active import tidy
+from pipeline.closing import find_closing
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
+from pipeline.manifest import Tally
 from pipeline.planner import (
+    BrokenInput,
+    InputError,
     InputEstimate,
     InvalidInput,
     PlanSummary,
     StoredShard,
     TokenCounter,
+    TooManyRows,
     measure,
     open_source,
     plan,
 )
-from pipeline.ports import StoreError, World
+from pipeline.ports import PipelineError, StoreError, World
 from pipeline.records import PartSummary
 from pipeline.rejects import commit_rejects
-from pipeline.results import COMPRESSION, PartWriter
+from pipeline.results import COMPRESSION, PartWriter, read_part
 from pipeline.tracing import Span, trace_job, working_for
 from schemas.inputs import InputRef
-from schemas.job import Job
+from schemas.job import ClosedBy, Closing, Job
 from schemas.outcome import Counts, JobError, JobStatus, Manifest
 from schemas.plan import PlanSegment
 from schemas.tables import result_schema
 
 PLANNER = "planner"
+INPUT_UNREADABLE: Final = "input_unreadable"
+TOO_MANY_ROWS: Final = "too_many_rows"
+EndedUnplanned = Literal[JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED]
+
+
+class PlanningFailed(Exception):
+    """Raised when planning a job failed in another process, or with it, for a reason that was not foreseen.
+
+    Attributes:
+        trace: where, as far as that process could say.
+    """
+
+    def __init__(self, reason: str, trace: str = "") -> None:
+        super().__init__(reason)
+        self.trace = trace
+
+
+class PlanningCancelled(PipelineError):
+    """Raised when planning a job was ended because the job is closed. It is no failure of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """What planning an open job came to; nothing set: the whole plan stands, or the job had ended before.
+
+    Attributes:
+        refused: the job has ended as failed, for this reason.
+        closed: it has ended so, for it was closed before any of it was planned.
+        tokens_of_models: the job was only measured, and has so many tokens by the name of their model.
+    """
+
+    refused: str | None = None
+    closed: EndedUnplanned | None = None
+    tokens_of_models: Mapping[str, int] | None = None
 
 
 class LedgerPlanSink:
@@ -182,26 +224,71 @@ def _plan(
     watched: PinnedInput,
     span: Span,
 ) -> PlanSummary:
-    source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
+    with _of_this_input(watched):
+        source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
     sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
     try:
-        made = plan(source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments)
+        with _of_this_input(watched):
+            made = plan(
+                source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments
+            )
         span.end()
         return made
     except InvalidInput as error:
-        watched.check()  # else the lines may be another file's
         _end_as_failed(ledger, job, world, error.errors)
         raise
     finally:
         sink.close()
 
 
+@contextmanager
+def _of_this_input(watched: PinnedInput) -> Iterator[None]:
+    """What is wrong with an input counts only when it is the pinned one that was read; else raises `InputError`."""
+    try:
+        yield
+    except (InvalidInput, BrokenInput):
+        watched.check()
+        raise
+
+
+def plan_open_job(
+    ledger: JobLedger, world: World, open_input: Callable[[InputRef], PinnedInput], *, in_time: bool
+) -> PlanOutcome:
+    """Plan a job of a root. One that was closed before any of it was planned ends instead. One that is to be refused if
+    it would be late is only measured, unless `in_time`.
+
+    An input that was never readable, whose bytes can't be decoded, or that has too many rows, ends the job as failed.
+    One that can't be read any more while a part of it is planned is waited for: what is finished is kept.
+
+    Raises:
+        PipelineError: it can't be planned now; try again.
+    """
+    job = ledger.job()
+    closing = find_closing(ledger, job, world.clock.now())
+    if closing is not None and ledger.manifest() is None and ledger.segment(0) is None:
+        return PlanOutcome(closed=end_unplanned(ledger, job, closing, world))
+    try:
+        if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
+            return PlanOutcome(tokens_of_models=measure_job(job, world, open_input).tokens_of_models)
+        plan_job(ledger, job, world, open_input=open_input)
+        return PlanOutcome()
+    except InvalidInput as error:
+        return PlanOutcome(refused=str(error))
+    except InputError as error:
+        if ledger.segment(0) is not None and not isinstance(error, BrokenInput):
+            raise
+        code = TOO_MANY_ROWS if isinstance(error, TooManyRows) else INPUT_UNREADABLE
+        fail_job(ledger, job, world, code, str(error))
+        return PlanOutcome(refused=str(error))
+
+
 def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedInput] = open_pinned) -> InputEstimate:
     """What planning the job would find; nothing is written. Raises as `plan_job`."""
     watched = open_input(job.input)
-    found = measure(
-        open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job)), job, world
-    )
+    with _of_this_input(watched):
+        found = measure(
+            open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job)), job, world
+        )
     watched.check()
     return found
 
@@ -212,20 +299,43 @@ def _default_model(job: Job) -> str | None:
 
 
 def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str) -> None:
-    """End a job as failed of which nothing can be planned: its input as a whole can't be read."""
+    """End a job as failed that can't be planned as a whole."""
     _end_as_failed(ledger, job, world, (JobError(code=code, message=message),))
 
 
+def end_unplanned(ledger: JobLedger, job: Job, closing: Closing, world: World) -> EndedUnplanned:
+    """End a job that was closed before any of it was planned. It has no rows; how it ended is returned."""
+    status: EndedUnplanned = JobStatus.EXPIRED if closing.kind == "expire" else JobStatus.CANCELLED
+    _end(ledger, job, world, Counts(), status, ended_by=closing.kind)
+    return status
+
+
 def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
+    """Parts that stand already stay, and count."""
+    parts = (read_part(ledger, number) for number, _ in ledger.parts())
+    _end(ledger, job, world, Tally(parts).counts(), JobStatus.FAILED, errors=errors)
+
+
+def _end(
+    ledger: JobLedger,
+    job: Job,
+    world: World,
+    counts: Counts,
+    status: EndedUnplanned,
+    *,
+    errors: tuple[JobError, ...] = (),
+    ended_by: ClosedBy | None = None,
+) -> None:
     now = world.clock.now()
     manifest = Manifest(
         job=job.id,
-        status=JobStatus.FAILED,
-        counts=Counts(),
+        status=status,
+        counts=counts,
         created_at=job.created_at,
         finished_at=now,
         wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
         models=job.models,
+        ended_by=ended_by,
         errors=errors,
     )
     if ledger.create_manifest(manifest):

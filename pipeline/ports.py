@@ -3,14 +3,16 @@ deployed adapters pass the same contract tests."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Final, Protocol
 
 from pipeline.letter_counts import LetterCounts
 from pipeline.tracing import NO_TRACES, Traces
+from pipeline.unforeseen import UnforeseenErrors
 from schemas.figures import WorkerFigures
 
 
@@ -120,6 +122,11 @@ class WorkerState:
 class Heartbeats(Protocol):
     """Who lives and what is in whose hands; may forget everything: only a hint."""
 
+    @property
+    def lifetime(self) -> float:
+        """Seconds without a heartbeat after which a worker counts as dead."""
+        ...
+
     def beat(self, state: WorkerState) -> None:
         """The worker lives, and this is how it stands."""
         ...
@@ -190,10 +197,17 @@ class World:
     traces: Traces = NO_TRACES
     letters: LetterCounts = field(default_factory=LetterCounts)
     """Counts what could not become a request."""
+    errors: UnforeseenErrors = field(default_factory=UnforeseenErrors)
+    """Counts what was never foreseen."""
 
 
 class PipelineError(Exception):
     """The root of what the pipeline raises on purpose."""
+
+
+class PartStopped(PipelineError):
+    """Raised by a part of a process that can't go on, however often it is tried: its settings or its place are wrong.
+    Ends the process."""
 
 
 class ObjectNotFound(PipelineError):
@@ -203,6 +217,23 @@ class ObjectNotFound(PipelineError):
 class StoreError(PipelineError):
     """Raised when a store can't do what was asked: not writable, full, no conditional writes, a bad key. Names where
     and why. Nothing half-written is visible."""
+
+
+class StoreUnavailable(StoreError):
+    """Raised when a store can't be reached, is busy, or has no room, and has been for as long as was waited for it. The
+    same may succeed later. What was asked may or may not have happened."""
+
+
+class StoreFull(StoreUnavailable):
+    """Raised when a store has no room. Writes succeed when somebody has made some; reads succeed meanwhile."""
+
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def failure_type(error: OSError) -> type[StoreError]:
+    """The exception for a write to a local disk that failed."""
+    return StoreFull if error.errno in NO_ROOM else StoreError
 
 
 class OutputLocked(PipelineError):

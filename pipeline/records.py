@@ -78,6 +78,26 @@ class EndRecord(Report):
     worked: Worked = Worked()
 
 
+class PlanningFailure(Report):
+    """`work/planning/failed-NN.json`: planning the job failed for a reason that was not foreseen. How often it did
+    survives any restart."""
+
+    version: Literal[1] = 1
+    attempt: Count
+    error: str
+    at: AwareDatetime
+
+
+class UnreadableRecord(Report):
+    """`work/NNNNN/unreadable-ATTEMPT_ID.json`: an attempt could not go on with the shard, and why: its objects, or the
+    plan's, can't be read, or an error was never foreseen. After some of these the shard is given up."""
+
+    version: Literal[1] = 1
+    worker: str
+    at: AwareDatetime
+    reason: str
+
+
 class RunRecord(Report):
     """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.ledger import JobLedger, LedgerError, part_key, read_paper
-from pipeline.ports import PipelineError, StoreError
+from pipeline.ports import PipelineError, StoreError, failure_type
 from pipeline.records import PartSummary
 from schemas.checkpoints import ROW_USAGE
 from schemas.outcome import Counts, Usage
@@ -161,4 +161,4 @@ def _first(rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
 
 
 def _write_failed(path: Path, error: OSError) -> StoreError:
-    return StoreError(f"{path}: can't write results: {error.strerror or error}; free some space and run again")
+    return failure_type(error)(f"{path}: can't write results: {error.strerror or error}; free some space and run again")

@@ -69,13 +69,18 @@ class Retry:
     """What a job leaves to try again.
 
     Attributes:
-        job: the first one.  rows: chosen of its input.
+        job: the first one.  rows: chosen of its input; None: all that it was to answer, for none of it was planned.
         left_out: rows that would be refused again, by their error code.
     """
 
     job: Job
-    rows: RowSelection
+    rows: RowSelection | None
     left_out: dict[str, int]
+
+    @property
+    def count(self) -> int | None:
+        """How many rows; None: all."""
+        return None if self.rows is None else self.rows.count
 
 
 def choose_rows(
@@ -103,6 +108,11 @@ def choose_rows(
         )
     if manifest.status is JobStatus.FAILED:
         raise NothingToRetry(f"{ledger.place()}: the job was refused as a whole; correct its input and run it")
+    if manifest.ended_by is not None and not manifest.counts.total:
+        status = RowStatus.EXPIRED if manifest.status is JobStatus.EXPIRED else RowStatus.CANCELLED
+        if status not in only:
+            raise NothingToRetry(f"{ledger.place()}: no row is worth another try: all of them are {status.value}")
+        return Retry(job, None, {})
     ledger.check_results()
     refused = LINE_REFUSALS if other_model else LINE_REFUSALS | MODEL_REFUSALS
     chosen = np.zeros(0, dtype=np.bool_)
@@ -134,7 +144,9 @@ def choose_rows(
 
 def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings:
     """The first job's settings, for the rows that are tried again."""
-    settings = first.job.settings.model_copy(update={"rows": first.rows})
+    settings = first.job.settings
+    if first.rows is not None:
+        settings = settings.model_copy(update={"rows": first.rows})
     if max_output_tokens is None:
         return settings
     default = min(settings.default_max_tokens, max_output_tokens)
@@ -162,7 +174,12 @@ def submit_retry(
         PipelineError: it can't be made now; try again.
     """
     job, settings = first.job, retried_settings(first, wishes.max_output_tokens)
-    asked = [first.rows.bitmap, str(wishes.tier), str(wishes.deadline), str(wishes.max_output_tokens)]
+    asked = [
+        "" if first.rows is None else first.rows.bitmap,
+        str(wishes.tier),
+        str(wishes.deadline),
+        str(wishes.max_output_tokens),
+    ]
     if wishes.max_cost is not None:
         asked.append(f"max_cost {wishes.max_cost}")
     for number in count():

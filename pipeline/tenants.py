@@ -1,7 +1,7 @@
 """What a tenant has, as markers in a place of its own: so a page of its files or jobs is one listing, and never looks
 at what others have.
 
-    tenants/TENANT/batches/JOB              tenants/TENANT/files/FILE              the newest first, as ids sort
+    tenants/TENANT/batches/JOB              tenants/TENANT/files/FILE.…            the newest first, as ids sort
     tenants/TENANT/oldest/batches/MIRRORED  tenants/TENANT/oldest/files/MIRRORED   the oldest first
     tenants/TENANT/idempotency/HASH.json
 

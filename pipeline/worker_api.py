@@ -83,7 +83,8 @@ class ShardSource(Protocol):
 
     def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
         """The next shard that is neither committed nor held by this worker, or None after `timeout` seconds (0: at
-        once). From here on the worker holds it, until it commits or releases it. Raises `PipelineError`.
+        once). From here on the worker holds it, until it commits, releases or gives it up. One that can't be read is
+        passed over. Raises `StoreError`.
 
         Args:
             tiers: which may come, the most wanted first.
@@ -130,6 +131,20 @@ class WorkerLoad:
     figures: WorkerFigures | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RevokedShards:
+    """Shards that a worker must stop computing, each (job id, number).
+
+    Attributes:
+        to_release: the job is being closed or has ended, or another worker took the shard over while this one was
+            silent. The worker writes a last checkpoint and releases them.
+        committed: a part stands. The worker drops them.
+    """
+
+    to_release: frozenset[tuple[str, int]] = frozenset()
+    committed: frozenset[tuple[str, int]] = frozenset()
+
+
 class ShardSink(Protocol):
     """Where a worker's results go, and how it shows that it lives."""
 
@@ -137,9 +152,9 @@ class ShardSink(Protocol):
         """Make the shard's part: one result for each row of `work.table` that `work.history` hasn't finished, in any
         order; those that it has, and carried columns, are added here.
 
-        True: the part is durable and visible. False: another attempt was first; its part stands, this work counts as
-        repeated, and the worker goes on. Either way the shard is no longer held. Raises `PipelineError` when the rows
-        are not exactly the shard's, or can't be written.
+        True: the part is durable and visible. False: another attempt was first and its part stands, or the job ended as
+        failed; this work counts as repeated, and the worker goes on. Either way the shard is no longer held. Raises
+        `PipelineError` when the rows are not exactly the shard's, or can't be written.
         """
         ...
 
@@ -162,10 +177,19 @@ class ShardSink(Protocol):
         `generated`: tokens that this attempt sampled for it.  `busy_seconds`: of the engine's steps, its share."""
         ...
 
-    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
-        """The heartbeat: the worker lives and works on these, and this is its load. Called every `HEARTBEAT_SECONDS` or
-        oftener. Returns the jobs of all shards held that are being closed: their shards are to be logged and given
-        back."""
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
+        """Give the shard back, and make it durable why this attempt can't go on with it: `error`, which is about this
+        shard and no other. After some such attempts its rows are failed. The rest as in `release`."""
+        ...
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
+        """The worker lives and works on these, and this is its load. What it has taken and not let go of is held too,
+        named or not. Called every `HEARTBEAT_SECONDS` or oftener, on a thread of its own. Never reads or writes the
+        store, whose answers may take minutes."""
+        ...
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        """Which of these shards the worker must stop computing. Reads the store. Raises `PipelineError`."""
         ...
 
 

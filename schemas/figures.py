@@ -143,6 +143,7 @@ class WorkerFigures(Report):
         kv_blocks, kv_blocks_used: of the KV cache; none where the model has none.
         lane_open, lane_waiting: requests whose callers wait: in the engine, and taken but not in it yet.
         pace: None: nothing is promised.  speculation: None: nothing was guessed.
+        store_outage: why the store can't be used now, so that the worker waits for it; None: it can.
     """
 
     model: Annotated[str, Field(min_length=1)]
@@ -164,3 +165,4 @@ class WorkerFigures(Report):
     lane_waiting: Count = 0
     pace: PaceFigures | None = None
     speculation: SpeculationFigures | None = None
+    store_outage: str | None = None

@@ -103,7 +103,7 @@ class CacheOptions(BaseModel):
         always: also where it says nothing, as far as its answer is always the same.
         keep: an amount of time, such as "1h".
         entries: of each tenant.  entry_bytes: of the largest.
-        memory_bytes: of all of them, where there is no Redis.
+        memory_bytes: of all of them, where there is no Redis.  tenant_bytes: of each tenant's, on Redis.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,6 +113,7 @@ class CacheOptions(BaseModel):
     entries: Positive = 10_000
     entry_bytes: Annotated[int, Field(ge=1, le=1 << 19, strict=False)] = 1 << 18
     memory_bytes: Positive = 256 << 20
+    tenant_bytes: Positive = 64 << 20
 
 
 class GatewayOptions(BaseModel):
@@ -122,8 +123,11 @@ class GatewayOptions(BaseModel):
         auth: when API keys are needed. "auto": as soon as there is one; "keys": always; "off": never.
         max_upload_bytes: of an uploaded file.  uploads_at_once: by one gateway, half of them of one tenant;
             further ones are refused.
-        max_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together;
-            further ones are refused.
+        max_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, and of messages over
+            WebSockets, of all together, half of them of one tenant; further ones are refused. At least twice
+            max_body_bytes.
+        max_message_bytes: of a message over a WebSocket; no more than of a body. Larger requests go over HTTP.
+        max_websockets: open at one gateway.  max_tenant_websockets: of them, of one tenant; further ones are refused.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         request_seconds: after which a request to a model is given up, or earlier if it says so.
         drain_seconds: that requests have to come to their end when the gateway is told to stop.
@@ -138,6 +142,10 @@ class GatewayOptions(BaseModel):
         tls_certificate, tls_key: PEM files; both or none.
         tenant_limits: of each tenant, over all of its keys.  tenants: tenant -> its own, in place of these.
         key_limits: of each key that brings none of its own.
+        default_limits: "auto": a tenant with API keys for which neither it nor its key has a limit of running requests
+            rows has one of rows: `default_rows_per_worker` for each live worker. It may store 100 GiB and 100,000
+            files, unless it or its key has other limits. "off": none of this holds.
+        default_rows_per_worker: None: half of the batch where one process does everything, else 64.
         webhooks: who is told when batches have ended.  cache: of answers.
     """
 
@@ -148,6 +156,9 @@ class GatewayOptions(BaseModel):
     uploads_at_once: Positive = 8
     max_body_bytes: Positive = 10 << 20
     bodies_at_once: Positive = 1 << 30
+    max_message_bytes: Positive = 1 << 20
+    max_websockets: Positive = 1_000
+    max_tenant_websockets: Positive = 200
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     request_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     drain_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 25.0
@@ -162,6 +173,8 @@ class GatewayOptions(BaseModel):
     tenant_limits: RateLimits = RateLimits()
     tenants: dict[str, RateLimits] = Field(default_factory=dict)
     key_limits: RateLimits = RateLimits()
+    default_limits: Literal["auto", "off"] = "auto"
+    default_rows_per_worker: Positive | None = None
     webhooks: WebhooksOptions = WebhooksOptions()
     cache: CacheOptions = CacheOptions()
 
@@ -169,4 +182,9 @@ class GatewayOptions(BaseModel):
     def _both(self) -> GatewayOptions:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together; set both")
+        if self.bodies_at_once < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"bodies_at_once is {self.bodies_at_once}, but a tenant has half of it, and one body may have "
+                f"{self.max_body_bytes} bytes (max_body_bytes); set at least {2 * self.max_body_bytes}"
+            )
         return self

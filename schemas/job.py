@@ -66,7 +66,7 @@ class Job(Paper):
 
     Attributes:
         deadline: rows that have no answer by then expire.
-        max_cost: what it may cost; no shard is begun that would pass that. None: no limit.
+        max_cost: what it may cost; no shard is begun that would pass that, and at that it ends. None: no limit.
         refuse_late: if it can't be done by then, as it looks before it is planned, nothing of it is done.
         output_expires_after: how long the results are kept after the end; None: as the installation says.
         traceparent: what the job belongs to, where its door traces; no part of the order.

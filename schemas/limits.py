@@ -11,10 +11,12 @@ Positive = Annotated[int, Field(ge=1, strict=False)]  # not strict: environment 
 
 
 class Limits(BaseModel):
-    """What one input line may hold.
+    """What an input and its lines may hold.
 
     Attributes:
+        max_rows: of an input, all of its files together; blank lines count. A job of more fails.
         max_line_bytes: a longer line is an invalid_json row; it is skipped, never held in memory whole.
+        max_carried_bytes: most bytes of a Parquet row's columns that are carried through to the results.
         max_json_depth: deepest nesting of brackets, counted before anything is parsed.
         max_custom_id_chars: longest custom_id.
         max_stop_sequences: most stop strings (OpenAI takes 4, vLLM any number) and most stop_token_ids.
@@ -27,7 +29,9 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    max_rows: Positive = 100_000_000
     max_line_bytes: Positive = 10 * 1024 * 1024
+    max_carried_bytes: Positive = 256 * 1024
     max_json_depth: Positive = 64
     max_custom_id_chars: Positive = 512
     max_stop_sequences: Positive = 16
@@ -44,8 +48,9 @@ class RateLimits(BaseModel):
     Attributes:
         requests_per_minute: of any kind.
         tokens_per_minute: prompts, as they are estimated, and the most that may be answered, of requests to a model.
-        running_requests: to a model, at once.
+        running_requests: to a model, at once.  running_rows: their answers, at once: a request with `n` has so many.
         running_jobs: of the tenant, at once; further ones are not taken.
+        stored_bytes, stored_files: of the tenant's files, results among them; further uploads are not taken.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +58,10 @@ class RateLimits(BaseModel):
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     running_requests: Positive | None = None
+    running_rows: Positive | None = None
     running_jobs: Positive | None = None
+    stored_bytes: Positive | None = None
+    stored_files: Positive | None = None
 
     def over(self, others: RateLimits) -> RateLimits:
         """These, and where they say nothing the others."""

@@ -18,6 +18,7 @@ class Progress(Report):
         tokens_left: estimated, prompts and answers, of the planned shards without a part; None while the plan isn't
             whole.
         cost: of what is committed; None: nobody knows what an hour of its workers costs.
+        attention: why the job stands still until somebody repairs it; None: it doesn't.
         eta: when the job should be done, by what its model's workers have measured; None: nothing is known yet.
     """
 
@@ -30,6 +31,7 @@ class Progress(Report):
     shards_total: Count = 0
     shards_done: Count = 0
     tokens_left: Count | None = None
+    attention: str | None = None
     eta: AwareDatetime | None = None
     started_at: datetime | None = None
     as_of: AwareDatetime

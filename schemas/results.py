@@ -74,9 +74,9 @@ class ResultRow:
         finished_at: datetime | None = None,
         attempt: int | None = None,
     ) -> ResultRow:
-        """The result of a row that ends with `error`. The message says the line: that of its file when the error knows
-        it, else that of the whole input."""
-        where = f"line {row + 1} of the input" if error.line is None else f"line {error.line}"
+        """The result of a row that ends with `error`. The message says the line: that of the whole input, or, where the
+        error names one of several files, that of the file if it is another."""
+        where = f"line {row + 1} of the input" if error.line in (None, row + 1) else f"line {error.line}"
         return cls(
             custom_id=custom_id,
             row=row,

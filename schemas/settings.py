@@ -224,7 +224,10 @@ class Settings(BaseSettings):
         default_tier: of jobs that name none.
         tenant_tokens: a tenant with so many tokens in open jobs is taken no more from; None: no limit.
         tenant_weights: in the sharing of what is computed; others have 1.
-        planners: jobs planned at once by one dispatcher.
+        planners: jobs planned at once by one dispatcher, each in a process of its own. Where there are several, one
+            tenant occupies at most all but one.
+        planner_memory_bytes: that planning a job may take; a job that needs more fails. Counted are the process's
+            private writable pages, of which about 140 MiB are there before any job.
         retention: how long things are kept.  metrics: figures for programs that watch.
         cloudwatch: where the backlog is told.  autoscale: how many workers are wished for.
         tracing: what traces hold.  log_format: how long-running commands write their logs.
@@ -280,6 +283,7 @@ class Settings(BaseSettings):
     tenant_tokens: Positive | None = None
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     planners: Positive = 2
+    planner_memory_bytes: Annotated[int, Field(ge=512 << 20, strict=False)] = 2 << 30
     retention: RetentionOptions = RetentionOptions()
     metrics: MetricsOptions = MetricsOptions()
     cloudwatch: CloudWatchOptions = CloudWatchOptions()

@@ -22,6 +22,7 @@ PAGES = sorted(
 )
 
 
+@pytest.mark.slow
 def test_given_the_command_line_when_its_page_is_made_again_then_it_says_what_the_committed_one_says() -> None:
     made = subprocess.run(
         [sys.executable, REPOSITORY / "docs/make_cli.py"],

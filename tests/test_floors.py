@@ -22,6 +22,7 @@ def test_given_the_import_contracts_when_they_are_checked_then_every_floor_holds
     assert "0 broken" in done.stdout
 
 
+@pytest.mark.slow
 def test_given_the_control_side_when_it_is_imported_then_torch_stays_out_of_the_process() -> None:
     names = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
@@ -37,6 +38,7 @@ def test_given_the_control_side_when_it_is_imported_then_torch_stays_out_of_the_
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_given_a_worker_when_it_is_imported_then_the_modelling_code_of_transformers_stays_out() -> None:
     """It takes two seconds and 200 MB, of every worker and of every command that loads a model."""
     script = "import sys, tokenmill.working; sys.exit('transformers.modeling_utils' in sys.modules)"

@@ -70,12 +70,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", _GPT2),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
-    "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
-    "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
+    "opt": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": 4}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 4, "head_dim": 16}),
+    "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
 }
 """Family -> its transformers config class and what differs from the common shape."""
 
@@ -85,7 +86,7 @@ FUSED = (
 )  # fmt: skip
 """Families that the fused decoder computes and whose rotation does not depend on the sequence's length."""
 
-FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe")
+FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe", "jetmoe")
 """Families that go through transformers' own code."""
 
 

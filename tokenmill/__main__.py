@@ -20,8 +20,9 @@ def main() -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
 
-        from tokenmill.stopping import Starting, Stopped
+        from tokenmill.stopping import Starting, Stopped, on_unraisable
 
+        sys.unraisablehook = on_unraisable
         starting = Starting()
         try:
             starting.listen(sys.argv[1:])

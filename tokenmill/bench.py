@@ -23,6 +23,7 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.base import ModelSpec
+from engine.models.load import describe_model
 from engine.plan import CacheGroup
 from engine.rehearsal import Rehearsal
 from engine.request import Request, SamplingParams, as_token_ids
@@ -37,7 +38,7 @@ from tokenmill.job_options import ChosenModel
 from tokenmill.run_plan import RunPlan, tokens_per_sequence
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import run_job
-from workers.model_host import LoadedModel
+from workers.model_host import LoadedModel, model_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,9 +155,13 @@ def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
     """What tells the parts of a step's time apart: prompts and answers, steps of few and of many positions, tokens that
     look at few others and at many; as far as the engine has room for it."""
     positions = engine.spec.max_position
-    found = [Case(PREFILL_ROWS, PREFILL_TOKENS, 1, decoding=False)]
+    if positions < DECODE_PROMPT_TOKENS + DECODE_TOKENS:
+        needed = DECODE_PROMPT_TOKENS + DECODE_TOKENS
+        raise EngineError(f"the model's context holds {positions} tokens, but measuring it takes {needed}")
+    prompt = min(PREFILL_TOKENS, positions - 1)
+    found = [Case(PREFILL_ROWS, prompt, 1, decoding=False)]
     found += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
-    found += [Case(rows, SHORT_TOKENS, 1, decoding=False) for rows in (1, 4)]
+    found += [Case(rows, min(SHORT_TOKENS, prompt // 2), 1, decoding=False) for rows in (1, 4)]
     long = min(LONGEST_TOKENS, positions - 1)
     if long >= 2 * PREFILL_TOKENS:
         found.append(Case(2, long, 1, decoding=False))
@@ -202,11 +207,12 @@ def pipeline(model: ChosenModel, rows: int) -> float:
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as name:
         folder = Path(name)
         requests = folder / "requests.jsonl"
+        context = describe_model(model_path(model.source.path)).spec.max_position
         with requests.open("w", encoding="utf-8") as file:
-            file.writelines(_request_line(model.name, row) for row in range(rows))
+            file.writelines(_request_line(model.name, row, context) for row in range(rows))
         plan = RunPlan(
             inputs=pin_input(requests),
-            model=model,
+            models=(model,),
             output=folder / "out",
             tier=Tier.STANDARD,
             settings=JobSettings(),
@@ -220,9 +226,11 @@ def pipeline(model: ChosenModel, rows: int) -> float:
     return rows / seconds
 
 
-def _request_line(model: str, row: int) -> str:
-    words = " ".join(WORDS[(row * 7 + i * i) % len(WORDS)] for i in range(24))
-    body = {"model": model, "prompt": f"{row}: {words}", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+def _request_line(model: str, row: int, context: int) -> str:
+    """A request of 24 words and 32 tokens, or of fewer that fit a small context whatever the tokenizer."""
+    words = " ".join(WORDS[(row * 7 + i * i) % len(WORDS)] for i in range(min(24, context // 10)))
+    answer = min(32, context // 8)
+    body = {"model": model, "prompt": f"{row}: {words}", "max_tokens": answer, "temperature": 0, "ignore_eos": True}
     return json.dumps({"custom_id": str(row), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
 
 

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from pipeline.canaries import Canaries
+from pipeline.ports import StoreUnavailable
 from pipeline.releases.book import ReleaseBook, Standing
 from pipeline.releases.shadow_client import ShadowClient
 from schemas.figures import WorkerFigures
@@ -25,6 +26,7 @@ from tokenmill.worker_process import entry_of, run_worker_process, worker_settin
 from tokenmill.working import Worker
 from workers.content_policies import Policies
 from workers.shard_worker import ShardWorker
+from workers.store_outage import OutageTolerantClient
 from workers.warmup import drift_from
 from workers.watchdog import Watchdog
 
@@ -94,23 +96,32 @@ class CandidateWorker:
         return None if self._client is None else self._client.figures
 
     def __call__(self, stop: threading.Event) -> None:
-        """Work until `stop` is set."""
-        told: str | None = None
+        """Work until `stop` is set. The model is kept while the store can't be used."""
+        state: str
+        logged: str | None = None
         while not stop.is_set():
-            last = self._book.last(self._pin.name)
-            if self._is_served(last):
-                logger.info("promoted, and serving", model=self.version)
-                self._serving = self._promote()
-                self._serving(stop)
-                return
-            if last is not None and self._is_tried(last):
-                self._shadow(last.release, stop)
-                continue
-            state = "waiting" if last is None or last.outcome is None else last.outcome.verdict
-            if state != told:
-                logger.info("no release to work for", model=self.version, last=state)
-                told = state
+            try:
+                last = self._book.last(self._pin.name)
+                if self._is_served(last):
+                    serving = self._promote()
+                    break
+                if last is not None and self._is_tried(last):
+                    self._shadow(last.release, stop)
+                    continue
+                state = "waiting" if last is None or last.outcome is None else last.outcome.verdict
+                if state != logged:
+                    logger.info("no release to work for", model=self.version, last=state)
+            except StoreUnavailable as error:
+                state = "store outage"
+                if state != logged:
+                    logger.error("the store can't be used: the candidate keeps its model, and waits", why=str(error))
+            logged = state
             stop.wait(IDLE_SECONDS)
+        else:
+            return
+        logger.info("promoted, and serving", model=self.version)
+        self._serving = serving
+        serving(stop)
 
     def _is_served(self, last: Standing | None) -> bool:
         return last is not None and last.served.pin.key == self._pin.key
@@ -122,12 +133,12 @@ class CandidateWorker:
         """Compute copies until the release has ended, or until `stop`."""
         logger.info("working on copies", model=self.version, release=release.number, share=release.rules.share)
         self._note_drift(release)
-        client = ShadowClient(self._name, self._root.world, release)
-        self._client = client
+        self._client = client = ShadowClient(self._name, self._root.world, release)
         clock = self._root.world.clock
+        tolerant = OutageTolerantClient(client, clock, stop)
         try:
             with settled_heap(), self._watchdog.watching():
-                ShardWorker(self._model, client, client, clock, self._settings, self._watchdog).run(stop)
+                ShardWorker(self._model, tolerant, tolerant, clock, self._settings, self._watchdog).run(stop)
         finally:
             self._client = None
 

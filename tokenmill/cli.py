@@ -80,7 +80,7 @@ app.command("worker", short_help="Compute shards that a dispatcher hands out.")(
 app.command("dispatcher", short_help="Plan jobs and hand out their shards.")(serve.dispatcher)
 app.add_typer(deadletters.app, name="deadletters", short_help="What could not become a request.")
 app.command("gc", short_help="Remove what nobody needs any more.")(gc.collect)
-app.command("intake", short_help="Make jobs of what comes from a bucket or Kafka.")(serve.intake)
+app.command("intake", short_help="Make jobs of what comes from a bucket, Kafka or Celery.")(serve.intake)
 app.command("chat", short_help="Talk to a model that is served.")(chat.chat)
 app.command("autoscale", short_help="Say how many workers there should be.")(autoscale.autoscale)
 app.command("gateway", short_help="Serve HTTP for OpenAI's clients.")(serve.gateway)

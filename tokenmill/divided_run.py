@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipeline.adapters.folder import FolderStore
@@ -15,25 +16,24 @@ from pipeline.ports import ShardTask, WorkerState, World
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
 from schemas.models import ModelPin
-from tokenmill.embedded import Work
+from tokenmill.embedded import SILENCE, Work
 from tokenmill.logs import log_to_stderr
-from tokenmill.processes import settled_heap
+from tokenmill.model_turns import compute_in_turns
 from tokenmill.replicas import Line, Replicas, Task, environments
 from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.stopping import until_told
-from tokenmill.tracker import RunTracker, Told
+from tokenmill.tracker import RunTracker, TurnObserver
 from workers.content_policies import NO_POLICIES
+from workers.model_host import LoadedModel
 from workers.policy_loading import load_policies
-from workers.progress import WorkerProgress
-from workers.shard_worker import ShardWorker
 
 
-def divide(plan: RunPlan, pin: ModelPin, given: Work, tracker: RunTracker, stop: threading.Event) -> None:
+def divide(plan: RunPlan, pins: Sequence[ModelPin], given: Work, tracker: RunTracker, stop: threading.Event) -> None:
     """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
     count = plan.engine.replicas
     names = [name for name, _ in plan.worker.policies.named]
     sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
-    tasks = [Task(_compute, (sent, pin, names, number)) for number in range(count)]
+    tasks = [Task(_compute, (sent, pins, names, number)) for number in range(count)]
     methods: dict[str, Callable[..., Any]] = {
         "progress": tracker.told, "finished": given.finished,
         "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
@@ -46,23 +46,32 @@ def divide(plan: RunPlan, pin: ModelPin, given: Work, tracker: RunTracker, stop:
         replicas.wait(stop)
 
 
-def _compute(line: Line, plan: RunPlan, pin: ModelPin, policies: Sequence[str], number: int) -> None:
+def _compute(line: Line, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequence[str], number: int) -> None:
     """`run`'s task: this replica's part of the shards of the job in the plan's folder."""
     log_to_stderr()
     settings = replace(plan.worker, policies=load_policies(policies))
     with until_told() as stop, FolderStore(plan.output) as store:
         ledger = JobLedger(store)
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-        model = load_model(plan, pin, list(ledger.segments()))
-        line.call("ready")
-        stop.begin()
-        client = ShardClient(
-            f"local-{number}", world, lambda _: ledger, FarQueue(line), FarHeartbeats(line),
-            lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
-        )  # fmt: skip
-        with settled_heap():
-            ShardWorker(model, client, client, world.clock, settings, FarTracker(line, number)).run(stop)
-        client.close()
+        queue, heartbeats = FarQueue(line), FarHeartbeats(line)
+
+        def load(pin: ModelPin, turn: int) -> LoadedModel:
+            model = load_model(plan, pin, list(ledger.segments()))
+            if turn == 0:
+                line.call("ready")
+                stop.begin()
+            return model
+
+        def client(pin: ModelPin) -> ShardClient:
+            return ShardClient(
+                f"local-{number}", world, lambda _: ledger, queue, heartbeats,
+                lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
+            )  # fmt: skip
+
+        def observe(turn: int) -> TurnObserver:
+            return TurnObserver(partial(line.call, "progress"), number + turn * plan.engine.replicas)
+
+        compute_in_turns(pins, load, client, observe, queue, world.clock, settings, stop)
 
 
 class FarQueue:
@@ -92,6 +101,8 @@ class FarHeartbeats:
     def __init__(self, line: Line) -> None:
         self._line = line
 
+    lifetime = SILENCE
+
     def beat(self, state: WorkerState) -> None:
         """See `Heartbeats.beat`."""
         self._line.call("beat", state)
@@ -118,15 +129,3 @@ class FarHeartbeats:
         """See `Heartbeats.since`."""
         found: float = self._line.call("since")
         return found
-
-
-class FarTracker:
-    """Tells the command how the work goes (`workers.progress.WorkerObserver`)."""
-
-    def __init__(self, line: Line, number: int) -> None:
-        self._line = line
-        self._number = number
-
-    def progress(self, progress: WorkerProgress) -> None:
-        """The worker's news."""
-        self._line.call("progress", Told.of(progress), self._number)

@@ -94,7 +94,10 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     )
     sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
     intake = open_intake(root, settings)
-    door = kafka_door(reading, root.world, intake, sender, root.pin, settings.limits)
+
+    def take_in(stop: threading.Event) -> None:  # a door that has ended can't be used again
+        kafka_door(reading, root.world, intake, sender, root.pin, settings.limits).run(stop)
+
     announcing = AnnouncerSettings(
         f"{prefix}.results",
         f"{prefix}.events",
@@ -108,7 +111,7 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
             Announcer(root.world, sender, announcing, lease).run(stop)
 
     news = ReleaseNews(root.world.store, sender, announcing.events_topic)
-    return {"kafka": door.run, "announcer": announce, "release news": news.run}
+    return {"kafka": take_in, "announcer": announce, "release news": news.run}
 
 
 def kafka_connection(options: KafkaOptions) -> KafkaConnection:
@@ -154,7 +157,7 @@ def _celery(root: Root, settings: Settings) -> Part:
         queues=options.queues,
     )
     if settings.redis_url is None:
-        return CeleryDoor(tasks, door, root.world.random, traces=root.world.traces).run
+        return lambda stop: CeleryDoor(tasks, door, root.world).run(stop)
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     asking = GenerateSettings(
         longest=options.generate_seconds,
@@ -166,7 +169,7 @@ def _celery(root: Root, settings: Settings) -> Part:
 
     def run(stop: threading.Event) -> None:
         try:
-            CeleryDoor(tasks, door, root.world.random, generating, root.world.traces).run(stop)
+            CeleryDoor(tasks, door, root.world, generating).run(stop)
         finally:
             lane.close()
 

@@ -23,6 +23,7 @@ from pipeline.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.shard_client import ShardClient
 from pipeline.worker_api import HEARTBEAT_SECONDS
+from schemas.models import ModelPin
 from schemas.outcome import Manifest
 from schemas.progress import Progress
 
@@ -71,11 +72,11 @@ class Work:
     finished: Callable[[], bool]
     price_per_hour: float | None = None
 
-    def client(self) -> ShardClient:
-        """For a worker in this process."""
+    def client(self, pin: ModelPin) -> ShardClient:
+        """For a worker in this process, with one of the job's models."""
         return ShardClient(
             WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
-            models=[pin.key for pin in self.output.ledger.job().models], price_per_hour=self.price_per_hour,
+            models=[pin.key], price_per_hour=self.price_per_hour,
         )  # fmt: skip
 
 

@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.ports import PartStopped
+from pipeline.supervision import supervise
 from schemas.job import Tier
 from tokenmill.errors import UserError
-from tokenmill.root import Root, open_intake
+from tokenmill.root import Root, open_intake, warn_if_readable_by_all
 
 if TYPE_CHECKING:
     from limits.storage import RedisStorage
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from tokenmill.processes import Part
 
 _LOOKS_AT_ONCE = 16
+_STORED_BYTES = 100 << 30
+_STORED_FILES = 100_000
+_BATCH_ROWS = 128
+"""Of a worker's batch, unless it is started with another --max-num-seqs: a gateway isn't told."""
+
 _REMOTE_LOOK_SECONDS = 2.0
 _LANE_LOOK_SECONDS = 0.01
 _REMOTE_LANE_LOOK_SECONDS = 0.03
@@ -57,6 +64,7 @@ class Gateway:
     Args:
         shared: with other gateways; None: there are none.
         dispatching: tells how jobs stand, where this process dispatches them.
+        batch_rows: of the engine's batch, where the engine is in this process.
 
     Raises:
         UserError: what it needs is not installed, or anybody on the network could use it without a key.
@@ -72,6 +80,7 @@ class Gateway:
         port: int,
         shared: Shared | None = None,
         dispatching: Source | None = None,
+        batch_rows: int | None = None,
     ) -> None:
         shared = shared or Shared()
         try:
@@ -98,6 +107,7 @@ class Gateway:
 
         keys = ApiKeys(root.world)
         _check_open(settings, host, keys.exist())
+        warn_if_readable_by_all(root)
         self._together = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="looks")
         files = Files(root.world, self._together)
         every = 0.5 if root.folder else _REMOTE_LOOK_SECONDS
@@ -111,6 +121,7 @@ class Gateway:
             dispatching or sources.installation(status),
             sources.http(figures),
             sources.intake(root.came_in, root.world.letters),
+            sources.unforeseen(root.world.errors),
         ]
         self._parts = GatewayParts(
             world=root.world,
@@ -120,7 +131,9 @@ class Gateway:
             models=Models(root.world.store),
             status=status,
             settings=_bounds(settings, host),
-            rates=RateLimiter(root.world.clock, _rates(settings), shared.windows, shared.running),
+            rates=RateLimiter(
+                root.world.clock, _rates(root, settings, hints, batch_rows), shared.windows, shared.running
+            ),
             figures=figures,
             metrics=Metrics([sources.build, *self.sources]),
         )
@@ -149,11 +162,14 @@ class Gateway:
         traces, ended = self._parts.world.traces, threading.Event()
         bridge = LaneBridge(self._lane, clock, self._call, self._parts.figures, traces=traces)
         answers = Answers(self._asker, bridge, clock, self._streams)
-        calls = threading.Thread(target=bridge.run, args=(ended,), name="lane calls", daemon=True)
+        looking = ("lane calls", bridge.run, ended, self._parts.world)
+        calls = threading.Thread(target=supervise, args=looking, name="lane calls", daemon=True)
         calls.start()
         try:
             app = make_app(self._parts, self._server.draining.is_set, answers)
             self._server.run(app, stop, lambda: answers.end_all(draining()))
+        except Exception as error:
+            raise PartStopped(f"{self.url}: HTTP can't be served any more ({type(error).__name__}: {error})") from error
         finally:
             ended.set()
             calls.join()
@@ -182,7 +198,13 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
         closing.callback(telling.close)
         client = RedisClient(connection)
         closing.callback(client.close)
-        yield Shared(lease, redis_windows(client), RedisRunning(client), telling, RedisAnswers(client))
+        yield Shared(
+            lease,
+            redis_windows(client),
+            RedisRunning(client),
+            telling,
+            RedisAnswers(client, settings.gateway.cache.tenant_bytes),
+        )
 
 
 def _check_open(settings: Settings, host: str, has_keys: bool) -> None:
@@ -206,16 +228,24 @@ def _bounds(settings: Settings, host: str) -> GatewaySettings:
         bodies_at_once=chosen.bodies_at_once,
         idle_seconds=chosen.idle_seconds,
         requests_at_once=chosen.requests_at_once,
+        max_websockets=chosen.max_websockets,
+        max_tenant_websockets=chosen.max_tenant_websockets,
         hosts=(*chosen.hosts, host),
         limits=settings.limits,
     )
 
 
-def _rates(settings: Settings) -> RateSettings:
+def _rates(root: Root, settings: Settings, hints: Hints, batch_rows: int | None) -> RateSettings:
+    from pipeline.gateway.capacity import TenantCapacity
     from pipeline.gateway.rate_limits import RateSettings
+    from pipeline.gateway.storage_quota import StorageQuota
 
-    chosen = settings.gateway
-    return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits)
+    chosen, default_rows, stored = settings.gateway, None, StorageQuota()
+    if chosen.default_limits == "auto":
+        half = max(1, (batch_rows or _BATCH_ROWS) // 2)
+        default_rows = TenantCapacity(root.world.clock, hints.heartbeats, chosen.default_rows_per_worker or half).rows
+        stored = StorageQuota(_STORED_BYTES, _STORED_FILES)
+    return RateSettings(chosen.tenant_limits, chosen.tenants, chosen.key_limits, default_rows, stored)
 
 
 def _notifier(root: Root, settings: Settings, every: float, lease: Lease | None) -> Notifier | None:
@@ -276,7 +306,7 @@ def _server(settings: Settings, host: str, port: int) -> ServerSettings:
         write_seconds=chosen.write_seconds,
         unsent_bytes=chosen.unsent_bytes,
         keep_alive_seconds=chosen.keep_alive_seconds,
-        most_message_bytes=chosen.max_body_bytes,
+        max_message_bytes=min(chosen.max_message_bytes, chosen.max_body_bytes),
         message_seconds=chosen.idle_seconds,
         most_connections=2 * chosen.requests_at_once,
     )

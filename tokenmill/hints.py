@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.adapters.memory_queue import MemoryQueue
-from pipeline.lane import OpenLane
+from pipeline.lane import LaneMonitor, OpenLane
 from pipeline.ports import Heartbeats, Lease, ShardQueue, World
 from pipeline.worker_api import HEARTBEAT_SECONDS
 from schemas.settings import Settings
@@ -49,18 +49,21 @@ def hints_in_process(root: Root) -> Hints:
 
 
 @contextmanager
-def heartbeats_on_servers(settings: Settings) -> Iterator[Heartbeats]:
-    """The heartbeats alone, on Redis. Raises `UserError` when none is named."""
+def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
+    """How workers and their callers stand, on Redis. Raises `UserError` when none is named."""
     from pipeline.adapters.redis_connection import RedisSettings
     from pipeline.adapters.redis_heartbeats import RedisHeartbeats
+    from pipeline.adapters.redis_lane import RedisLane
+    from pipeline.adapters.system import SystemClock
 
     if settings.redis_url is None:
         raise UserError("TOKENMILL_REDIS_URL is not set; name the Redis that the workers beat on")
-    heartbeats = RedisHeartbeats(RedisSettings(settings.redis_url.get_secret_value()), lifetime=SILENCE)
-    try:
-        yield heartbeats
-    finally:
-        heartbeats.close()
+    connection = RedisSettings(settings.redis_url.get_secret_value())
+    with (
+        closing(RedisHeartbeats(connection, lifetime=SILENCE)) as heartbeats,
+        closing(RedisLane(connection, SystemClock())) as lane,
+    ):
+        yield heartbeats, lane
 
 
 @contextmanager
@@ -77,20 +80,20 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
         raise UserError("TOKENMILL_REDIS_URL is not set; name a Redis, or use 'tokenmill serve', which needs none")
     redis_url = settings.redis_url.get_secret_value()
     broker_url = redis_url if settings.broker_url is None else settings.broker_url.get_secret_value()
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         heartbeats = RedisHeartbeats(RedisSettings(redis_url), lifetime=SILENCE)
-        closing.callback(heartbeats.close)
+        stack.callback(heartbeats.close)
         queue = CeleryQueue(CeleryQueueSettings(broker_url), SystemClock())
-        closing.callback(queue.close)
+        stack.callback(queue.close)
         every = settings.retention.every.total_seconds()
         leases = [
             RedisLease(RedisSettings(redis_url), name, lifetime, SystemClock(), SystemRandomness())
             for name, lifetime in (("dispatcher", LEASE_SECONDS), ("housekeeping", every))
         ]
         for lease in leases:
-            closing.callback(lease.close)
+            stack.callback(lease.close)
         lane = RedisLane(RedisSettings(redis_url), SystemClock())
-        closing.callback(lane.close)
+        stack.callback(lane.close)
         yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from tokenmill import models
 from tokenmill.errors import InputError, ModelError, UserError
 from tokenmill.output import say
@@ -22,20 +24,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChosenModel:
-    """A model on this machine, and what requests call it."""
+    """A model on this machine, and what requests call it.
+
+    Attributes:
+        digest: that weights and chat template must have; None: any.
+    """
 
     name: str
     source: models.ModelSource
+    digest: str | None = None
 
 
 def choose_model(given: str, cache: Path) -> ChosenModel:
     """`MODEL` or `NAME=MODEL`; pulled if it is not here. Raises `ModelError`."""
-    name, separator, place = given.partition("=")
+    name, source = split_name(given)
+    return ChosenModel(name, models.pull(source, cache, say))
+
+
+def split_name(given: str) -> tuple[str, str]:
+    """NAME and MODEL of `NAME=MODEL`; `MODEL` alone is its own name. Raises `ModelError` where one is empty."""
+    name, separator, source = given.partition("=")
     if not separator or Path(given).exists():
-        name = place = given
-    if not name or not place:
+        name = source = given
+    if not name or not source:
         raise ModelError(f"--model {given}: give MODEL, or NAME=MODEL where requests use another name for it")
-    return ChosenModel(name, models.pull(place, cache, say))
+    return name, source
+
+
+def only_model(given: Sequence[str]) -> str:
+    """The model of a command that takes one. Raises `typer.BadParameter` for more."""
+    if len(given) > 1:
+        raise typer.BadParameter(f"takes one model, not {len(given)}; give it once", param_hint="--model")
+    return given[0]
+
+
+def choose_models(given: Sequence[str], cache: Path) -> tuple[ChosenModel, ...]:
+    """Each `MODEL` or `NAME=MODEL`, under a name of its own. Raises `typer.BadParameter` for a name that is given
+    twice, and `ModelError`."""
+    names = [split_name(one)[0] for one in given]
+    if len(set(names)) != len(names):
+        twice = max(names, key=names.count)
+        raise typer.BadParameter(
+            f"two models are named {twice!r}; name each with NAME=MODEL, as the requests do", param_hint="--model"
+        )
+    return tuple(choose_model(one, cache) for one in given)
 
 
 def read_input(given: str, out: Path | None = None) -> InputRef:

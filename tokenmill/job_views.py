@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def facts(summary: JobSummary) -> list[tuple[str, object]]:
     """A summary for people: names and values."""
     found: list[tuple[str, object]] = [("job", summary.id), ("status", summary.status), ("place", summary.place)]
+    if summary.attention is not None:
+        found.append(("needs attention", summary.attention))
     if summary.job is not None:
         found += [
             ("input", summary.job.input.uri),
@@ -51,6 +53,7 @@ def document(summary: JobSummary) -> dict[str, Any]:
         "place": summary.place,
         "problem": summary.problem,
         "status": summary.status,
+        "attention": summary.attention,
         "counts": summary.counts and summary.counts.model_dump(mode="json"),
         "usage": summary.usage and summary.usage.model_dump(mode="json"),
         "cost": summary.cost,

@@ -282,6 +282,7 @@ def _facts(batch: Json) -> list[tuple[str, object]]:
         ("prompt tokens", output.count(usage["input_tokens"])), ("answer tokens", output.count(usage["output_tokens"])),
         ("cost", own["cost"]), ("cost limit", own["max_cost"]),
         ("cost of a million tokens", own["cost_per_million_tokens"]), ("should be done", own["eta"]), *moments,
+        ("needs attention", own.get("attention")),
         ("retry of", own["retry_of"]),
         ("answers", batch["output_file_id"]), ("errors", batch["error_file_id"]), *more,
     ]  # fmt: skip

@@ -84,6 +84,15 @@ def look_at(place: JobPlace, settings: Settings) -> Iterator[JobLedger]:
         yield ledger
 
 
+def local_results(place: JobPlace) -> Path | None:
+    """The folder that holds the job's parts; None: it is in a bucket."""
+    from pipeline.ledger import JOBS, RESULTS
+
+    if place.folder is not None:
+        return (place.folder / RESULTS).resolve()
+    return None if "://" in place.root else (Path(place.root).expanduser() / JOBS / place.job / RESULTS).resolve()
+
+
 def _of_folder(given: str, folder: Path) -> JobPlace:
     from pipeline.adapters.folder import FolderStore
     from pipeline.jobs import find_ledger

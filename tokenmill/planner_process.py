@@ -1,33 +1,43 @@
-"""Plans the rest of a job in a process of its own, beside the work on what is planned already.
+"""Plans jobs in processes of their own: for `run` the rest of its one job, beside the work on what is planned already;
+for a dispatcher one job of its root after the other (`planner_pool`), within a limit of memory.
 
 A thread would share the interpreter with the engine's, which would wait for its turn again and again; a process takes
 the core that the engine leaves. The two share nothing but the ledger, where whoever creates a segment first decides. So
 the planner may be killed at any moment: it ends with its parent, and the next run goes on at the first missing segment.
-That run begins when both are gone: the planner holds the folder's lock with its parent.
+That run begins when both are gone: the planner of a run holds the folder's lock with its parent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Final
+from queue import SimpleQueue
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, Final
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ledger import JobLedger
-from pipeline.planning import plan_job
+from pipeline.planning import plan_job, plan_open_job
 from pipeline.ports import PipelineError, World
 from schemas.inputs import InputRef
 from schemas.plan import PlanSegment
 from tokenmill.inputs import open_input
+from tokenmill.logs import log_to_stderr
+from tokenmill.root import open_root
+from tokenmill.settings import read_settings
+from tokenmill.tracing import traces_of
 
 LOOK_SECONDS: Final = 0.5
 NICENESS: Final = 10
@@ -37,6 +47,39 @@ END_SECONDS: Final = 5.0
 """It gets so long to remove what it was building; what is left is swept by the next run."""
 
 _FAILED: Final = 3
+
+TOLD_TO_STOP: Final = 128 + signal.SIGTERM
+"""Its exit status after SIGTERM."""
+
+
+def start_planner(
+    task: Mapping[str, Any], *, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
+    """A process that plans, and what it is told first: `{"folder", "inputs"}` for one job in an output folder, or
+    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which then are asked for line by line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables),
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C is for the parent, which then ends this one
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(task) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def end_planner(process: subprocess.Popen[str]) -> None:
+    """End it, in order if it can."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class PlannerProcess:
@@ -65,33 +108,17 @@ class PlannerProcess:
         self._known = sum(1 for _ in ledger.segments())
         self._stopping = threading.Event()
         self._failure: str | None = None
-        self._task = json.dumps({"folder": str(folder.absolute()), "inputs": inputs.model_dump(mode="json")})
+        self._task = {"folder": str(folder.absolute()), "inputs": inputs.model_dump(mode="json")}
         self._thread = threading.Thread(target=self._watch, name="planner", daemon=True)
 
     def __enter__(self) -> PlannerProcess:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=(self._lock.descriptor,),
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends this one
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(self._task + "\n")
-        self._process.stdin.flush()
+        self._process = start_planner(self._task, pass_fds=(self._lock.descriptor,))
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stopping.set()
-        self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_planner(self._process)
         self._thread.join()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
@@ -136,15 +163,24 @@ class PlannerProcess:
 
 
 def main() -> None:
-    """What the process does: one line on stdin says what to plan, and stdin's end that the parent is gone."""
-    task = json.loads(sys.stdin.readline())
+    """What the process does: the first line on stdin says what to plan, and stdin's end that the parent is gone."""
+    lines: SimpleQueue[str] = SimpleQueue()
     signal.signal(signal.SIGTERM, _end)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_listen, args=(lines,), daemon=True).start()
+    task = json.loads(lines.get())
+    if "folder" in task:
+        _plan_folder(Path(task["folder"]), InputRef.model_validate(task["inputs"]))
+    else:
+        _plan_jobs(task, lines)
+
+
+def _plan_folder(folder: Path, inputs: InputRef) -> None:
+    """The rest of the one job of an output folder."""
     os.nice(NICENESS)
     try:
-        with FolderStore(Path(task["folder"])) as store:
+        with FolderStore(folder) as store:
             ledger = JobLedger(store)
-            job = ledger.job().model_copy(update={"input": InputRef.model_validate(task["inputs"])})
+            job = ledger.job().model_copy(update={"input": inputs})
             world = World(store, SystemClock(), SystemRandomness(), store.scratch)
             plan_job(ledger, job, world, open_input=open_input)
     except PipelineError as error:
@@ -152,12 +188,57 @@ def main() -> None:
         sys.exit(_FAILED)
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(1)
+def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
+    """Jobs of a root as they are asked for, one at a time. Stdout is for answers alone: one line when the root is open,
+    and one for each job."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    log_to_stderr(logging.INFO, task["log_format"], task["command"])
+    settings, limit = read_settings(), int(task["memory_bytes"])
+    with traces_of(task["command"]) as traces, open_root(task["root"], settings, traces=traces) as root:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        answers.write(json.dumps({"ready": True}) + "\n")
+        answers.flush()
+        ends = False
+        while not ends:
+            asked = json.loads(lines.get())
+            try:
+                outcome = plan_open_job(
+                    root.ledger(asked["job"]), root.world, root.open_input, in_time=asked["in_time"]
+                )
+                answer = asdict(outcome)
+            except PipelineError as error:
+                answer = {"later": str(error)}
+            except MemoryError:
+                answer, ends = {"memory": True, "traceback": ""}, True
+            except Exception as error:  # noqa: BLE001 - the parent raises it anew, for this job
+                answer = {
+                    "failed": type(error).__name__,
+                    "traceback": "".join(traceback.format_tb(error.__traceback__)),
+                }
+            ends = ends or data_bytes() > limit // 2  # what is left of this job must not fail the next one
+            answers.write(json.dumps(answer | {"ends": ends}) + "\n")
+            answers.flush()
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
+def data_bytes() -> int:
+    """What `RLIMIT_DATA` limits, of this process: private memory that can be written (Linux)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:")), 0)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the end is under way: another word would interrupt it
+    sys.exit(TOLD_TO_STOP)
+
+
+def _listen(lines: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -13,11 +13,12 @@ from functools import partial
 
 import structlog
 
-from pipeline.ports import Randomness
+from pipeline.ports import Randomness, World
+from pipeline.supervision import supervise
 from tokenmill.stopping import Stop
 
 Part = Callable[[threading.Event], None]
-"""Works until the event is set."""
+"""Works until the event is set. Called again when it has raised something, so it begins with nothing in mind."""
 
 logger = structlog.get_logger(__name__)
 
@@ -36,15 +37,17 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_together(stop: Stop, main: Part, others: Mapping[str, Part]) -> None:
-    """Run `main` on this thread and the others beside it, until `stop` is set. When one of them ends, whatever the
-    reason, all do. Raises what the first that failed raised."""
+def run_together(stop: Stop, world: World, main: Part, others: Mapping[str, Part]) -> None:
+    """Run `main` on this thread and the others beside it, until `stop` is set. An exception ends a turn of a part in
+    `others`, which then begins anew (`supervise`); one of `main`, whose loss is the process's end, ends all. When one
+    of them returns, all do. Raises what `main` raised, or the first part that can't go on (`PartStopped`).
+    """
     with settled_heap():
         stop.begin()
-        _run_together(stop, main, others)
+        _run_together(stop, world, main, others)
 
 
-def _run_together(stop: threading.Event, main: Part, others: Mapping[str, Part]) -> None:
+def _run_together(stop: threading.Event, world: World, main: Part, others: Mapping[str, Part]) -> None:
     failed: list[BaseException] = []
 
     def ended(name: str, future: Future[None]) -> None:
@@ -56,13 +59,19 @@ def _run_together(stop: threading.Event, main: Part, others: Mapping[str, Part])
 
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         for name, part in others.items():
-            pool.submit(part, stop).add_done_callback(partial(ended, name))
+            pool.submit(supervise, name, part, stop, world).add_done_callback(partial(ended, name))
         try:
             main(stop)
         finally:
             stop.set()
     if failed:
         raise failed[0]
+
+
+def wait_for_stop(stop: threading.Event) -> None:
+    """The main thread's part where all others are on threads of their own; signals get through to it."""
+    while not stop.wait(1.0):
+        pass
 
 
 def unique_name(random: Randomness) -> str:

@@ -53,7 +53,7 @@ def retry_in_root(
         doors = Intake(root.world, intake_settings(settings))
         made = submit_retry(first, ended, wishes, root.world, partial(doors.expect, first.job.tenant))
         document = {
-            "id": made.job.id, "created": made.created, "retry_of": first.job.id, "rows": first.rows.count,
+            "id": made.job.id, "created": made.created, "retry_of": first.job.id, "rows": first.count,
             "left_out": first.left_out,
         }  # fmt: skip
         if not as_json:
@@ -75,7 +75,8 @@ def retry_in_root(
 
 def tell_rows(first: Retry) -> None:
     """What is tried again, and what isn't."""
-    output.say(f"trying {output.count(first.rows.count)} rows of {first.job.id} again")
+    rows = "all rows" if first.count is None else f"{output.count(first.count)} rows"
+    output.say(f"trying {rows} of {first.job.id} again")
     if first.left_out:
         why = ", ".join(f"{output.count(count)} {code}" for code, count in sorted(first.left_out.items()))
         output.say(f"left out, since they would be refused again: {why}; --include-invalid tries them all the same")

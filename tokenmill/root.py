@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
+from pipeline.adapters.durable import private_disk
 from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.store_time import StoreClock
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.inputs import PinnedInput, open_pinned, pin_uri
 from pipeline.intake import Intake, IntakeFigures, IntakeSettings
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.retention import RetentionSettings
+from pipeline.together import InTurn
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.inputs import InputRef
 from schemas.job import Tier
@@ -28,13 +35,15 @@ if TYPE_CHECKING:
 
 S3 = "s3://"
 
+logger = structlog.get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Root:
     """An opened root.
 
     Attributes:
-        url: as it was given.  world: its store, and this machine's time and randomness.
+        url: as it was given.  world: its store, the store's time, and this machine's randomness.
         s3: a client for S3, where the root or settings say how it is reached; else inputs there are reached as AWS's
             tools do.
         came_in: counts what comes in at the doors of this process.
@@ -67,7 +76,8 @@ class Root:
 def open_root(
     url: str | None, settings: Settings, *, read_only: bool = False, traces: Traces = NO_TRACES
 ) -> Iterator[Root]:
-    """The root at a path or an s3:// URL; by default the one that the settings name.
+    """The root at a path or an s3:// URL; by default the one that the settings name. What is made in a folder, and the
+    folder itself, is its owner's alone: prompts, answers and hashes of keys lie there.
 
     Args:
         read_only: only look: nothing is made, not even a missing folder, and a bucket isn't probed by writing.
@@ -86,15 +96,31 @@ def open_root(
         with S3Store(*split_url(url), s3 or s3_connection(settings), read_only=read_only) as bucket:
             yield Root(url, _world(bucket, read_only, traces), s3)
         return
-    with FolderStore(Path(url).expanduser(), read_only=read_only) as store:
+    folder = Path(url).expanduser()
+    with FolderStore(folder, read_only=read_only, disk=private_disk(folder)) as store:
         yield Root(str(store.root), _world(store, read_only, traces), s3)
+
+
+def warn_if_readable_by_all(root: Root) -> None:
+    """Log it where every user of this machine may enter the folder."""
+    if root.folder is not None and (mode := stat.S_IMODE(root.folder.stat().st_mode)) & stat.S_IRWXO:
+        logger.warning(
+            "root_readable_by_all", root=str(root.folder), mode=f"{mode:04o}", advice=f"run: chmod 700 {root.folder}"
+        )
 
 
 def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> World:
     """Who only looks builds no files, so there is no place for them."""
-    clock, random = SystemClock(), SystemRandomness()
+    random = SystemRandomness()
+    # A folder's times are this machine's own.
+    clock = SystemClock() if isinstance(store, FolderStore) else StoreClock(SystemClock(), store.time_offset)
     scratch = Path(".") if read_only else store.scratch
     return World(store, clock, random, scratch, traces)
+
+
+def requests_at_once(root: Root, threads: int) -> Executor:
+    """Makes so many requests to the root's store at once; a folder answers at once by itself."""
+    return InTurn() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
 
 
 def s3_connection(settings: Settings) -> S3Connection:

@@ -30,17 +30,17 @@ class RunPlan:
     """Everything a run needs to know.
 
     Attributes:
+        models: what answers; one of them is loaded at a time.
         output: the job's folder.  fresh: forget the job that stands there.
         chat_template: replaces the model's own.
         price_per_hour: of this machine; None: no cost is shown.  max_cost: that the job may have; None: any.
         worker: how the worker works.
         deadline: counted from the job's acceptance; rows that have no answer by then expire.
         retry_of: the id of the job whose rows are tried again.
-        digest: what the model must be, weights and chat template; None: any.
     """
 
     inputs: InputRef
-    model: ChosenModel
+    models: tuple[ChosenModel, ...]
     output: Path
     tier: Tier
     settings: JobSettings
@@ -52,7 +52,6 @@ class RunPlan:
     deadline: timedelta | None = None
     max_cost: float | None = None
     retry_of: str | None = None
-    digest: str | None = None
 
     @property
     def price_of_worker(self) -> float | None:

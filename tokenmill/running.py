@@ -13,6 +13,7 @@ from tokenmill import output
 from tokenmill.errors import Interrupted, Interruption, UserError
 
 if TYPE_CHECKING:
+    from schemas.outcome import Manifest
     from tokenmill.run_plan import RunPlan
     from tokenmill.tracker import RunTracker
     from tokenmill.wiring import JobRun
@@ -75,7 +76,7 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
     if manifest is None:
         have = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)} rows"
         raise Interrupted(f"interrupted: {have} are committed in {plan.output}; the same command goes on from there")
-    closed = "has reached its spending limit" if manifest.ended_by == "spend" else CLOSED.get(manifest.status)
+    closed = _at_limit(manifest, plan) if manifest.ended_by == "spend" else CLOSED.get(manifest.status)
     if closed is not None:
         again = f"'tokenmill jobs retry {plan.output} --output NEW' answers the other rows"
         output.say(f"{plan.output}: this job {closed}; what was finished is kept, and {again}")
@@ -83,6 +84,21 @@ def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
         output.say(f"{plan.output}: this job was done before; --fresh runs it anew")
     elif done.before:
         output.say(f"{output.count(done.before)} rows had a result from an earlier run")
+    if closed is None and plan.max_cost is not None and manifest.cost is not None and manifest.cost > plan.max_cost:
+        output.say(
+            f"{plan.output}: this job cost {manifest.cost:.4g}, more than its limit of {plan.max_cost:g}: "
+            "all of it was under way before that was known"
+        )
     if as_json:
         output.print_json(summary.as_document(manifest, plan.output))
-    summary.show(manifest, plan.output)
+    summary.show(manifest, plan.output, plan.max_cost)
+
+
+def _at_limit(manifest: Manifest, plan: RunPlan) -> str:
+    """How a job ended at its spending limit: what it has cost may be more, by what ran until the workers were told."""
+    limit = "its spending limit" if plan.max_cost is None else f"its spending limit of {plan.max_cost:g}"
+    if manifest.cost is None:
+        return f"has reached {limit}"
+    beyond = plan.max_cost is not None and manifest.cost > plan.max_cost
+    why = ": what was under way at the limit is paid for, too" if beyond else ""
+    return f"has reached {limit} and cost {manifest.cost:.4g}{why}"

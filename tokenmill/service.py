@@ -7,7 +7,6 @@ parts are the same: only what stands behind the ports of queue and heartbeats di
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final
 
 from pipeline.adapters.folder import FolderStore
@@ -21,39 +20,46 @@ from pipeline.doors.drops import DropDoor
 from pipeline.doors.folder_watch import INCOMING, FolderInbox
 from pipeline.housekeeping import Housekeeper, HousekeepingSettings
 from pipeline.scaling.autoscaler import Autoscaler
-from pipeline.together import AT_ONCE, BESIDE, InTurn
+from pipeline.together import AT_ONCE, BESIDE
 from schemas.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.hints import Hints
+from tokenmill.logs import LogFormat
+from tokenmill.planner_pool import PlannerPool
 from tokenmill.processes import Part
-from tokenmill.root import Root, open_intake, retention_settings
+from tokenmill.root import Root, open_intake, requests_at_once, retention_settings
 
 FOLDER_SWEEP_SECONDS: Final = 1.0
 """A folder tells of nothing: it is listed often."""
 
 
 def dispatcher_part(
-    root: Root, hints: Hints, settings: Settings, figures: DispatchFigures, price_per_hour: float | None = None
+    root: Root,
+    hints: Hints,
+    settings: Settings,
+    figures: DispatchFigures,
+    price_per_hour: float | None = None,
+    command: str = "dispatcher",
+    log_format: LogFormat | None = None,
 ) -> Part:
-    """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand."""
+    """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand.
+    `command`, `log_format`: of the processes that plan."""
     limits = settings.spending
     dispatching = DispatchSettings(
         settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
         spending=SpendSettings(limits.of_each, limits.tenants, limits.wait),
     )  # fmt: skip
 
-    def requests(threads: int) -> Executor:
-        return InTurn() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
-
     def dispatch(stop: threading.Event) -> None:
         # A folder answers at once; a bucket is worth asking many things at a time.
-        with requests(AT_ONCE) as together, requests(BESIDE) as beside:
+        with requests_at_once(root, AT_ONCE) as together, requests_at_once(root, BESIDE) as beside:
             dispatcher = Dispatcher(
                 root.world, hints.queue, hints.heartbeats,
                 settings=dispatching, together=together, beside=beside, figures=figures,
             )  # fmt: skip
             planning = ForemanSettings(planners=settings.planners)
-            Foreman(root.world, dispatcher, root.open_input, planning, hints.lease).run(stop)
+            planner = PlannerPool(root.url, command, log_format or settings.log_format, settings.planner_memory_bytes)
+            Foreman(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
 
     return dispatch
 
@@ -72,9 +78,14 @@ def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
     from pipeline.adapters.cloudwatch import CloudWatch
 
     target = CloudWatch(chosen.namespace, chosen.installation, settings.s3.region)
-    look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second)
     options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
-    return Autoscaler(root.world, look, hints.heartbeats, options, [target]).run
+
+    def scale(stop: threading.Event) -> None:
+        with requests_at_once(root, AT_ONCE) as readers:
+            look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second, hints.lane, readers)
+            Autoscaler(root.world, look, hints.heartbeats, options, [target]).run(stop)
+
+    return scale
 
 
 def folder_part(root: Root, settings: Settings, settle: float) -> Part:

@@ -2,7 +2,8 @@
 
 While a command starts, the word breaks the start off: it is raised, so that what has been opened is closed in order.
 Once its parts work, it is an event that they look at. Libraries may swallow what is raised while they are imported, or
-raise something else in its place; so it is also written down, and looked at where a start ends.
+raise something else in its place; so it is also written down, and looked at where a start ends. Python swallows what is
+raised in a finalizer or in the callback of a weak reference, and prints a traceback: `on_unraisable` takes its place.
 
 Nothing that takes long is imported here: `python -m tokenmill` listens for the word before all else.
 """
@@ -10,10 +11,11 @@ Nothing that takes long is imported here: `python -m tokenmill` listens for the 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Final
 
@@ -25,6 +27,22 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 class Stopped(BaseException):
     """Raised on the main thread when the word to stop comes while a command starts. It is no failure."""
+
+
+RAISED_AGAIN_SECONDS: Final = 0.05
+
+
+def on_unraisable(raised: sys.UnraisableHookArgs) -> None:
+    """`sys.unraisablehook`. `Stopped` is written down where it was raised. Ctrl-C is not, and would be lost: it is sent
+    again when the finalizer is over."""
+    if isinstance(raised.exc_value, Stopped):
+        return
+    if isinstance(raised.exc_value, Interruption):
+        again = Timer(RAISED_AGAIN_SECONDS, signal.raise_signal, (signal.SIGINT,))
+        again.daemon = True
+        again.start()
+        return
+    sys.__unraisablehook__(raised)
 
 
 class Starting:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from schemas.outcome import Counts, Manifest
 
 
-def summary_table(manifest: Manifest) -> Table:
-    """Everything a manifest says that one wants to see at the end of a run."""
+def summary_table(manifest: Manifest, max_cost: float | None = None) -> Table:
+    """Everything a manifest says that one wants to see at the end of a run, beside what it might cost."""
     counts, usage = manifest.counts, manifest.usage
     rows: list[tuple[str, str]] = [("rows", count(counts.total))]
     by_status = (("failed", counts.failed), ("expired", counts.expired), ("cancelled", counts.cancelled))
@@ -37,6 +37,7 @@ def summary_table(manifest: Manifest) -> Table:
     if manifest.cost is not None:
         price = "" if manifest.price_per_hour is None else f" (at {manifest.price_per_hour:.4g} an hour)"
         rows += [("busy time", duration(manifest.busy_seconds)), ("cost", f"{manifest.cost:.4f}{price}")]
+        rows += [("  cost limit", f"{max_cost:g}")] if max_cost is not None else []
         rows += [
             (f"  of a million tokens{name and f', {name}'}", f"{value:.4f}") for name, value in _per_million(manifest)
         ]
@@ -74,8 +75,8 @@ def as_document(manifest: Manifest, output: Path | str) -> dict[str, Any]:
     return {"output": str(output), "results": results_of(output), **manifest.model_dump(mode="json")}
 
 
-def show(manifest: Manifest, output: Path) -> None:
+def show(manifest: Manifest, output: Path, max_cost: float | None = None) -> None:
     """Summary and last line, on stderr."""
     console = stderr()
-    console.print(summary_table(manifest))
+    console.print(summary_table(manifest, max_cost))
     console.print(last_line(manifest.counts, output), markup=False)

@@ -31,11 +31,12 @@ class Turns:
 
     Args:
         models: in the order in which they follow each other.
+        lane: None: no caller waits for any of them.
         switch_after: seconds after which a loaded model makes room for another that is asked for, though it has work.
     """
 
     def __init__(
-        self, models: Sequence[str], queue: ShardQueue, lane: LaneWorker, clock: Clock, switch_after: float
+        self, models: Sequence[str], queue: ShardQueue, lane: LaneWorker | None, clock: Clock, switch_after: float
     ) -> None:
         self._models = tuple(models)
         self._queue = queue
@@ -78,13 +79,13 @@ class Turns:
                     self.loaded, self._asked, self._over = model, (queue, task), True
                     return
         others = [model for model in self._models if model != self.loaded]
-        if others:
-            self._look_at_lane(others)
+        if others and self._lane is not None:
+            self._look_at_lane(self._lane, others)
 
-    def _look_at_lane(self, others: Sequence[str]) -> None:
+    def _look_at_lane(self, lane: LaneWorker, others: Sequence[str]) -> None:
         try:
-            for request in self._lane.take(others, 1, 0.0):
-                self._lane.emit([HandBackEvent(request.id, request.attempt, 0)])
+            for request in lane.take(others, 1, 0.0):
+                lane.emit([HandBackEvent(request.id, request.attempt, 0)])
                 self.loaded, self._over = request.model, True
         except ServiceUnavailable as error:
             logger.warning("requests of other models are not seen", reason=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,22 @@ class Told(NamedTuple):
         counts = progress.counts
         tokens = counts.prompt_tokens, counts.cached_tokens, progress.engine.generated
         return cls(progress.rows, counts.failed, *tokens)
+
+
+class TurnObserver:
+    """Tells `report` a worker's progress in one of its turns (`workers.progress.WorkerObserver`).
+
+    Args:
+        number: of the turn, among those of all workers.
+    """
+
+    def __init__(self, report: Callable[[Told, int], object], number: int) -> None:
+        self._report = report
+        self._number = number
+
+    def progress(self, progress: WorkerProgress) -> None:
+        """The worker's counts since its turn began."""
+        self._report(Told.of(progress), self._number)
 
 
 class RunTracker:
@@ -69,21 +86,17 @@ class RunTracker:
             )
 
     def computing(self) -> None:
-        """The engine is about to get its first row."""
+        """The engine is about to get its first row, or the first one of another model."""
         self._tell(phase="computing")
-        self._began = time.monotonic()
+        self._began = self._began or time.monotonic()
 
     @property
     def is_computing(self) -> bool:
         """Whether the worker's loop runs: it can be told to stop."""
         return self._began is not None
 
-    def progress(self, progress: WorkerProgress) -> None:
-        """The worker's news (`workers.progress.WorkerObserver`)."""
-        self.told(Told.of(progress), 0)
-
     def told(self, told: Told, worker: int) -> None:
-        """The news of one of several workers."""
+        """The news of one of several workers, or of one of a worker's turns with several models."""
         with self._lock:
             self._workers = self._workers | {worker: told}
 

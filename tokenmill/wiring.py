@@ -8,9 +8,10 @@ that has ended loads nothing. What is left to plan is planned beside the work.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.embedding.engine import check_encoder_config
@@ -20,9 +21,10 @@ from pipeline.jobs import summarize_job
 from pipeline.planner import open_source
 from pipeline.planning import plan_job
 from pipeline.submit import Order, submit
+from pipeline.verifying import check_files
 from schemas.models import ModelPin
 from schemas.outcome import Counts, Manifest
-from schemas.plan import PlanSegment
+from schemas.plan import PlanSegment, ShardRef
 from schemas.progress import Progress
 from tokenmill.divided_run import divide
 from tokenmill.embedded import Output, Work, dispatch, open_output
@@ -30,12 +32,11 @@ from tokenmill.engine_options import EngineOptions
 from tokenmill.errors import ModelError
 from tokenmill.inputs import open_input
 from tokenmill.job_options import ChosenModel, token_counter
+from tokenmill.model_turns import compute_in_turns
 from tokenmill.planner_process import PlannerProcess
-from tokenmill.processes import settled_heap
 from tokenmill.run_plan import RunPlan, load_model
-from tokenmill.tracker import RunTracker
+from tokenmill.tracker import RunTracker, TurnObserver
 from workers.model_host import LoadedModel, dtype_name, model_digest, model_path
-from workers.shard_worker import ShardWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +67,22 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     Raises what submitting, planning, loading and working raise; what was committed by then stays.
     """
     tracker.phase("checking the model")
-    path = model_path(plan.model.source.path)
-    open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, plan.model.name)
-    pin = pin_model(plan.model, path, plan.engine, plan.chat_template)
-    if plan.digest is not None and pin.digest != plan.digest:
-        raise ModelError(
-            f"{path}: its weights or its chat template are not those that answered in {plan.retry_of}; "
-            "give the same --chat-template, or choose a model with --model"
-        )
+    only_name = plan.models[0].name if len(plan.models) == 1 else None
+    open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
+    pins = tuple(_checked_pin(plan, model) for model in plan.models)
     order = Order(
-        input=plan.inputs, models=(pin,), settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
+        input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         max_cost=plan.max_cost, retry_of=plan.retry_of,
     )  # fmt: skip
     with open_output(plan.output) as output:
         submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
         manifest = output.ledger.manifest()
         if manifest is not None:
+            check_files(output.ledger, manifest)
             return JobRun(manifest, manifest.counts, manifest.counts.total)
         if output.ledger.segment(0) is None:
             tracker.phase("planning")
-            counter = token_counter(path, plan.chat_template)
+            counter = token_counter(Path(pins[0].source), plan.chat_template)
             plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1, open_input=open_input)
         segments = list(output.ledger.segments())
         before, planner = 0, None
@@ -100,14 +97,23 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                 )
 
         def work(given: Work) -> None:
+            wanted = models_by_need(output, segments, pins)
             tracker.phase("loading the model")
             if plan.engine.replicas > 1:
-                divide(plan, pin, given, tracker, stop)
+                divide(plan, wanted, given, tracker, stop)
                 return
-            model, client = load(plan, pin, segments), given.client()
-            tracker.computing()
-            with settled_heap():
-                ShardWorker(model, client, client, output.world.clock, plan.worker, tracker).run(stop)
+
+            def load_for_turn(pin: ModelPin, turn: int) -> LoadedModel:
+                if turn:
+                    tracker.phase(f"loading {pin.name}")
+                model = load(plan, pin, segments)
+                tracker.computing()
+                return model
+
+            compute_in_turns(
+                wanted, load_for_turn, given.client, partial(TurnObserver, tracker.told), given.queue,
+                output.world.clock, plan.worker, stop,
+            )  # fmt: skip
 
         with ExitStack() as stack:
             manifest = dispatch(output, begin, work, plan.price_of_worker, plan.engine.replicas)
@@ -135,10 +141,33 @@ def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_templ
     )
 
 
+def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
+    """The pin of one of the plan's models. Raises `ModelError` where its digest is not the one that is asked for."""
+    path = model_path(model.source.path)
+    pin = pin_model(model, path, plan.engine, plan.chat_template)
+    if model.digest is not None and pin.digest != model.digest:
+        raise ModelError(
+            f"{path}: its weights or its chat template are not those that answered in {plan.retry_of}; "
+            "give the same --chat-template, or choose a model with --model"
+        )
+    return pin
+
+
+def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:
+    """The planned shards without a part."""
+    standing = {number for number, _ in output.ledger.parts()}
+    return [shard for segment in segments for shard in segment.shards if shard.number not in standing]
+
+
 def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
     """Output tokens that the shards without a part are expected to need."""
-    standing = {number for number, _ in output.ledger.parts()}
-    return sum(s.expected_tokens for segment in segments for s in segment.shards if s.number not in standing)
+    return sum(shard.expected_tokens for shard in open_shards(output, segments))
+
+
+def models_by_need(output: Output, segments: list[PlanSegment], pins: Sequence[ModelPin]) -> list[ModelPin]:
+    """Those first that open shards need: the first one is loaded at once."""
+    needed = {shard.model for shard in open_shards(output, segments)} if len(pins) > 1 else set()
+    return sorted(pins, key=lambda pin: pin.name not in needed)
 
 
 def _counts(output: Output) -> Counts:

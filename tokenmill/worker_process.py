@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeline.metrics.sources import own_work
+from pipeline.metrics.sources import own_work, unforeseen
 from schemas.figures import WorkerFigures
 from schemas.models import CatalogEntry
 from schemas.settings import Settings
@@ -63,8 +63,10 @@ def run_worker_process(
     ):
         worker = make(root, hints)
         tell(worker.greeting)
-        with metrics_served(settings, metrics_port, own_work(worker.figures), worker.readiness.tell()):
-            run_together(stop, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
+        with metrics_served(
+            settings, metrics_port, own_work(worker.figures), worker.readiness.tell(), unforeseen(root.world.errors)
+        ):
+            run_together(stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
 
 
 def worker_settings(settings: Settings, hints: Hints, policies: Policies) -> WorkerSettings:
@@ -73,6 +75,7 @@ def worker_settings(settings: Settings, hints: Hints, policies: Policies) -> Wor
         request_timeout=settings.request_timeout,
         checkpoint_seconds=settings.checkpoint_seconds,
         look_seconds=hints.look_seconds,
+        stuck_seconds=settings.stuck_seconds,
         policies=policies,
         traced_step_seconds=settings.tracing.step_seconds,
     )

@@ -35,6 +35,7 @@ from workers.lane_server import LaneServer, LaneServing
 from workers.model_host import LoadedModel
 from workers.policy_loading import load_policies
 from workers.shard_worker import ShardWorker
+from workers.store_outage import OutageTolerantClient
 from workers.watchdog import Watchdog
 
 logger = structlog.get_logger(__name__)
@@ -200,9 +201,10 @@ class Worker:
         try:
             with settled_heap(), self._watchdog.watching(), server.running(stop) as beside:
                 self._turns.begin()
-                source = SourceInTurn(client, self._turns, lambda: beside.busy)
+                tolerant = OutageTolerantClient(client, world.clock, stop)
+                source = SourceInTurn(tolerant, self._turns, lambda: beside.busy)
                 ShardWorker(
-                    model, source, client, world.clock, self._settings, self._watchdog,
+                    model, source, tolerant, world.clock, self._settings, self._watchdog,
                     beside=beside, traces=world.traces,
                 ).run(stop)  # fmt: skip
         finally:

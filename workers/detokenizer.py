@@ -1,87 +1,107 @@
-"""Token ids to text while an answer grows: for rows with stop strings only.
+"""Token ids to text while an answer grows: where it is streamed, judged as it grows or watched for stop strings.
 
-Rows without stop strings never come here; their text is decoded in bulk at the end. A row with stop strings is
-decoded incrementally, but only to notice a stop: what the user gets is cut from the text of the whole answer, so both
-ways give the same characters.
+Other rows never come here; their text is decoded in bulk at the end. Both ways give the same characters: the pieces of
+an answer, joined, begin its final text at every moment.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
+from typing import Protocol
 
-from workers.tokenizer import CONTEXT_TOKENS, TokenIds, Tokenizer
-
-REPLACEMENT: Final = "\ufffd"
-MAX_PENDING: Final = 8
-"""Tokens that may wait for the rest of a character. UTF-8 needs four; beyond, the bytes are broken for good."""
+from workers.token_bytes import without_blanks
+from workers.tokenizer import CONTEXT_TOKENS, NOTHING_SHOWN, TokenIds, Tokenizer
 
 
-NOTHING_SHOWN: Final[Mapping[int, str]] = MappingProxyType({})
+class _Decoding(Protocol):
+    """The state between an answer's pieces."""
+
+    @property
+    def pending(self) -> str: ...
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
 
 
 class IncrementalDetokenizer:
-    """The text of a growing answer, in pieces that never end in half a character.
+    """The text of a growing answer, in pieces that never end in half a character. The cost of a token doesn't depend on
+    the length of the answer."""
 
-    Two offsets into the tokens do it (as in Hugging Face's text-generation-inference): tokens before `_read` have been
-    given out, and decoding starts at `_prefix`, a few tokens earlier, so that the decoder sees what stands before. The
-    cost of a token doesn't depend on the length of the answer.
-
-    Attributes:
-        pending: text behind the last piece that may still change; a U+FFFD at its end is the start of a character.
-    """
-
-    __slots__ = ("_ids", "_read", "_shown", "_tokenizer", "pending")
+    __slots__ = ("_decoding",)
 
     def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, shown: Mapping[int, str] = NOTHING_SHOWN) -> None:
         """`prompt` int32 [prompt_tokens] is what the answer follows; `shown`: special tokens that are spelt out."""
-        self._tokenizer = tokenizer
-        self._shown = shown
-        self._ids: list[int] = prompt[-CONTEXT_TOKENS:].tolist()
-        self._read = len(self._ids)
-        self.pending = ""
+        kind = _ByteDecoding if tokenizer.joins_bytes else _NeighbourDecoding
+        self._decoding: _Decoding = kind(tokenizer, prompt, shown)
+
+    @property
+    def pending(self) -> str:
+        """What the text would have behind the last piece if the answer ended here: U+FFFD for an incomplete character
+        (two for the beginning of a surrogate, which is none), else nothing."""
+        return self._decoding.pending
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; returns the text that became certain with them: what `push` would give one by one, for
-        two decodings instead of two for each."""
-        special = self._tokenizer.special_ids
-        if len(token_ids) > 1 and not any(one in special or one in self._shown for one in token_ids):
-            ids = [*self._ids, *token_ids]
-            piece = self._piece(ids)
-            if piece and not piece.endswith(REPLACEMENT):
-                self.pending, self._ids = "", ids[self._read :]
-                self._read = len(self._ids)
-                return piece
-        return "".join(map(self.push, token_ids))
+        """Take the next tokens; returns the text that became certain with them."""
+        return self._decoding.push(token_ids)
 
     def push(self, token_id: int) -> str:
         """Take the next token; returns the text that became certain with it."""
-        if token_id in self._shown:
-            piece, self.pending = self.pending + self._shown[token_id], ""
-            self._read = len(self._ids)
-            return piece
-        if token_id in self._tokenizer.special_ids:
-            return ""
-        self._ids.append(token_id)
-        piece = self._piece(self._ids)
-        unfinished = not piece or piece.endswith(REPLACEMENT)
-        if unfinished and len(self._ids) - self._read < MAX_PENDING:
-            self.pending = piece
-            return ""
-        self.pending = ""
-        del self._ids[: self._read]
-        self._read = len(self._ids)
-        return piece
+        return self._decoding.push((token_id,))
 
-    def _piece(self, ids: list[int]) -> str:
-        """The text behind what was given out."""
-        before = self._tokenizer.decode(ids[: self._read])
-        return self._tokenizer.decode(ids)[len(before) :]
+
+class _ByteDecoding:
+    """Of a tokenizer that joins bytes: a UTF-8 decoder that keeps the bytes of an incomplete character back."""
+
+    __slots__ = ("_blanks", "_shown", "_tokenizer", "_utf8")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, shown: Mapping[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._blanks = tokenizer.blanks_to_drop(prompt)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def pending(self) -> str:
+        return self._utf8.getstate()[0].decode("utf-8", "replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        raw = self._tokenizer.join_bytes(token_ids, self._shown)
+        if self._blanks and raw:
+            rest = without_blanks(raw, self._blanks)
+            self._blanks = 0 if rest else self._blanks - len(raw)
+            raw = rest
+        return self._utf8.decode(raw)
+
+
+class _NeighbourDecoding:
+    """Of a tokenizer whose decoder looks at a token's neighbours (WordPiece): it is given the last tokens once more."""
+
+    __slots__ = ("_context", "_shown", "_tokenizer")
+
+    pending = ""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: TokenIds, shown: Mapping[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._context: list[int] = prompt[-CONTEXT_TOKENS:].tolist()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = ""
+        for token_id in token_ids:
+            if token_id in self._shown:
+                text += self._shown[token_id]
+            elif token_id not in self._tokenizer.special_ids:
+                ids = [*self._context, token_id]
+                before = self._tokenizer.decode(self._context)
+                if piece := self._tokenizer.decode(ids)[len(before) :]:  # an id without text is no neighbour
+                    text += piece
+                    self._context = ids[-CONTEXT_TOKENS:]
+        return text
 
 
 class StopStringWatcher:
-    """Ends a choice at its first stop string, wherever that lies across token borders (a `TokenWatcher`).
+    """Ends a choice at its first stop string, wherever that lies across token borders (a `TokenWatcher`). An incomplete
+    character at the end is not text yet, so no stop string lies in it.
 
     Like OpenAI's, the text ends before the stop string. A stop string counts if it ends in a token behind the first
     `min_tokens`. Pushing the same tokens into a new watcher brings it to the same state.
@@ -130,11 +150,10 @@ class StopStringWatcher:
         """Take the next sampled token; True once a stop string is complete."""
         self._ids.append(token_id)
         piece = self._detokenizer.push(token_id)
-        pending = self._detokenizer.pending
         if len(self._ids) <= self._min_tokens:
-            self._free += len(piece) + (len(pending.rstrip(REPLACEMENT)) if len(self._ids) == self._min_tokens else 0)
+            self._free += len(piece)
         else:
-            window = self._tail + piece + pending
+            window = self._tail + piece
             if any(stop in window for stop in self._stops):
                 self.text = self._cut()
         self._tail = (self._tail + piece)[-self._keep :] if self._keep else ""
@@ -143,6 +162,7 @@ class StopStringWatcher:
     def _cut(self) -> str | None:
         """The text of the whole answer up to the stop string, or None if it is not in there."""
         text = self._tokenizer.decode_showing(self._prompt, self._ids, self._shown)
+        text = text.removesuffix(self._detokenizer.pending)
         starts = [text.find(stop, max(0, self._free - len(stop) + 1)) for stop in self._stops]
         found = [start for start in starts if start >= 0]
         return text[: min(found)] if found else None

@@ -1,7 +1,7 @@
 """Requests for embeddings: from a body to the engine's request, and from vectors to OpenAI's response.
 
-Texts are prepared as sentence-transformers prepares them: one of the model's prompts goes before, blanks at both ends
-go, and the tokenizer adds its special tokens. Token ids are taken as they are.
+Texts are prepared as sentence-transformers 6 prepares them: one of the model's prompts goes before, blanks at the ends
+stay, and the tokenizer adds its special tokens. Token ids are taken as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class EmbeddingReader:
         inputs: list[Input] = []
         for at, given in enumerate(body.input):
             if isinstance(given, str):
-                inputs.append(self._prepared(prompt + encodable(given, _name(body, at)), settings))
+                text = self._prepared(prompt + encodable(given, _name(body, at)), settings)
+                if (least := self._tokenizer.least_tokens(text)) > self.max_tokens:
+                    raise self._too_long(f"{_name(body, at)} has at least {least} tokens")
+                inputs.append(text)
                 continue
             if body.prompt_name is not None or (prompt and not settings.include_prompt):
                 raise _refuse(f"{_name(body, at)} is token ids, before which no prompt can be put; give text", "input")
@@ -71,11 +74,7 @@ class EmbeddingReader:
             if not len(prompt):
                 raise _refuse(f"{_name(body, at)} holds no tokens; give some text", "input")
             if len(prompt) > most:
-                raise RowError(
-                    RowErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                    f"{_name(body, at)} has {len(prompt)} tokens, but the model embeds at most {most}; shorten it",
-                    param="input",
-                )
+                raise self._too_long(f"{_name(body, at)} has {len(prompt)} tokens")
         total = sum(len(prompt) for prompt in prompts)
         if total > self._rules.max_embedding_tokens:
             allowed = self._rules.max_embedding_tokens
@@ -99,6 +98,10 @@ class EmbeddingReader:
         """Of one input."""
         return min(self._limits.max_model_len, self._settings().max_tokens or self._limits.max_model_len)
 
+    def _too_long(self, what: str) -> RowError:
+        message = f"{what}, but the model embeds at most {self.max_tokens}; shorten it"
+        return RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="input")
+
     def _settings(self) -> EmbeddingSettings:
         if self._limits.embedding is None:
             raise RowError(
@@ -117,7 +120,6 @@ class EmbeddingReader:
         return "" if name is None else settings.prompts[name]
 
     def _prepared(self, text: str, settings: EmbeddingSettings) -> str:
-        text = text.strip()
         return text.lower() if settings.lower_case else text
 
     def _check_dimensions(self, body: EmbeddingBody, settings: EmbeddingSettings) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 
 from pipeline.ports import Clock
-from pipeline.worker_api import BY_URGENCY, ShardSource
+from pipeline.worker_api import BY_URGENCY, ShardSink, ShardSource
 from schemas.job import Tier
+from workers.errors import ModelMismatchError
 from workers.shard_state import PreparedShard, ShardReader
 
 
@@ -18,14 +19,18 @@ class ShardFetcher:
     """Takes shards from a source and prepares them, one at a time.
 
     Args:
+        sink: where a shard is given up that can't be prepared.
         look_seconds: between two looks for a shard, when there was none.
 
     Attributes:
         prepared: waits until there is too little left to do.
     """
 
-    def __init__(self, source: ShardSource, reader: ShardReader, clock: Clock, look_seconds: float) -> None:
+    def __init__(
+        self, source: ShardSource, sink: ShardSink, reader: ShardReader, clock: Clock, look_seconds: float
+    ) -> None:
         self._source = source
+        self._sink = sink
         self._reader = reader
         self._clock = clock
         self._look_seconds = look_seconds
@@ -97,4 +102,10 @@ class ShardFetcher:
         if work is None:
             self._source_finished = self._source.finished()
             return None
-        return self._reader.prepare(work)
+        try:
+            return self._reader.prepare(work)
+        except ModelMismatchError:  # the worker's, and no shard's
+            raise
+        except Exception as error:  # noqa: BLE001 - of one shard; the worker goes on with others
+            self._sink.give_up(work, error)
+            return None

@@ -20,6 +20,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling.rows import MASK_FAILED
 from schemas.errors import RowError, RowErrorCode
 from workers.json_schemas import adapted, json_rule
 from workers.tokenizer import Tokenizer
@@ -38,7 +39,17 @@ MOST_SECONDS: Final = 1.0
 
 
 class GrammarFailure(Exception):
-    """A grammar came to its limits, or to a token that it doesn't know."""
+    """A mask can't go on: its grammar does not take the token."""
+
+
+class GrammarTooComplex(GrammarFailure):
+    """A grammar reached a limit of `limits` while an answer was made: whoever wrote the grammar is to blame."""
+
+
+def too_complex(message: str) -> str | None:
+    """The reason in the engine's message on a mask that failed with `GrammarTooComplex`; None: another failure."""
+    _, found, reason = message.partition(f"{GrammarTooComplex.__name__}: ")
+    return reason if found and message.startswith(MASK_FAILED) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,7 @@ class GrammarMask:
     def advance(self, token_id: int) -> None:
         """See `TokenMask.advance`. Raises `GrammarFailure`."""
         if token_id not in self.filler.ends and not self.matcher.consume_token(token_id):
-            raise GrammarFailure(_reason(self.matcher.get_error()))
+            raise _failure(self.matcher)
 
 
 class MaskFiller:
@@ -115,7 +126,7 @@ class MaskFiller:
         self._executor.unsafe_compute_mask_ptr(matchers, bitmasks.ctypes.data, words * 4, rows)
         may_end = (bitmasks[:, self._word] & self._bit) != 0
         bitmasks[may_end] |= self._end_words
-        return {at: GrammarFailure(_reason(matcher.get_error())) for matcher, at in matchers if matcher.is_error()}
+        return {at: _failure(matcher) for matcher, at in matchers if matcher.is_error()}
 
 
 @dataclass(slots=True)
@@ -171,9 +182,12 @@ class Grammars:
             self._kept.move_to_end(source.text)
         if mine:
             try:
+                began = time.monotonic()
                 matcher, reason = _compiled(library, source.text)
                 made.matcher = None if reason else matcher
-                made.reason = reason and _where(library, source, reason)
+                # A schema that took long to compile isn't compiled again, part by part.
+                quick = time.monotonic() - began < MOST_SECONDS / 4
+                made.reason = _where(library, source, reason) if reason and quick else reason
             finally:
                 made.done.set()
         made.done.wait()
@@ -199,9 +213,28 @@ class Grammars:
 def _compiled(library: Any, text: str) -> tuple[Any, str]:
     """A matcher at its beginning, and why it can't be used (empty: it can)."""
     matcher = llguidance.LLMatcher(library, text, log_level=0, limits=limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # the work of the first step, which all copies have done then
-    return matcher, _reason(matcher.get_error()) if matcher.is_error() else ""
+    reason = _error_of(matcher)
+    if not reason:
+        mask = matcher.compute_bitmask()  # the work of the first step, which all copies have done then
+        reason = _error_of(matcher) or _second_error(matcher, mask, library.eos_token)
+    return matcher, reason
+
+
+def _second_error(matcher: Any, mask: bytes, eos: int) -> str:
+    """Why no second token can follow (empty: one can). The library counts the items of a grammar's beginning when it
+    takes the first token, so a beginning that is too large for every answer shows only there."""
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
+    first = next((token for token in allowed.tolist() if token != eos), None)
+    if first is None:
+        return ""
+    walked = matcher.deep_copy()
+    if walked.consume_token(first):
+        walked.compute_bitmask()
+    return _error_of(walked)
+
+
+def _error_of(matcher: Any) -> str:
+    return _reason(matcher.get_error()) if matcher.is_error() else ""
 
 
 def _where(library: Any, source: GrammarSource, reason: str) -> str:
@@ -233,6 +266,13 @@ def _inside(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
         elif key in ("items", "additionalProperties"):
             inner = ((f"{path}.{key}", value),)
         yield from ((at, child) for at, child in inner if isinstance(child, dict))
+
+
+def _failure(matcher: Any) -> GrammarFailure:
+    """Why a mask can't go on."""
+    error = matcher.get_error()
+    refused = "doesn't satisfy the grammar" in error  # the library's words for a token that no mask allowed
+    return GrammarFailure(_reason(error)) if refused else GrammarTooComplex(_reason(error))
 
 
 def limits() -> Any:

@@ -150,7 +150,7 @@ class LaneAnswer:
     ) -> list[LaneEvent]:
         """The rest of all choices, and the response; or why there is none."""
         refused = self._refused
-        error = self._error or failure_of(completion, refused)
+        error = self._error or failure_of(completion, refused, row.request.mask)
         if error is not None:
             return self.failed(error)
         computed = ComputedRow(row, completion, refused)
@@ -174,7 +174,7 @@ class LaneAnswer:
 
     def handed_back(self) -> list[LaneEvent]:
         """Another worker is to go on."""
-        return [HandBackEvent(self.request.id, self.request.attempt, self._next())]
+        return handed_back(self.request, self._next())
 
     def _rest(self, choice: Choice, text: str, shown: Mapping[str, Any]) -> list[LaneEvent]:
         """What of a choice that has ended isn't told."""
@@ -232,3 +232,8 @@ def refusal(request: LaneRequest, error: RowError, sequence: int = 0) -> list[La
     """The end of a request that gets no answer."""
     status = STATUS_CODES[error.code]
     return [ErrorEvent(request.id, request.attempt, sequence, error.code.value, error.message, status, error.param)]
+
+
+def handed_back(request: LaneRequest, sequence: int = 0) -> list[LaneEvent]:
+    """The end of an attempt that another worker is to go on with."""
+    return [HandBackEvent(request.id, request.attempt, sequence)]

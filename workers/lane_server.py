@@ -1,8 +1,12 @@
 """A worker on the lane: requests whose callers wait, in the running batch beside the rows of shards.
 
-Two threads of its own. One takes requests and prepares them. The other tells: it makes events of what the engine gave,
-hands them over in batches, and says every few seconds which requests are held here; from the answers it learns which of
-them nobody wants any more. In between, on the thread that steps the engine, the loop asks once a turn (`Beside`).
+Threads of its own: one takes requests, a few prepare them, tenants in turn (`workers.lane_preparing`). Another tells:
+it makes events of what the engine gave, hands them over in batches, and says every few seconds which requests are held
+here; from the answers it learns which of them nobody wants any more. In between, on the thread that steps the engine,
+the loop asks once a turn (`Beside`).
+
+Once two tenants have sent requests, one tenant alone holds no more than all but a reserve of what is held here, so that
+a request of another one is taken at once.
 
 A request ends with a response, an error, or by being handed back; if the process dies, the lane notices. One whose step
 failed is computed once more: another row may have been to blame, and is found by then (`workers.trials`). What nobody
@@ -26,13 +30,15 @@ import structlog
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice
 from pipeline.availability import ServiceUnavailable
-from pipeline.lane import LaneSettings, LaneWorker
+from pipeline.lane import LaneSettings, LaneWorker, Shares
 from pipeline.ports import Clock
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.errors import RowError, RowErrorCode
 from schemas.lane import LaneEvent, LaneRequest, closes_attempt
 from workers.figures import BesideFigures, Ended
-from workers.lane_answers import LaneAnswer, refusal
+from workers.grammar import too_complex
+from workers.lane_answers import LaneAnswer, handed_back, refusal
+from workers.lane_preparing import PreparationQueue
 from workers.lane_requests import PREFIX, LaneReader, LaneRules
 from workers.model_host import LoadedModel
 from workers.responses import ResponseBuilder
@@ -61,6 +67,7 @@ class LaneServing:
         report_seconds: between two notes in the log on how they fare.
         grace: that requests have to come to their end when the worker is told to stop; the others are handed back.
         tries: in the engine, for a request whose step fails.
+        preparing_threads: that prepare requests; one tenant, and large requests, use all but one of them at most.
     """
 
     most: int | None = None
@@ -69,6 +76,7 @@ class LaneServing:
     report_seconds: float = 60.0
     grace: float = 20.0
     tries: int = 2
+    preparing_threads: int = 2
 
 
 @dataclass(slots=True)
@@ -120,17 +128,21 @@ class LaneServer:
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
         # Between the threads.
         self._changed = threading.Condition()
-        self._held: dict[str, int] = {}  # request -> attempt, from being taken until its end is told
+        self._held: dict[str, LaneRequest] = {}  # by id, from being taken until its end is told
+        self._first_tenant: str | None = None
+        self._has_several_tenants = False
         self._unwanted: set[tuple[str, int]] = set()
         self._arrived: deque[_Open] = deque()
         self._refused: deque[tuple[str, int]] = deque()  # engine's name and choice, to be ended
-        self._preparing = False
+        self._taking = False
         self._admitting = True
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._news: queue.SimpleQueue[_Telling | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._taker: threading.Thread | None = None
+        self._preparation = PreparationQueue(self._prepare, self._serving.preparing_threads)
+        self._preparers: list[threading.Thread] = []
         # The loop's own.
         self._open: dict[str, _Open] = {}  # by the engine's name
         self._next_tell = 0.0
@@ -143,13 +155,16 @@ class LaneServer:
         """Serve until the block ends; when `stop` is set nothing new is taken."""
         self._taker = taker = threading.Thread(target=self._guarded, args=(self._take_all, stop), name="lane-taker")
         teller = threading.Thread(target=self._guarded, args=(self._tell_all,), name="lane-teller")
-        teller.start()
-        taker.start()
+        self._preparers = [
+            threading.Thread(target=self._guarded, args=(self._preparation.work,), name=f"lane-preparer-{number}")
+            for number in range(self._serving.preparing_threads)
+        ]
+        for thread in (teller, taker, *self._preparers):
+            thread.start()
         try:
             yield self
         finally:
-            self._closed.set()
-            taker.join()
+            self._end_taking()
             for left in [*self._open.values(), *self._arrived]:  # the loop ended with an error
                 self._news.put(left.answer.handed_back)
             self._news.put(None)
@@ -160,7 +175,7 @@ class LaneServer:
     @property
     def busy(self) -> bool:
         """Whether something of it is in the engine, or about to enter."""
-        return bool(self._open or self._arrived or self._preparing)
+        return bool(self._open or self._arrived or self._taking or self._preparation.busy)
 
     @property
     def grace(self) -> float:
@@ -192,6 +207,7 @@ class LaneServer:
         if opened is None:  # nobody wanted it any more
             return True
         failed = any(choice.finish_reason is FinishReason.ERROR for choice in completion.choices)
+        failed = failed and too_complex(completion.error or "") is None  # its grammar would fail again
         if failed and opened.tries < self._serving.tries:
             opened.tries += 1
             opened.row = resume_failed(opened.row, completion)
@@ -218,9 +234,7 @@ class LaneServer:
 
     def hand_back(self) -> None:
         """See `Beside.hand_back`. Waits for a look at the lane that is under way, or it might take them again."""
-        self._closed.set()
-        if self._taker is not None:
-            self._taker.join()
+        self._end_taking()
         self._pass_on(everything=True)
         for name, opened in self._open.items():
             self._engine.cancel(name)
@@ -229,12 +243,23 @@ class LaneServer:
         while self._arrived:
             self._news.put(self._arrived.popleft().answer.handed_back)
 
+    def _end_taking(self) -> None:
+        """Take nothing more, and hand back what waits to be prepared; what is being prepared arrives before this
+        returns."""
+        self._closed.set()
+        if self._taker is not None:
+            self._taker.join()
+        for request in self._preparation.close():
+            self._news.put(partial(handed_back, request))
+        for thread in self._preparers:
+            thread.join()
+
     def _add(self, opened: _Open) -> None:
         """Into the engine, unless nobody wants it; an earlier attempt at the same request leaves it."""
         request, row = opened.request, opened.row
         for name in [name for name, other in self._open.items() if other.request.id == request.id]:
             self._forget(name)
-        if (request.id, request.attempt) in self._unwanted:
+        if (request.id, request.attempt) in self._unwanted or not self._holds(request.id, request.attempt):
             self._release(request)
             return
         left = self._reader.deadline(request, self._clock.now())
@@ -286,8 +311,11 @@ class LaneServer:
         for name in [n for n, o in self._open.items() if (o.request.id, o.request.attempt) in unwanted]:
             logger.info("request dropped: nobody wants it any more", request=self._open[name].request.id)
             self._forget(name)
-        with self._changed:  # those that are still being prepared stay on the list
-            self._unwanted = {pair for pair in self._unwanted if self._held.get(pair[0]) == pair[1]}
+        for request in self._preparation.discard(unwanted):
+            logger.info("request dropped before it was prepared: nobody wants it any more", request=request.id)
+            self._release(request)
+        with self._changed:  # those that are being prepared stay on the list
+            self._unwanted = {pair for pair in self._unwanted if self._holds(*pair)}
 
     def _forget(self, name: str) -> None:
         self._engine.cancel(name)
@@ -297,28 +325,43 @@ class LaneServer:
 
     def _take_all(self, stop: threading.Event) -> None:
         while not (stop.is_set() or self._closed.is_set()):
-            room = self._room()
-            if not room:
+            room, shares = self._room()
+            if room <= 0:
                 continue
             try:
-                taken = self._lane.take([self._key], room, _TAKE_SECONDS)
+                taken = self._lane.take([self._key], room, _TAKE_SECONDS, shares)
             except ServiceUnavailable as error:
                 logger.warning("no requests can be taken", reason=str(error))
                 self._closed.wait(_PAUSE_SECONDS)
                 continue
-            self._preparing = bool(taken)
-            with self._changed:
-                self._held.update((request.id, request.attempt) for request in taken)
+            self._taking = bool(taken)
+            self._hold_taken(taken)
             for request in taken:
                 self._spans.taken(request)
-                self._prepare(request)
-            self._preparing = False
+                self._preparation.put(request)
+            self._taking = False
 
-    def _room(self) -> int:
-        """How many more may be taken; waits a while for some."""
+    def _hold_taken(self, taken: Sequence[LaneRequest]) -> None:
+        """Note what was taken. An earlier attempt that still waits to be prepared is not wanted any more."""
+        with self._changed:
+            earlier = [(request.id, self._held[request.id].attempt) for request in taken if request.id in self._held]
+            self._held.update((request.id, request) for request in taken)
+            for request in taken:
+                self._first_tenant = request.tenant if self._first_tenant is None else self._first_tenant
+                self._has_several_tenants |= request.tenant != self._first_tenant
+        for request in self._preparation.discard(earlier):
+            self._release(request)
+
+    def _room(self) -> tuple[int, Shares]:
+        """How many requests may be taken, beside which others; waits a while for room."""
         with self._changed:
             self._changed.wait_for(lambda: self._admitting and len(self._held) < self._most, _TAKE_SECONDS)
-            return self._most - len(self._held) if self._admitting else 0
+            room = self._most - len(self._held)
+            if not self._admitting:
+                room = 0
+            held = Counter(request.tenant for request in self._held.values())
+            reserve = max(1, self._most // 8) if self._has_several_tenants and self._most > 1 else 0
+            return room, Shares(held, self._most - reserve)
 
     def _prepare(self, request: LaneRequest) -> None:
         try:
@@ -412,7 +455,7 @@ class LaneServer:
 
     def _hold(self) -> None:
         with self._changed:
-            held = dict(self._held)
+            held = {request_id: request.attempt for request_id, request in self._held.items()}
         if held:
             for request_id in self._lane.hold(list(held)):
                 self._unwant(request_id, held[request_id])
@@ -420,11 +463,15 @@ class LaneServer:
     def _unwant(self, request_id: str, attempt: int) -> None:
         """Nobody wants it from this worker any more: have the loop take it out of the engine."""
         with self._changed:
-            if self._held.get(request_id) == attempt:
+            if self._holds(request_id, attempt):
                 self._unwanted.add((request_id, attempt))
         self._wake.set()
 
     # -- on any
+
+    def _holds(self, request_id: str, attempt: int) -> bool:
+        held = self._held.get(request_id)
+        return held is not None and held.attempt == attempt
 
     def _release(self, request: LaneRequest) -> None:
         self._release_pair(request.id, request.attempt)
@@ -433,7 +480,7 @@ class LaneServer:
         """The request is no longer here: there is room for another."""
         self._spans.dropped(request_id, attempt)  # unless its end was told
         with self._changed:
-            if self._held.get(request_id) == attempt:
+            if self._holds(request_id, attempt):
                 del self._held[request_id]
                 self._changed.notify_all()
 

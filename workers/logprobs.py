@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import codecs
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 from engine.request import TokenLogprobs
 from workers.tokenizer import TokenIds, Tokenizer
 
-BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 LOWEST: Final = -9999.0
 """Stands for minus infinity, which JSON can't hold (OpenAI's value for it)."""
 
@@ -25,26 +23,21 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_of = _byte_alphabet() if tokenizer.byte_level else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that the token stands for in running text; empty for an unused id."""
-        added = self._tokenizer.added_tokens.get(token_id)
-        if added is not None:
-            return added.encode()
-        token = self._tokenizer.id_to_token(token_id) or ""
-        if self._byte_of is not None:
-            return bytes(self._byte_of[char] for char in token if char in self._byte_of)
-        if match := BYTE_TOKEN.fullmatch(token):
-            return bytes([int(match[1], 16)])
-        return token.replace("\u2581", " ").encode()
+        """The bytes that the token stands for in running text, or those that spell a special one; empty for an unused
+        id."""
+        if self.is_special(token_id):
+            return self._tokenizer.added_tokens[token_id].encode()
+        return self._tokenizer.token_bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
         """Whether texts leave the token out."""
         return token_id in self._tokenizer.special_ids
 
     def spelling_of(self, token_id: int) -> str:
-        """The token as text, or `bytes:\\x..` when it isn't UTF-8; different tokens have different spellings."""
+        """The token as text, or `bytes:\\x..` when it isn't UTF-8. Several tokens can have one spelling: a letter and
+        its byte (`A` and `<0x41>`), and all unused ids."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()
@@ -101,19 +94,15 @@ def completion_logprobs(
 def _tops(
     texts: TokenTexts, logprobs: TokenLogprobs, index: int, top: int, spelling: str, value: float
 ) -> dict[str, float]:
-    """The likeliest tokens at one place; the token that stands there is always among them, as with OpenAI."""
+    """The likeliest tokens at one place; the token that stands there is always among them, as with OpenAI. Of tokens
+    with the same spelling the likeliest counts."""
     ids, values = logprobs.top_ids[index, :top].tolist(), logprobs.top[index, :top].tolist()
-    entries = {texts.spelling_of(other): _finite(other_value) for other, other_value in zip(ids, values, strict=True)}
+    entries: dict[str, float] = {}
+    for other, other_value in zip(ids, values, strict=True):
+        entries.setdefault(texts.spelling_of(other), _finite(other_value))
     entries.setdefault(spelling, _finite(value))
     return entries
 
 
 def _finite(value: float) -> float:
     return max(value, LOWEST)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -22,6 +22,7 @@ from schemas.requests import ChatBody, CompletionBody, EmbeddingBody
 from schemas.results import ResultRow, RowStatus
 from workers.constraints import shown_tokens
 from workers.embedding import embedding_results
+from workers.grammar import Grammar, too_complex
 from workers.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import Tokenizer
@@ -50,13 +51,17 @@ with its usage and its other choices: status 200, and no text where the text was
 logger = structlog.get_logger(__name__)
 
 
-def failure_of(completion: Completion, withheld: frozenset[int] = frozenset()) -> RowError | None:
+def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), mask: object = None) -> RowError | None:
     """Why a completion is no answer, or None when it is one: one failed choice fails the row. How those ended that are
-    withheld doesn't matter."""
+    withheld doesn't matter. `mask`: the request's, whose grammar may be to blame."""
     for choice in completion.choices:
         code = FAILURES.get(choice.finish_reason)
         if code is not None and choice.index not in withheld:
             message = completion.error if choice.finish_reason is FinishReason.ERROR else None
+            if message is not None and (reason := too_complex(message)) is not None:
+                param = mask.source.param if isinstance(mask, Grammar) else None
+                what = f"the grammar of {param or 'the answer'} reached a limit while the answer was made"
+                return RowError(RowErrorCode.INVALID_REQUEST, f"{what}: {reason}; simplify it", param=param)
             return RowError(code, message or MESSAGES[choice.finish_reason])
     return None
 
@@ -81,7 +86,7 @@ class ResponseBuilder:
         for row in rows:
             if isinstance(row, RefusedRow):
                 results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
-            elif (error := failure_of(row.completion, row.withheld)) is not None:
+            elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
                 results += _failed(row, error, envelope)
             elif isinstance(row.prepared.body, EmbeddingBody):
                 results += _made(row, envelope, partial(embedding_results, row, envelope))

@@ -31,9 +31,10 @@ from workers.unforeseen import unforeseen
 HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
 COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
 
-CONDEMNED_AFTER: Final = 2
-"""Deaths of a process that computed one row and no other, after which the row isn't tried any more. Once may be chance:
-somebody pulled the plug just then."""
+CONDEMNED_AFTER: Final = 3
+"""Deaths of a process that computed one row and no other, after which the row isn't tried any more. One or two may be
+chance: the proofs before the second and the third (`trials.PROOF_SECONDS`) differ by more than a row has before its
+first checkpoint, so nothing that ends workers a certain time after their start meets the row in both."""
 
 logger = structlog.get_logger(__name__)
 

@@ -1,9 +1,10 @@
 """The worker's loop: keeps the engine full from several shards at once, and commits each shard when its last row ends.
 
-Three threads. This one steps the engine and does nothing that waits. A reader takes the next shard and tokenizes it
-meanwhile. A helper does all that writes, one task after the other: logs what is new every second or so, builds results,
-commits parts, sends heartbeats; preparing a shard may take seconds, and must not hold those up. At most
-`max_open_shards` shards and one prepared one are in memory.
+This thread steps the engine and does nothing that waits. A reader takes the next shard and tokenizes it meanwhile. A
+helper does all that writes, one task after the other: logs what is new every second or so, builds results, commits
+parts; preparing a shard may take seconds, and must not hold those up. Heartbeats have threads of their own
+(`heartbeats`): a write may wait minutes for the store. At most `max_open_shards` shards and one prepared one are in
+memory.
 
 A shard whose attempts keep dying before they get any further is taken with care: the rows that would run first are
 computed apart, and noted durably before. If that is their attempt's last word, they are tried one by one; the one that
@@ -17,19 +18,21 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Final, TypeVar
 
 import structlog
 
 from engine.errors import ContextLengthExceeded, EngineError, EngineLost, RequestRefused
 from engine.request import Completion
-from pipeline.ports import Clock
+from pipeline.ports import Clock, StoreError
 from pipeline.tracing import NO_TRACES, Traces
 from pipeline.worker_api import (
     BY_URGENCY,
-    HEARTBEAT_SECONDS,
+    RevokedShards,
     ShardReport,
     ShardSink,
     ShardSource,
@@ -39,19 +42,25 @@ from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Tier
 from workers.beside import Beside, Nothing, run_out
-from workers.checkpointing import Checkpointer
+from workers.checkpointing import Checkpointer, Snapshot
 from workers.fetching import ShardFetcher
 from workers.figures import FiguresReader
+from workers.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
 from workers.lookahead import Lookahead, engine_has_all
 from workers.metering import shares_of_step
 from workers.model_host import LoadedModel, library_versions, speculation_facts
 from workers.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.responses import ResponseBuilder, failure_of
 from workers.rows import ComputedRow, Envelope, PreparedRow, RefusedRow
-from workers.settings import IDLE_SECONDS, WorkerSettings
+from workers.settings import FIRST_CHECKPOINT_SECONDS, IDLE_SECONDS, WorkerSettings
 from workers.shard_state import OpenShard, PreparedShard, ShardReader
 from workers.tracing import ShardSpans, end_step
 from workers.trials import PROBE, Member, Trials, probe
+
+Result = TypeVar("Result")
+
+WAIT_SECONDS: Final = 0.1
+"""Between two looks at the heartbeats, while the loop waits for a write."""
 
 logger = structlog.get_logger(__name__)
 
@@ -70,9 +79,12 @@ class ShardWorker:
         helper: Executor | None = None,
         beside: Beside | None = None,
         traces: Traces = NO_TRACES,
+        heartbeat_executor: Executor | None = None,
+        heartbeat_timer: Timer | None = None,
     ) -> None:
-        """`helper` replaces the two other threads; one that runs tasks at once makes the worker deterministic.
-        `beside`: what is computed beside the shards."""
+        """`helper` replaces the other threads; one that runs tasks at once makes the worker deterministic.
+        `beside`: what is computed beside the shards.  `heartbeat_executor`: of the heartbeats, where it isn't the
+        helper.  `heartbeat_timer`: repeats heartbeats where such an executor is given; None: nothing does there."""
         self._model = model
         self._engine = model.engine
         self._sink = sink
@@ -80,10 +92,12 @@ class ShardWorker:
         self._settings = settings or WorkerSettings()
         self._observer = observer
         self._given_helper = helper
+        self._given_heartbeat_executor = heartbeat_executor or helper
+        self._heartbeat_timer = heartbeat_timer or (nullcontext if self._given_heartbeat_executor else thread_timer)
         self._beside = beside or Nothing(clock)
         self._spans = ShardSpans(clock, model.name, traces, self._settings.traced_step_seconds)
         reader = ShardReader(model, self._settings.policies)
-        self._fetcher = ShardFetcher(source, reader, clock, self._settings.look_seconds)
+        self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.look_seconds)
         self._checkpointer = Checkpointer(model.engine, ResponseBuilder(model.tokenizer), sink)
         self._versions = library_versions()
         timed = self._settings.request_timeout is not None
@@ -96,13 +110,13 @@ class ShardWorker:
         self._max_rows = model.max_num_seqs
         self._now = clock.monotonic
         self._committing: dict[Future[bool], OpenShard] = {}
-        self._beating: Future[frozenset[str]] | None = None
         self._beginning: tuple[OpenShard, Future[None]] | None = None
         self._logging: Future[None] | None = None
         self._counts = WorkerCounts()
         self._rate = RateMeter()
         self._figures = FiguresReader(model.name, model.engine, clock.monotonic())
-        self._next_beat = self._next_report = 0.0
+        self._heartbeats: HeartbeatSender | None = None
+        self._next_report = 0.0
         self._next_log: float | None = None  # None: nothing is being computed
 
     def run(self, stop: threading.Event | None = None) -> WorkerProgress:
@@ -111,10 +125,28 @@ class ShardWorker:
         Raises:
             BrokenEngineError: no request gets through the engine.  EngineLost: a part of it is gone.
             ModelMismatchError: a shard is pinned to another model.
-            PipelineError: a part can't be written, or a shard can't be read.
+            StoreError: the store can't be read or written.
         """
-        helper = self._given_helper or ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-helper")
-        reader = self._given_helper or ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-reader")
+        with ExitStack() as pools:
+
+            def pool(name: str, threads: int = 1) -> Executor:
+                made = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=f"worker-{name}")
+                pools.callback(made.shutdown, wait=True, cancel_futures=True)
+                return made
+
+            helper = self._given_helper or pool("helper")
+            reader = self._given_helper or pool("reader")
+            executor = self._given_heartbeat_executor or pool("heartbeat", HEARTBEAT_THREADS)
+            self._heartbeats = HeartbeatSender(self._sink, self._clock, executor, self._settings.stuck_seconds)
+            pools.enter_context(self._heartbeat_timer(self._heartbeats.repeat))
+            stopped = self._work(helper, reader, stop)
+        progress = self._progress(stopped)
+        if self._observer is not None:
+            self._observer.progress(progress)
+        return progress
+
+    def _work(self, helper: Executor, reader: Executor, stop: threading.Event | None) -> bool:
+        """Turn after turn to the end; whether it was told to stop."""
         stopped = False
         try:
             while not self._finished:
@@ -128,14 +160,7 @@ class ShardWorker:
         except Exception:
             self._abandon(helper)
             raise
-        finally:
-            if self._given_helper is None:
-                reader.shutdown(wait=True, cancel_futures=True)
-                helper.shutdown(wait=True, cancel_futures=True)
-        progress = self._progress(stopped)
-        if self._observer is not None:
-            self._observer.progress(progress)
-        return progress
+        return stopped
 
     @property
     def _finished(self) -> bool:
@@ -153,7 +178,7 @@ class ShardWorker:
             self._beside.rest(IDLE_SECONDS)
         self._commit_done(helper)
         self._log(helper)
-        self._tell(helper)
+        self._tell()
 
     def _fetch_ahead(self, reader: Executor) -> None:
         """Open the prepared shard when there is too little left to do, and have the one after it fetched and prepared
@@ -183,7 +208,13 @@ class ShardWorker:
             if shard is not self._fetcher.prepared:
                 self._open(shard)
         for future in [future for future in self._committing if future.done()]:
-            committed = future.result()
+            try:
+                committed = future.result()
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of one shard; the worker goes on with others
+                self._give_up(self._committing.pop(future), error, helper)
+                continue
             work = self._committing.pop(future).work
             self._counts = self._counts.with_part(len(work.table), committed)
             event = "shard committed" if committed else "shard was committed by another attempt"
@@ -196,13 +227,20 @@ class ShardWorker:
             self._beginning[1].result()
             self._beginning[0].begun = True
             self._beginning = None
-        if self._beating is not None and self._beating.done():
-            closing, self._beating = self._beating.result(), None
-            if closing:
-                prepared = self._fetcher.prepared
-                if prepared is not None and prepared.work.job.id in closing:
-                    self._unprepare()
-                self._give_back([shard for shard in self._shards if shard.work.job.id in closing], helper)
+            self._log_soon()
+        if self._heartbeats is not None:
+            self._release_revoked(self._heartbeats.collect_revoked(), helper)
+
+    def _release_revoked(self, revoked: RevokedShards, helper: Executor) -> None:
+        """Stop computing these: their jobs are being closed, or others compute them."""
+        names = revoked.to_release | revoked.committed
+        prepared = self._fetcher.prepared
+        if prepared is not None and (prepared.work.job.id, prepared.work.shard) in names:
+            self._unprepare()
+        for wanted, log in ((revoked.committed, False), (revoked.to_release, True)):
+            shards = [shard for shard in self._shards if (shard.work.job.id, shard.work.shard) in wanted]
+            if shards:
+                self._give_back(shards, helper, log=log)
 
     def _feed(self, helper: Executor) -> None:
         """Give the engine rows, in the planner's order, as far ahead as it needs to choose well."""
@@ -212,12 +250,15 @@ class ShardWorker:
             if self._trials.undecided:
                 self._engine.add(self._probe)
                 return
+            if self._trials.is_proving(self._now()):
+                self._prove(helper)
+                return
             if self._trials:
                 self._try_apart(self._trials.next_group(), helper)
                 return
             if self._trials.noted:
                 # They survived. If the next rows end the process that must be known, or these are tried for ever.
-                self._submit_log(self._shards, helper, final=False).result()
+                self._result_of(self._submit_log(self._shards, helper, final=False))
             self._trials.release()
             self._try_apart((), helper)
         last_open = self._fetcher.dry or self._fetcher.exhausted
@@ -245,16 +286,26 @@ class ShardWorker:
                 self._collect(helper)
         return shard.begun
 
+    def _prove(self, helper: Executor) -> None:
+        """Compute a harmless request once more before the next row is tried. It is durable that no row is computed, so
+        that a death in the meantime is no row's doing."""
+        for shard, rows in self._trials.notes(()):
+            self._result_of(helper.submit(self._sink.note, shard.work, rows))
+        self._beside.rest(IDLE_SECONDS)
+        self._engine.add(self._probe)
+
     def _try_apart(self, group: Sequence[Member], helper: Executor) -> None:
         """Compute these and no others, once that is durable."""
         for shard, _ in group:
             if not shard.begun:
-                helper.submit(self._sink.begin, shard.work).result()
+                self._result_of(helper.submit(self._sink.begin, shard.work))
                 shard.begun = True
         for shard, rows in self._trials.notes(group):
-            helper.submit(self._sink.note, shard.work, rows).result()
+            self._result_of(helper.submit(self._sink.note, shard.work, rows))
         for shard, row in group:
             self._add(shard, row)
+        if group:
+            self._log_soon()
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         request = row.request
@@ -275,7 +326,7 @@ class ShardWorker:
             self._running[request.request_id] = (shard, row)
             shard.in_engine += 1
             if self._next_log is None:
-                self._next_log = self._clock.monotonic() + self._settings.checkpoint_seconds
+                self._log_soon()
 
     def _step(self) -> None:
         sample = self._spans.sample(self._shards)
@@ -349,6 +400,12 @@ class ShardWorker:
     def _envelope(self, shard: OpenShard) -> Envelope:
         return Envelope(shard.work.job.id, shard.work.job.created_at, shard.work.attempt, self._wall)
 
+    def _log_soon(self) -> None:
+        """The first checkpoint of an attempt comes soon, whatever the interval: until then a death is silent, and may
+        be a row's doing."""
+        at = self._now() + min(FIRST_CHECKPOINT_SECONDS, self._settings.checkpoint_seconds)
+        self._next_log = at if self._next_log is None else min(self._next_log, at)
+
     def _log(self, helper: Executor) -> None:
         """Have what is new made durable, when it is time."""
         if not self._shards:
@@ -359,18 +416,33 @@ class ShardWorker:
             self._logging = self._submit_log(self._shards, helper, final=False)
 
     def _submit_log(self, shards: list[OpenShard], helper: Executor, *, final: bool) -> Future[None]:
+        return helper.submit(
+            self._checkpointer.write, self._snapshots(shards), self._checkpointer.sampled(), final=final
+        )
+
+    def _snapshots(self, shards: list[OpenShard]) -> list[tuple[Snapshot, Envelope]]:
         running: dict[int, list[PreparedRow]] = {id(shard): [] for shard in shards}
         for shard, row in self._running.values():
             if id(shard) in running:
                 running[id(shard)].append(row)
-        snapshots = [
-            (self._checkpointer.snapshot(shard, running[id(shard)]), self._envelope(shard)) for shard in shards
-        ]
-        return helper.submit(self._checkpointer.write, snapshots, self._checkpointer.sampled(), final=final)
+        return [(self._checkpointer.snapshot(shard, running[id(shard)]), self._envelope(shard)) for shard in shards]
 
-    def _give_back(self, shards: list[OpenShard], helper: Executor) -> None:
-        """Log what there is of these shards, forget them, and let others have them."""
-        self._submit_log(shards, helper, final=True).result()
+    def _result_of(self, future: Future[Result]) -> Result:
+        """What a task of another thread came to. Heartbeats and reports go on while it is waited for."""
+        self._wait_for(future)
+        return future.result()
+
+    def _wait_for(self, future: Future[Result]) -> None:
+        while not future.done():
+            self._tell()
+            wait([future], timeout=WAIT_SECONDS)
+
+    def _give_back(self, shards: list[OpenShard], helper: Executor, *, log: bool = True) -> None:
+        """Log what there is of these shards (`log` false: count it only), forget them, and let others have them."""
+        if log:
+            self._result_of(self._submit_log(shards, helper, final=True))
+        else:
+            self._snapshots(shards)
         gone = {id(shard) for shard in shards}
         for request_id in [name for name, (shard, _) in self._running.items() if id(shard) in gone]:
             self._engine.cancel(request_id)
@@ -381,8 +453,14 @@ class ShardWorker:
             self._beginning = None
         for shard in shards:
             self._shards.remove(shard)
-            helper.submit(self._sink.release, shard.work, shard.generated, shard.busy_seconds).result()
+            self._result_of(helper.submit(self._sink.release, shard.work, shard.generated, shard.busy_seconds))
             self._spans.ended(shard.work, "given back")
+
+    def _give_up(self, shard: OpenShard, error: Exception, helper: Executor) -> None:
+        """The shard's part can't be made, for a reason that is the shard's own."""
+        work, generated = shard.work, shard.generated + shard.unlogged
+        self._result_of(helper.submit(self._sink.give_up, work, error, generated, shard.busy_seconds))
+        self._spans.ended(work, "given up", type(error).__name__)
 
     def _abandon(self, helper: Executor) -> None:
         """The run ends with an error, which is no row's doing: have the attempts say that they ended, if they still
@@ -396,7 +474,7 @@ class ShardWorker:
             self._spans.ended(shard.work, "given back", "worker_failed")
         for end in ends:
             try:
-                end().result()
+                self._result_of(end())
             except Exception as error:  # noqa: BLE001 - the run ends with what failed first; this is most often the same
                 logger.warning("the end of what was being computed could not be logged", why=str(error))
 
@@ -404,11 +482,12 @@ class ShardWorker:
         """UTC of a time on the engine's clock."""
         return self._zero + timedelta(seconds=seconds)
 
-    def _tell(self, helper: Executor) -> None:
+    def _tell(self) -> None:
         """Heartbeat and progress, when they are due."""
         now = self._clock.monotonic()
-        if now >= self._next_beat and self._beating is None:
-            self._next_beat = now + HEARTBEAT_SECONDS
+        if self._heartbeats is not None:
+            self._heartbeats.note_turn()
+        if self._heartbeats is not None and self._heartbeats.due:
             shards = [*self._shards, *self._committing.values()]
             held = [shard.work for shard in shards]
             held += [] if self._fetcher.prepared is None else [self._fetcher.prepared.work]
@@ -418,7 +497,7 @@ class ShardWorker:
                 queued[shard.work.tier] += len(shard.waiting)
             figures = self._figures.read(now, queued, self._beside.figures())
             load = WorkerLoad(self._rate.look(now, self._engine.stats()), unfinished, figures)
-            self._beating = helper.submit(self._sink.holding, held, load)
+            self._heartbeats.send(held, load)
         if self._observer is not None and now >= self._next_report:
             self._next_report = now + self._settings.report_seconds
             self._observer.progress(self._progress(stopped=False))
@@ -440,11 +519,12 @@ class ShardWorker:
         self._shards += [OpenShard.open(shard) for shard in self._fetcher.take_all()]
         self._give_back(list(self._shards), helper)
         self._run_out(helper)
-        wait(self._committing)
+        for future in list(self._committing):
+            self._wait_for(future)
         self._collect(helper)
 
     def _run_out(self, helper: Executor) -> None:
         """Let what is beside the shards end, and leave the engine empty."""
-        run_out(self._beside, self._engine, self._step, partial(self._tell, helper), self._clock)
+        run_out(self._beside, self._engine, self._step, self._tell, self._clock)
         while self._engine.has_work:
             self._engine.step()

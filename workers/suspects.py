@@ -54,14 +54,19 @@ class Suspects:
             return True
         return False
 
-    def next_group(self) -> Sequence[PreparedRow]:
-        """The rows to try next, together; to be called when the engine is empty."""
+    def peek(self) -> Sequence[PreparedRow]:
+        """The rows that `next_group` would return."""
         if self._fresh:
             middle = len(self._fresh) // 2
             self._groups += [half for half in (self._fresh[middle:], self._fresh[:middle]) if half]
             self._fresh = []
-        if not self._groups:
+        return self._groups[-1] if self._groups else ()
+
+    def next_group(self) -> Sequence[PreparedRow]:
+        """The rows to try next, together; to be called when the engine is empty."""
+        group = self.peek()
+        if not group:
             return ()
-        group = self._groups.pop()
+        self._groups.pop()
         self._alone = group[0].request.request_id if len(group) == 1 else None
         return group

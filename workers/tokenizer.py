@@ -16,6 +16,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,8 @@ from schemas.errors import RowError, RowErrorCode
 from schemas.requests import ChatMessage
 from schemas.structured import Tool, ToolCall
 from workers.errors import TokenizerError
+from workers.prompt_bounds import bound_of, component_state
+from workers.token_bytes import TokenBytes, dropped_blanks, without_blanks
 
 logger = structlog.get_logger(__name__)
 
@@ -50,6 +53,8 @@ keeps it for such use inside a program."""
 CONTEXT_TOKENS: Final = 4
 """Prompt tokens decoded in front of an answer where decoding depends on what stands before."""
 
+NOTHING_SHOWN: Final[Mapping[int, str]] = MappingProxyType({})
+
 
 class Tokenizer:
     """The tokenizer of one model.
@@ -61,6 +66,7 @@ class Tokenizer:
         decodes_tokens_alone: whether each token stands for bytes of its own, but for a blank at the beginning.
         tool_template: the chat template for conversations with tools.
         added_tokens: ids and texts of the tokens that are matched whole.  special_ids: those that texts leave out.
+        joins_bytes: whether texts are `token_bytes`, joined; otherwise a token's text depends on its neighbours.
     """
 
     def __init__(self, hf: Any, chat_template: str | None = None) -> None:
@@ -81,16 +87,21 @@ class Tokenizer:
         self.bos_token_id: int | None = hf.bos_token_id
         self.eos_token_id: int | None = hf.eos_token_id
         self.size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        decoder = _state(self._backend.decoder)
+        decoder = component_state(self._backend.decoder)
         self.byte_level = decoder.get("type") == "ByteLevel"
         self.decodes_tokens_alone = self.byte_level or any(map(_joins_pieces, decoder.get("decoders", [decoder])))
         added = self._backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.token_bytes = TokenBytes(self.id_to_token, self.added_tokens, self.special_ids, self.byte_level)
+        dropped = dropped_blanks(decoder)
+        self.joins_bytes = dropped is not None
+        self._dropped_blanks = dropped or 0
         spellings = sorted((self.added_tokens[i] for i in self.special_ids if self.added_tokens[i]), key=len)[::-1]
         self._special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         self._spelt = re.compile("|".join(re.escape(_spelt(text)) for text in spellings) or r"(?!)")
         self._plain_ids = {_spelt(text): ids for text, ids in zip(spellings, self._as_text(spellings), strict=True)}
+        self._bound = bound_of(self._backend)
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -123,6 +134,10 @@ class Tokenizer:
         """Token ids of each text, int32 [tokens]; `add_special_tokens` adds what the tokenizer itself adds (BOS)."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of the text has fewer tokens, whatever it says; 0: nothing is known without encoding it."""
+        return 0 if self._bound is None else self._bound.least_tokens(text.replace(SPELT, ""))
 
     def encode_chats(self, texts: Sequence[str]) -> list[TokenIds]:
         """Token ids of each conversation that `render_chat` wrote, int32 [tokens]."""
@@ -209,11 +224,30 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """The text of these ids taken by themselves, without special tokens; broken UTF-8 becomes U+FFFD."""
+        if self.joins_bytes:
+            return self.decode_showing(_NO_TOKENS, _as_list(ids), NOTHING_SHOWN)
         return self._backend.decode(_as_list(ids), skip_special_tokens=True)
+
+    def join_bytes(self, ids: Sequence[int], shown: Mapping[int, str] = NOTHING_SHOWN) -> bytes:
+        """The bytes of these tokens in running text, with these special tokens spelt out."""
+        if not shown:
+            return b"".join(map(self.token_bytes.__getitem__, ids))
+        return b"".join([shown[i].encode() if i in shown else self.token_bytes[i] for i in ids])
+
+    def blanks_to_drop(self, prompt: TokenIds) -> int:
+        """Blanks that the text of an answer to `prompt` begins without: the decoder drops them where no text stands
+        before the answer."""
+        if not self._dropped_blanks:
+            return 0
+        before = self.join_bytes(prompt[-CONTEXT_TOKENS:].tolist())
+        return 0 if before.strip(b" ") else max(0, self._dropped_blanks - len(before))
 
     def decode_showing(self, prompt: TokenIds, answer: TokenIds | list[int], shown: Mapping[int, str]) -> str:
         """The text of an answer after its prompt, with these special tokens spelt out, and no others."""
         ids = _as_list(answer)
+        if self.joins_bytes:
+            raw = without_blanks(self.join_bytes(ids, shown), self.blanks_to_drop(prompt))
+            return raw.decode("utf-8", "replace")
         places = [at for at, token_id in enumerate(ids) if token_id in shown]
         text, start = "", 0
         for place in [*places, len(ids)]:
@@ -224,14 +258,14 @@ class Tokenizer:
         return text
 
     def decode_answers(self, prompts: Sequence[TokenIds], answers: Sequence[TokenIds | list[int]]) -> list[str]:
-        """The text of each answer where it stands, after its prompt, without special tokens; all in one call.
+        """The text of each answer where it stands, after its prompt, without special tokens.
 
-        Decoders that treat the first token in a special way (SentencePiece drops its blank) are given the end of the
-        prompt, whose own text is then cut off.
+        Decoders that do more than to join bytes are given the end of the prompt, whose own text is then cut off.
         """
         ids = [_as_list(answer) for answer in answers]
-        if self.byte_level:
-            return self._backend.decode_batch(ids, skip_special_tokens=True)
+        if self.joins_bytes:
+            pairs = zip(prompts, ids, strict=True)
+            return [self.decode_showing(prompt, answer, NOTHING_SHOWN) for prompt, answer in pairs]
         contexts = [_as_list(prompt[-CONTEXT_TOKENS:]) for prompt in prompts]
         joined = [context + answer for context, answer in zip(contexts, ids, strict=True)]
         texts = self._backend.decode_batch(contexts + joined, skip_special_tokens=True)
@@ -245,6 +279,9 @@ class Tokenizer:
         """The token as the vocabulary spells it (not text: bytes may be escaped), or None for an unused id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+
+_NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 def _joins_pieces(decoder: dict[str, Any]) -> bool:
@@ -285,12 +322,6 @@ def _as_list(ids: Sequence[int] | TokenIds) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
-def _state(component: Any) -> dict[str, Any]:
-    """A tokenizer component's settings, as tokenizer.json would hold them."""
-    state: dict[str, Any] = json.loads(component.__getstate__()) if component is not None else {}
-    return state
-
-
 def _from_folder(path: Path) -> Any:
     if not path.is_dir():
         raise TokenizerError(f"{path} is neither a model folder nor a GGUF file")
@@ -302,7 +333,7 @@ def _from_gguf(path: Path) -> Any:
     for the model's config: 0.7 s instead of 5.4 s for 49,152 tokens, with the same result."""
     hf = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     kind = _gguf_pre_tokenizer(path)
-    plain = _state(hf.backend_tokenizer.pre_tokenizer).get("type") == "ByteLevel"
+    plain = component_state(hf.backend_tokenizer.pre_tokenizer).get("type") == "ByteLevel"
     if kind in DIGIT_SPLITTING_PRE_TOKENIZERS and plain:
         hf.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
             [

@@ -120,8 +120,8 @@ class Translator:
     def prompt_of(self, body: Generation) -> str | TokenIds:
         """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
 
-        Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, or an id is
-        outside the vocabulary.
+        Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, an id is
+        outside the vocabulary, or a text is too long for the context however it is encoded.
         """
         if not self._limits.generates:
             raise RowError(
@@ -132,9 +132,10 @@ class Translator:
         if isinstance(body, ChatBody):
             if body.offered_tools:
                 tool_format(self._tokenizer)
-            return encodable(self._tokenizer.render_chat(body.messages, body.offered_tools), "messages")
+            text = encodable(self._tokenizer.render_chat(body.messages, body.offered_tools), "messages")
+            return self._within_context(text, body)
         if isinstance(body.prompt, str):
-            return encodable(body.prompt, "prompt")
+            return self._within_context(encodable(body.prompt, "prompt"), body)
         for token_id in body.prompt:
             self._check_token("prompt", token_id)
         return np.asarray(body.prompt, dtype=np.int32)
@@ -221,6 +222,14 @@ class Translator:
             error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
             raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error)) from error
         return wanted
+
+    def _within_context(self, text: str, body: Generation) -> str:
+        """The text; raises `RowError` when no encoding of it leaves room for one token of an answer."""
+        least, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
+        if least + (body.output_limit != 0) > limit:
+            message = f"prompt of at least {least} tokens, but the context holds {limit}; shorten the prompt"
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+        return text
 
     def _check_token(self, name: str, token_id: int) -> None:
         if token_id >= self._limits.vocab_size:

@@ -21,6 +21,12 @@ from workers.rows import ComputedRow, PreparedRow
 from workers.shard_state import OpenShard
 from workers.suspects import Suspects
 
+PROOF_SECONDS: Final = 2.0
+"""For how long a worker must have lived, with harmless requests of its own or with other suspects, before it computes a
+row alone that may have ended a process; doubles with each time that the row did so alone. A row that is to blame ends
+the process within a second then, or its first checkpoint clears it. So what ends workers some time after their start,
+whatever they compute, ends them before the row is in the engine, or else meets one of these times and not the next."""
+
 SUSPECT_AFTER: Final = 2
 """Attempts in a row that died before they had got any further, after which a shard's rows are tried apart."""
 
@@ -54,6 +60,7 @@ class Trials:
         self._noted: dict[str, OpenShard] = {}  # attempts whose rows are noted one by one
         self._verdicts: list[tuple[OpenShard, ComputedRow]] = []
         self._doubted = False  # a request that is no row's failed with a step
+        self._began: float | None = None  # monotonic: rows that may have ended a process are tried since then
 
     def __bool__(self) -> bool:
         """Whether there are rows to try."""
@@ -96,6 +103,28 @@ class Trials:
         logger.warning(
             "attempts died: rows are tried apart", job=work.job.id, shard=work.shard, rows=rows, alone=bool(cornered)
         )
+
+    def proof_seconds(self) -> float:
+        """For how long the machine must be proved before the next rows are tried: 0 unless it is one row alone that
+        may have ended a process."""
+        rows = self._suspects.peek()
+        if len(rows) != 1:
+            return 0.0
+        history = self._owner[rows[0].request.request_id].work.history
+        row = rows[0].names[0].row
+        if not (history.silent or history.cornered):
+            return 0.0
+        return PROOF_SECONDS * 2.0 ** history.blamed.get(row, 0)
+
+    def is_proving(self, now: float) -> bool:
+        """Whether the machine is to compute a harmless request before the next row is tried."""
+        seconds = self.proof_seconds()
+        if not seconds:
+            return False
+        if self._began is None:
+            self._began = now
+        self._trying = True
+        return now < self._began + seconds
 
     def next_group(self) -> list[Member]:
         """The rows to try next, together; to be called when the engine is empty."""

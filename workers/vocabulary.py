@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from workers.logprobs import BYTE_TOKEN, TokenTexts
+from workers.logprobs import TokenTexts
+from workers.token_bytes import BYTE_TOKEN
 from workers.tokenizer import Tokenizer
 
 SPECIAL_MARK: Final = b"\xff"

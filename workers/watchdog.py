@@ -1,8 +1,9 @@
 """Ends a worker whose engine is stuck: a kernel that never returns can't be asked to stop.
 
-Its heartbeats end with the loop that steps the engine, so others have its shards soon after. What is left is a process
-that holds a machine: it says where it hangs, and goes, to be started again by whatever looks after it. The attempt
-leaves no end behind, so the rows that were running are suspects, as after any death (see `shard_worker`).
+A long step is no reason to take a worker's shards away: its heartbeats are repeated until `limit` seconds have passed
+without progress (see `heartbeats`), and then this ends the process. It says where it hangs, and is started again by
+whatever looks after it; others have its shards soon after. The attempt leaves no end behind, so the rows that were
+running are suspects, as after any death (see `shard_worker`).
 """
 
 from __future__ import annotations

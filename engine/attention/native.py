@@ -93,6 +93,7 @@ class NativeStep:
     """A step's tasks, and the arrays they point into."""
 
     tasks: StepTasks
+    num_tokens: int
     num_decodes: int
     wanted: NDArray[np.int32] | None
     arrays: tuple[object, ...]
@@ -137,13 +138,12 @@ class NativeAttention:
                 len(starts), batch.num_decodes, table.shape[1], group.window or 0,
             )  # fmt: skip
         tasks = self.library.plan(self.storage.shape, self._heads, MOST_PARTIALS, inputs)
-        return NativeStep(tasks, batch.num_decodes, batch.wanted, tuple(keep))
+        return NativeStep(tasks, int(counts.sum()), batch.num_decodes, batch.wanted, tuple(keep))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: NativeStep) -> Tensor:
+        self._check(q, k, v, step)
         out = torch.empty(q.shape, dtype=q.dtype)
-        heads = q.shape[1]
-        if heads != self._heads:
-            raise EngineError(f"attention was made for {self._heads} heads, but the model has {heads}")
+        heads = self._heads
         if self._space is None or self._space.max_tokens < step.num_decodes:
             self._space = Workspace.for_attention(
                 self.library, self.storage.shape, heads, max(64, 2 * step.num_decodes)
@@ -154,6 +154,18 @@ class NativeAttention:
             self._space.struct,
         )  # fmt: skip
         return out
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, step: NativeStep) -> None:
+        """Refuse tensors beyond which the kernels would read: they take the cache's shape and bare pointers."""
+        shape = self.storage.shape
+        for name, tensor, heads in (("q", q, self._heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
+            expected = (step.num_tokens, heads, shape.head_dim)
+            if tensor.shape != expected or KIND_OF.get(tensor.dtype) != self.activations:
+                given = f"{list(tensor.shape)} in {tensor.dtype}"
+                raise EngineError(
+                    f"attention was made for {name} of {list(expected)} in {self.activations.name}, "
+                    f"but the model gives {given}"
+                )
 
     def zero(self, group: int, blocks: list[int]) -> None:
         self.storage.zero(group, blocks)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+import torch
 from transformers import AutoConfig
 
-from engine.errors import UnsupportedModel
+from engine.errors import EngineError, UnsupportedModel
 
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
@@ -82,14 +82,15 @@ def folder_end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     Raises:
         UnsupportedModel: one of the two can't be read.
     """
-    text = config.get_text_config()
     with usable(folder / "config.json"):
+        text = config.get_text_config()
         ids = set(end_tokens(getattr(text, "eos_token_id", None)))
+        vocab_size = int(text.vocab_size)
     generation = folder / "generation_config.json"
     if generation.is_file():
         with usable(generation):
             ids |= set(end_tokens(json.loads(generation.read_bytes()).get("eos_token_id")))
-    return tuple(sorted(token_id for token_id in ids if 0 <= token_id < text.vocab_size))
+    return tuple(sorted(token_id for token_id in ids if 0 <= token_id < vocab_size))
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:
@@ -114,18 +115,23 @@ def check_sizes(file: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def usable(file: Path) -> Iterator[None]:
-    """Whatever reading the values of `file` raises becomes `UnsupportedModel`, in one line."""
+    """Every exception that reading `file` raises becomes `UnsupportedModel`, in one line. The engine's own errors and
+    failed allocations stay what they are.
+
+    The set of exceptions is open: config classes check their values with whatever they like, and those of models whose
+    layers differ raise a RuntimeError for each value that has no single answer.
+    """
     try:
         yield
-    except (
-        StrictDataclassError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        OSError,
-    ) as error:
-        reason = " ".join(str(error).split())
+    except EngineError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModel(f"{file} can't be used: {reason}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -30,16 +30,18 @@ _HARMLESS_ARGUMENTS = {
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "position_embeddings",
     "position_ids", "return_dict", "sliding_window", "use_cache",
 }  # fmt: skip
+_REPEATS_KEYS = ("jetmoe",)
+"""Model types whose attention modules repeat keys and values for each query head before they attend."""
 
 
 class _Slot:
-    """Where one model's attention modules find the `attend` of the running step."""
+    """Where one model's attention modules find the `attend` of the running step, and what they have to agree with."""
 
-    __slots__ = ("attend", "windows")
+    __slots__ = ("attend", "spec")
 
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self.attend: Attend | None = None
-        self.windows = windows
+        self.spec = spec
 
 
 class TransformersModel:
@@ -51,7 +53,7 @@ class TransformersModel:
         self._head = model.get_output_embeddings()
         self._logits_factor = _logits_factor(model.config)
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
-        self._slot = _Slot(spec.windows)
+        self._slot = _Slot(spec)
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 setattr(module, _SLOT, self._slot)
@@ -97,14 +99,29 @@ def describe_transformers_model(
         UnsupportedModel: its sizes contradict each other.
     """
     parameters = sum(math.prod(weights.shape(name)) for name in weights.names if not name.endswith(DERIVED))
+    with usable(folder / "config.json"):
+        return _spec(folder, config, dtype, eos_token_ids, parameters, max_positions)
+
+
+def _spec(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    eos_token_ids: tuple[int, ...],
+    parameters: int,
+    max_positions: int | None,
+) -> ModelSpec:
     heads = config.num_attention_heads
+    kv_heads = heads if config.model_type in _REPEATS_KEYS else getattr(config, "num_key_value_heads", None) or heads
     if (hidden := config.hidden_size) % heads and getattr(config, "head_dim", None) is None:
         raise UnsupportedModel(f"{folder}: {heads} attention heads can't share a hidden_size of {hidden} evenly")
+    if heads % kv_heads:
+        raise UnsupportedModel(f"{folder}: {heads} attention heads can't share {kv_heads} key-value heads evenly")
     return ModelSpec(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_kv_heads=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -156,14 +173,17 @@ def load_transformers_model(
         if found := sorted(map(str, report[kind])):
             raise CorruptWeights(f"{folder}: tensor {found[0]} is among the {kind.replace('_keys', '')} ones")
     model.to(device).eval()
-    wrapped = TransformersModel(model, spec)
-    check_against_eager(wrapped, _Eager(model))
-    if builder.quantize not in ("none", "dense"):
-        quantize_linears(model, builder)
-        check_quantized(wrapped, _Eager(model))
-    elif quantized and builder.quantize == "none":
-        restore_quantized(model, builder, weights)
-        check_quantized(wrapped, _Eager(model))
+    if model.base_model is model:
+        raise UnsupportedModel(f"{spec.architecture} is not supported: its decoder can't be called without its head")
+    with usable(folder):
+        wrapped = TransformersModel(model, spec)
+        check_against_eager(wrapped, _Eager(model))
+        if builder.quantize not in ("none", "dense"):
+            quantize_linears(model, builder)
+            check_quantized(wrapped, _Eager(model))
+        elif quantized and builder.quantize == "none":
+            restore_quantized(model, builder, weights)
+            check_quantized(wrapped, _Eager(model))
     return wrapped
 
 
@@ -208,9 +228,15 @@ def _attention(
         raise UnsupportedModel(f"{name} is not causal")
     if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
         raise UnsupportedModel(f"{name} has keys {list(key.shape)} and values {list(value.shape)} of unlike shape")
+    spec = slot.spec
+    made = query.shape[1], key.shape[1], query.shape[-1]
+    if made != (expected := (spec.num_heads, spec.num_kv_heads, spec.head_dim)):
+        raise UnsupportedModel(
+            "{} {} makes {} query and {} key-value heads of {}, ".format(name, module.layer_idx, *made)
+            + "but its config says {} and {} of {}".format(*expected)
+        )
     window = arguments.get("sliding_window")
-    if window != slot.windows[module.layer_idx]:
-        said = slot.windows[module.layer_idx]
+    if window != (said := spec.windows[module.layer_idx]):
         raise UnsupportedModel(f"{name} {module.layer_idx} has a window of {window}, but its config says {said}")
     if scale is None:
         scale = query.shape[-1] ** -0.5

@@ -2,7 +2,8 @@
 
 Architectures differ in ways that no list of config keys covers: logits scaled after the head, positions counted from
 the mask, biases on scores. So a model is compared with its own eager forward once, when it is loaded, and refused if
-the two disagree.
+the two disagree. The check sees the first positions only: what a model computes differently far behind them (scores
+scaled from position 8192 on, say) it can't find, and a forward over so many tokens would take minutes.
 """
 
 from __future__ import annotations

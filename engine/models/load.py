@@ -17,7 +17,14 @@ from engine.embedding.settings import embedding_settings, required_settings
 from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
 from engine.models.base import CausalModel, ModelSpec
 from engine.models.checkpoint import WeightSource, folder_weights
-from engine.models.config import folder_config, folder_end_tokens, has_head, quantization_settings, usable
+from engine.models.config import (
+    folder_config,
+    folder_end_tokens,
+    has_head,
+    is_out_of_memory,
+    quantization_settings,
+    usable,
+)
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
@@ -75,10 +82,8 @@ def load_model(
             positions=max_positions,
             builder=builder,
         )
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemory(f"the weights of {path} do not fit the memory of {device}: {error}") from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"the weights of {path} do not fit the memory of {device}: {error}") from error
 
@@ -138,7 +143,11 @@ def is_encoder(path: str | Path) -> bool:
         ModelNotFound: no model is there.  UnsupportedModel: its config can't be read.
     """
     path = _existing(path)
-    return path.is_dir() and _encodes(folder_config(path))
+    if not path.is_dir():
+        return False
+    config = folder_config(path)
+    with usable(path / "config.json"):
+        return _encodes(config)
 
 
 def _encodes(config: Any) -> bool:
@@ -192,14 +201,14 @@ def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
             checkpoint = GGUFCheckpoint(path)
             return checkpoint.config, checkpoint.decoder_spec(), checkpoint
     config = folder_config(path)
-    headless = not has_head(config)
-    if _encodes(config) or (headless and embedding_settings(path) is None):
-        raise UnsupportedModel(f"{config.architectures[0]} is not a causal language model")
-    family = fused_family(config)
-    if family is None:
-        check_supported(config)  # before anything is said of its weights
-        return config, None, None
     with usable(path / "config.json"):
+        headless = not has_head(config)
+        if _encodes(config) or (headless and embedding_settings(path) is None):
+            raise UnsupportedModel(f"{config.architectures[0]} is not a causal language model")
+        family = fused_family(config)
+        if family is None:
+            check_supported(config)  # before anything is said of its weights
+            return config, None, None
         spec = family(config)
     if headless:  # nothing asks for logits, and the embedding is there anyway
         spec = replace(spec, headless=True, tied=True, weight_prefixes=("", *spec.weight_prefixes))

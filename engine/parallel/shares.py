@@ -39,15 +39,12 @@ class Share:
     size: int
 
     def __post_init__(self) -> None:
-        spec, size = self.spec, self.size
-        if spec.num_heads % size:
-            raise _uneven(f"{spec.num_heads} attention heads", size)
-        if spec.num_kv_heads % size and size % spec.num_kv_heads:
-            raise _uneven(f"{spec.num_kv_heads} key-value heads", size)
-        if spec.intermediate_size % size:
-            raise _uneven(f"an MLP of {spec.intermediate_size} columns", size)
-        if self.vocabulary_width * (size - 1) >= spec.vocab_size:
-            raise _uneven(f"a vocabulary of {spec.vocab_size} tokens", size)
+        if (what := _uneven(self.spec, self.size)) is not None:
+            sizes = [size for size in range(1, self.spec.num_heads + 1) if _uneven(self.spec, size) is None]
+            raise UnsupportedModel(
+                f"{what} can't be shared evenly by {self.size} devices; give a --tensor-parallel that this model's "
+                f"sizes allow: {', '.join(map(str, sizes))}"
+            )
 
     @property
     def local(self) -> DecoderSpec:
@@ -109,7 +106,14 @@ class Share:
         return self.rank * each, (self.rank + 1) * each
 
 
-def _uneven(what: str, size: int) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{what} can't be shared evenly by {size} devices; choose another --tensor-parallel, such as 1 or 2"
-    )
+def _uneven(spec: DecoderSpec, size: int) -> str | None:
+    """What of the decoder `size` ranks can't share evenly; None: they can share all of it."""
+    if spec.num_heads % size:
+        return f"{spec.num_heads} attention heads"
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} key-value heads"
+    if spec.intermediate_size % size:
+        return f"an MLP of {spec.intermediate_size} columns"
+    if -(-spec.vocab_size // size) * (size - 1) >= spec.vocab_size:
+        return f"a vocabulary of {spec.vocab_size} tokens"
+    return None

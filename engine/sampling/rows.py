@@ -17,6 +17,9 @@ from engine.sampling.draw import scale_of_temperature
 from engine.sampling.penalties import PenaltyTable
 from engine.sampling.philox import fold_seed
 
+MASK_FAILED = "token mask failed"
+"""Begins the reason of a row whose mask raised; the exception's class and message follow."""
+
 NO_SLOT = -1
 OFF = -1
 LARGEST = float(np.finfo(np.float32).max)
@@ -144,7 +147,7 @@ class RowParams:
     def break_mask(self, row: int, error: Exception) -> None:
         """A mask is one request's own code: what it raises costs that row, and no other."""
         self.masks.pop(row, None)
-        self.broken[row] = f"token mask failed: {type(error).__name__}: {error}"
+        self.broken[row] = f"{MASK_FAILED}: {type(error).__name__}: {error}"
 
     def _assign_mask(self, row: int, make: Callable[[int], TokenMask], choice: int, output: NDArray[np.int32]) -> None:
         try:

@@ -23,6 +23,7 @@ from engine.speculative.base import Ask, Draft, Proposer
 from engine.speculative.gain import Gain
 from engine.speculative.lengths import DraftLengths
 from engine.speculative.tally import SpeculationStats, Tally
+from engine.speculative.trial_budget import TrialBudget
 
 Ints = NDArray[np.int32]
 
@@ -35,12 +36,20 @@ class Drafting:
         proposer: guesses tokens.
         lengths: says how many are worth their time.
         max_chunk: most tokens of a row in a step.
+        budget: of what drafts may lose; None: any.
 
     Attributes:
         idle: no drafts were wanted in the last step, whatever the proposer had to offer.
     """
 
-    def __init__(self, batch: RunningBatch, proposer: Proposer, lengths: DraftLengths, max_chunk: int) -> None:
+    def __init__(
+        self,
+        batch: RunningBatch,
+        proposer: Proposer,
+        lengths: DraftLengths,
+        max_chunk: int,
+        budget: TrialBudget | None = None,
+    ) -> None:
         self.lengths = lengths
         self.idle = False
         self._tally = Tally()
@@ -48,6 +57,7 @@ class Drafting:
         self._batch = batch
         self._proposer = proposer
         self._max_chunk = max_chunk
+        self._budget = budget
         self._made: dict[int, tuple[str, int]] = {}  # of rows with drafts under way: source and trust
 
     def add(self, rows: Ints, counts: Ints, left: int) -> Ints | None:
@@ -62,7 +72,7 @@ class Drafting:
         """
         if left <= 0:
             return None
-        self.idle = not self.lengths.worthwhile(rows, counts)
+        self.idle = not (self._may_lose(rows, counts) and self.lengths.worthwhile(rows, counts))
         if self.idle:
             return None
         state, batch = self._batch.rows, self._batch
@@ -82,6 +92,16 @@ class Drafting:
         if not asks:
             return None
         return self._place(rows, asks, self._proposer.propose(asks))
+
+    def _may_lose(self, rows: Ints, counts: Ints) -> bool:
+        """Whether drafts may be tried in this step: at worst they cost their time."""
+        if self._budget is None:
+            return True
+        decoding = rows[counts == 1]
+        if not decoding.size:
+            return False
+        left = int((self._batch.stops.max_known[decoding] - self._batch.rows.num_known[decoding]).sum())
+        return self._budget.allows(len(decoding), left) and self._gain.can_compare(len(decoding))
 
     def _reserve(self, row: int, wanted: int) -> int:
         """Blocks for so many drafts behind the row's known tokens, or for as many as there is room for."""
@@ -140,7 +160,9 @@ class Drafting:
         """A step is done: its rows, the positions it computed, the drafts among them, those that stayed, its time."""
         self.lengths.timed(rows, positions, drafted, seconds)
         if rows and positions - drafted == rows:  # nobody computed a prompt in it
-            self._gain.note(rows, drafted, accepted, seconds)
+            gained = self._gain.note(rows, drafted, accepted, seconds)
+            if self._budget is not None:
+                self._budget.note(rows, drafted, gained)
 
     @property
     def stats(self) -> SpeculationStats:

@@ -28,10 +28,18 @@ class Gain:
         self.seconds = 0.0
         self._costs = StepCosts()
 
-    def note(self, rows: int, drafted: int, accepted: int, seconds: float) -> None:
-        """A step of so many rows, all decoding, took this time; of so many drafts in it, so many stayed."""
+    def note(self, rows: int, drafted: int, accepted: int, seconds: float) -> float:
+        """A step of so many rows, all decoding, took this time; of so many drafts in it, so many stayed. Returns what
+        they gained; 0 where that can't be said."""
         if not drafted:
             self._costs.note(rows, 0, seconds)
         elif (plain := self._costs.plain(rows)) is not None:
-            self.tokens += accepted - rows * (seconds - plain) / plain
+            gained = accepted - rows * (seconds - plain) / plain
+            self.tokens += gained
             self.seconds += seconds
+            return gained
+        return 0.0
+
+    def can_compare(self, rows: int) -> bool:
+        """Whether it is known what a step of so many rows takes without drafts."""
+        return self._costs.plain(rows) is not None

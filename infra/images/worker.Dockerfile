@@ -8,9 +8,16 @@
 #   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker-cpu \
 #     --build-arg BASE=ubuntu:24.04 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 
+# With flash-attn (docs/gpu.md), which is compiled for torch's CUDA: the build stage then needs that CUDA's nvcc, and hours of a
+# core.
+#
+#   docker build -f infra/images/worker.Dockerfile -t tokenmill-worker-flash \
+#     --build-arg FLASH_ATTN=1 --build-arg BUILD_BASE=nvidia/cuda:MAJOR.MINOR.PATCH-devel-ubuntu24.04 .
+
 # CUDA's libraries come with torch; the base has what joins them to the driver.
 # The tag is in BASE, which hadolint doesn't look into (DL3006).
 ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
+ARG BUILD_BASE=${BASE}
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS python
@@ -20,8 +27,14 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-FROM python AS build
+# hadolint ignore=DL3006
+FROM ${BUILD_BASE} AS build
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=
+ARG FLASH_ATTN=
 WORKDIR /src
 RUN python3 -m venv /opt/tokenmill
 COPY infra/images/constraints.txt ./
@@ -36,6 +49,13 @@ COPY workers workers
 COPY tokenmill tokenmill
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
       ".[aws,engine,metrics,redis,tracing]"
+# Against the torch that is installed, so without an environment of its own.
+RUN if [ -n "$FLASH_ATTN" ]; then \
+      PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
+        ninja packaging psutil setuptools wheel \
+      && PIP_CONSTRAINT=/src/constraints.txt /opt/tokenmill/bin/python -m pip install --no-cache-dir --no-compile \
+        --no-build-isolation ".[gpu]"; \
+    fi
 
 FROM python
 RUN groupadd --gid 10001 tokenmill \

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -32,7 +33,8 @@ from pipeline.adapters.celery_app import REDIS, private_app, scheme_of, security
 from pipeline.availability import BadAddress, redacted
 from pipeline.doors.celery_generate import GENERATE, GenerateCalls
 from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
-from pipeline.ports import Randomness
+from pipeline.ports import Randomness, World
+from pipeline.supervision import supervise
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_traceparent
 
 _LOOK_SECONDS: Final = 0.1
@@ -197,25 +199,33 @@ class CeleryDoor:
         self,
         tasks: CeleryTasks,
         settings: CeleryDoorSettings,
-        random: Randomness,
+        world: World,
         generating: GenerateCalls | None = None,
-        traces: Traces = NO_TRACES,
     ) -> None:
         self._settings = settings
+        self._world = world
         self._generating = generating
-        self._name = random.token(4).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
+        self._name = world.random.token(
+            4
+        ).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
         self._apps = {
-            queue: make_app(tasks, queue, tenant, settings, random, generating, traces)
+            queue: make_app(tasks, queue, tenant, settings, world.random, generating, world.traces)
             for queue, tenant in settings.queues.items()
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set; what is being done then is finished, unless it takes long. Sets it when a queue's
-        worker can't be made, and raises why."""
+        """Work until `stop` is set; what is being done then is finished, unless it takes long. A queue's
+        worker that fails is made anew; sets `stop` when it can't go on (`PartStopped`), and raises why."""
         nothing_starts = threading.Event()
         with ThreadPoolExecutor(1 + len(self._apps), thread_name_prefix="celery-door") as pool:
-            serving = [pool.submit(self._serve, queue, app, stop) for queue, app in self._apps.items()]
-            waiting = None if self._generating is None else pool.submit(self._generating.run, nothing_starts)
+            serving = [
+                pool.submit(supervise, "celery", partial(self._serve, queue, app), stop, self._world)
+                for queue, app in self._apps.items()
+            ]
+            waiting = None
+            if self._generating is not None:
+                looking = self._generating.run
+                waiting = pool.submit(supervise, "celery generate", looking, nothing_starts, self._world)
             if waiting is not None:
                 waiting.add_done_callback(lambda _: stop.set())
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import Protocol
 
@@ -69,7 +70,14 @@ class Disk(Protocol):
 
 
 class LocalDisk:
-    """The operating system's."""
+    """The operating system's.
+
+    Args:
+        mask: permissions that files and folders have at most; the umask takes further ones away.
+    """
+
+    def __init__(self, mask: int = 0o777) -> None:
+        self._mask = mask
 
     def new_name(self) -> str:
         """The process, and 64 random bits."""
@@ -77,7 +85,7 @@ class LocalDisk:
 
     def write_new(self, path: Path, data: bytes) -> None:
         """See `Disk`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 & self._mask)
         with open(descriptor, "wb") as stream:
             stream.write(data)
 
@@ -91,6 +99,9 @@ class LocalDisk:
 
     def link(self, source: Path, target: Path) -> None:
         """See `Disk`."""
+        mode = stat.S_IMODE(os.stat(source).st_mode)  # of a file that was built elsewhere, and given away
+        if mode & ~self._mask:
+            os.chmod(source, mode & self._mask)
         os.link(source, target)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -103,7 +114,7 @@ class LocalDisk:
 
     def make_folder(self, path: Path) -> None:
         """See `Disk`."""
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode=self._mask, exist_ok=True)
 
     def remove_folder(self, path: Path) -> None:
         """See `Disk`."""
@@ -124,6 +135,12 @@ class LocalDisk:
 
 LOCAL_DISK = LocalDisk()
 """It holds no state, so one is enough."""
+
+
+def private_disk(root: Path) -> LocalDisk:
+    """For a folder whose files only its owner may read; with its group, where that may write in it already."""
+    shared = root.is_dir() and root.stat().st_mode & stat.S_IWGRP
+    return LocalDisk(0o770 if shared else 0o700)
 
 
 def make_folders(disk: Disk, path: Path, *, below: Path) -> None:

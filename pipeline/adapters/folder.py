@@ -21,7 +21,7 @@ from typing import BinaryIO, NoReturn
 from pipeline.adapters.durable import LOCAL_DISK, Disk, make_folders, write_durably
 from pipeline.adapters.keys import check_key, check_prefix, is_object_name
 from pipeline.adapters.private import PrivateFolder
-from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError
+from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError, failure_type
 
 
 class FolderStore:
@@ -263,7 +263,7 @@ class FolderStore:
 
     def _fail(self, what: str, path: Path, error: OSError) -> NoReturn:
         hint = _HINTS.get(error.errno or 0, "")
-        raise StoreError(f"{path}: {what}: {error.strerror or error}{hint}") from error
+        raise failure_type(error)(f"{path}: {what}: {error.strerror or error}{hint}") from error
 
 
 _HINTS = {

@@ -13,7 +13,7 @@ class MemoryHeartbeats:
 
     def __init__(self, clock: Clock, lifetime: float) -> None:
         self._clock = clock
-        self._lifetime = lifetime
+        self.lifetime = lifetime
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._beats: dict[str, tuple[float, WorkerState]] = {}
@@ -40,14 +40,14 @@ class MemoryHeartbeats:
         living = {state.name for state in self.workers()}
         now = self._clock.monotonic()
         with self._lock:
-            self._figures = {name: told for name, told in self._figures.items() if now - told[0] <= self._lifetime}
+            self._figures = {name: told for name, told in self._figures.items() if now - told[0] <= self.lifetime}
             return {name: self._figures[name][1] for name in sorted(living & self._figures.keys())}
 
     def workers(self) -> list[WorkerState]:
         """Workers that live, by name; the dead are forgotten."""
         now = self._clock.monotonic()
         with self._lock:
-            self._beats = {name: beat for name, beat in self._beats.items() if now - beat[0] <= self._lifetime}
+            self._beats = {name: beat for name, beat in self._beats.items() if now - beat[0] <= self.lifetime}
             return [self._beats[name][1] for name in sorted(self._beats)]
 
     def since(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.lane import LaneFull, LaneSettings
+from pipeline.lane import NO_SHARES, LaneFull, LaneSettings, Shares, full_message
 from pipeline.ports import Clock, PipelineError
 from schemas.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
 
@@ -36,6 +36,8 @@ class MemoryLane:
         self._clock = clock
         self._settings = settings or LaneSettings()
         self._calls: dict[str, _Call] = {}  # by request, the oldest first
+        self._turns: dict[str, int] = {}  # of tenants with requests on record: when one was taken last
+        self._counted = 0
         self._changed = threading.Condition()
 
     def worker(self, name: str) -> MemoryLaneWorker:
@@ -53,11 +55,13 @@ class MemoryLane:
             known = self._calls.get(request.id)
             if known is not None and known.request.attempt >= request.attempt:
                 return
-            waiting = sum(call.waits and call.request.model == request.model for call in self._calls.values())
-            if request.attempt == 1 and waiting >= self._settings.most_waiting:
-                raise LaneFull(f"{waiting} requests wait for model {request.model}; try again later")
+            if request.attempt == 1:
+                self._check_room(request)
             events: deque[LaneEvent] = known.events if known is not None else deque(maxlen=self._settings.most_events)
             self._calls.pop(request.id, None)
+            tenants = {call.request.tenant for call in self._calls.values()}
+            self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
+            self._turns.setdefault(request.tenant, self._count())
             self._calls[request.id] = _Call(request, now + self._wanted_for(request), events)
             self._changed.notify_all()
 
@@ -78,14 +82,23 @@ class MemoryLane:
             now = self._forget_old()
             return frozenset(request.id for request in requests if self._is_lost(request, now))
 
+    # -- LaneMonitor
+
+    def waiting(self, models: Collection[str]) -> Mapping[str, int]:
+        """Requests for each of these models that no worker has begun to answer."""
+        with self._changed:
+            self._forget_old()
+            found = Counter(call.request.model for call in self._calls.values() if call.waits)
+            return {model: found[model] for model in models}
+
     # -- the workers' side
 
-    def take(self, worker: str, models: Sequence[str], most: int, timeout: float) -> list[LaneRequest]:
+    def take(self, worker: str, models: Sequence[str], most: int, timeout: float, shares: Shares) -> list[LaneRequest]:
         """See `LaneWorker.take`."""
         with self._changed:
-            self._changed.wait_for(lambda: any(True for _ in self._free(models)), timeout)
+            self._changed.wait_for(lambda: self._may_take(models, shares), timeout)
             now = self._clock.monotonic()
-            taken = [call for call, _ in zip(self._free(models), range(most), strict=False)]
+            taken = self._in_turn(models, most, shares)
             for call in taken:
                 call.owner, call.alive_until = worker, now + self._settings.lifetime
             return [call.request for call in taken]
@@ -137,6 +150,41 @@ class MemoryLane:
             if call.waits and call.request.model in models and (call.owner is None or call.alive_until < now):
                 yield call
 
+    def _check_room(self, request: LaneRequest) -> None:
+        """Raises `LaneFull` where no more may wait for the model, or none of the tenant."""
+        tenants = Counter(
+            call.request.tenant for call in self._calls.values() if call.waits and call.request.model == request.model
+        )
+        own, bounds = tenants[request.tenant], self._settings
+        if tenants.total() >= bounds.most_waiting or own >= bounds.most_waiting_each:
+            raise LaneFull(full_message(request, bounds, own))
+
+    def _may_take(self, models: Sequence[str], shares: Shares) -> bool:
+        return any(shares.held.get(call.request.tenant, 0) < shares.most_each for call in self._free(models))
+
+    def _in_turn(self, models: Sequence[str], most: int, shares: Shares) -> list[_Call]:
+        """Up to `most` free requests, by tenant (see `Shares`)."""
+        waiting: dict[str, deque[_Call]] = {}
+        for call in self._free(models):
+            waiting.setdefault(call.request.tenant, deque()).append(call)
+        held = Counter(shares.held)
+        chosen: list[_Call] = []
+        while len(chosen) < most:
+            ready = [tenant for tenant in waiting if held[tenant] < shares.most_each]
+            if not ready:
+                break
+            tenant = min(ready, key=lambda name: (held[name], self._turns[name]))
+            chosen.append(waiting[tenant].popleft())
+            held[tenant] += 1
+            self._turns[tenant] = self._count()
+            if not waiting[tenant]:
+                del waiting[tenant]
+        return chosen
+
+    def _count(self) -> int:
+        self._counted += 1
+        return self._counted
+
     def _behind(self, after: Mapping[str, Position]) -> Iterator[LaneEvent]:
         for request, position in after.items():
             if (call := self._calls.get(request)) is not None:
@@ -169,9 +217,9 @@ class MemoryLaneWorker:
         self._lane = lane
         self._name = name
 
-    def take(self, models: Sequence[str], most: int, timeout: float) -> list[LaneRequest]:
-        """Up to `most` requests for these models, or none after `timeout` seconds."""
-        return self._lane.take(self._name, models, most, timeout)
+    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
+        return self._lane.take(self._name, models, most, timeout, shares)
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
         """Hand events over; returns the requests that nobody wants from this worker any more."""

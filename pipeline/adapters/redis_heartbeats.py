@@ -73,7 +73,7 @@ class RedisHeartbeats:
 
     def __init__(self, settings: RedisSettings, lifetime: float) -> None:
         self._client = RedisClient(settings)
-        self._lifetime = lifetime
+        self.lifetime = lifetime
         self.unreadable = 0
         self._marks = [self._client.key("beats", "since"), self._client.key("beats", "last")]
         self._index = self._client.key("beats", "workers")
@@ -107,7 +107,7 @@ class RedisHeartbeats:
         """What the worker has to tell."""
         data = figures.model_dump_json(exclude_defaults=True)
         with self._client.told("tell figures"):
-            self._client.raw.set(self._figures_key(worker), data, px=milliseconds(self._lifetime))
+            self._client.raw.set(self._figures_key(worker), data, px=milliseconds(self.lifetime))
 
     def figures(self) -> dict[str, WorkerFigures]:
         """What workers that live have told, by name."""
@@ -139,7 +139,7 @@ class RedisHeartbeats:
 
     def _times(self) -> list[int]:
         # Who beats every third of the lifetime loses its key in a gap of two thirds; half is on the safe side.
-        return [milliseconds(self._lifetime / 2), milliseconds(self._lifetime)]
+        return [milliseconds(self.lifetime / 2), milliseconds(self.lifetime)]
 
     def _key(self, worker: str) -> str:
         return self._client.key("beats", "worker", worker)

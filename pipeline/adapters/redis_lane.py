@@ -1,16 +1,19 @@
 """The lane on Redis Streams: the caller's side (`RedisLaneWorker` is the other).
 
-    requests:MODEL   stream   requests whose answer hasn't begun; workers take them as a consumer group
-    wanted:ID        hash     the attempt that counts, who answers it, whether it ended; it is there as long as somebody
-                              wants the answer: its TTL is the deadline, and a cancel removes it
-    entry:ID         string   where in requests:MODEL it lies; outlives the deadline, so that it can be taken out
-    alive:ID         string   a worker has the request; its TTL is the lifetime
-    events:ID        stream   the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order, drops
-                              repeats, and refuses a worker that goes on with an attempt that another has followed
+    queue:MODEL:TENANT  zset    requests that no worker has, by when they were sent (microseconds, each one its own)
+    turns:MODEL         zset    tenants with a queue, by when one of their requests was taken last
+    waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker is taken for dead (0: none)
+    sent:MODEL          stream  the last request that was sent: workers without one wait for the next
+    wanted:ID           hash    the request, the attempt that counts, who answers it, whether it ended; it is there as
+                                long as somebody wants the answer: its TTL is the deadline, and a cancel removes it
+    alive:ID            string  a worker has the request; its TTL is the lifetime
+    events:ID           stream  the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order,
+                                drops repeats, and refuses a worker that goes on with an attempt that another has
+                                followed
 
-Each step is one Lua script, so it happens whole or not at all. Every key has a TTL and both streams are bounded: what
-is lost the caller sees, and sends again. The keys of a request may lie anywhere, so this is for one Redis server (with
-replicas), not for a cluster.
+Each step is one Lua script, so it happens whole or not at all, and any number of workers and gateways see one order.
+Every key has a TTL and both streams are bounded: what is lost the caller sees, and sends again. The keys of a request
+may lie anywhere, so this is for one Redis server (with replicas), not for a cluster.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from pydantic import ValidationError
 
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milliseconds
 from pipeline.adapters.redis_lane_scripts import CANCEL, LOST, SEND
-from pipeline.adapters.redis_lane_worker import RedisLaneWorker, keys_of
-from pipeline.lane import LaneFull, LaneSettings
+from pipeline.adapters.redis_lane_worker import RedisLaneWorker, keys_of, queues_kept
+from pipeline.lane import LaneFull, LaneSettings, full_message
 from pipeline.ports import Clock, PipelineError
 from schemas.lane import LaneEvent, LaneRequest, Position, read_event, request_json
 
@@ -59,23 +62,25 @@ class RedisLane:
         body = request_json(request)
         if len(body) > self._settings.most_bytes:
             raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
-        keys = keys_of(self._client, request.id, request.model)
-        wanted = milliseconds(self._wanted_for(request))
-        kept = milliseconds(self._settings.longest + self._settings.retention)
+        keys = keys_of(self._client, request)
+        wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
         with self._client.told("send a request"):
             outcome: Any = self._send(
-                keys=[keys.wanted, keys.requests, keys.entry],
+                keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue],
                 args=[
+                    request.id,
+                    request.tenant,
                     request.attempt,
                     body,
                     wanted,
-                    max(kept, 2 * wanted),
-                    self._settings.most_waiting,
-                    milliseconds(self._settings.retention),
+                    max(queues_kept(bounds), 2 * wanted),
+                    bounds.most_waiting,
+                    bounds.most_waiting_each,
                 ],
             )
-        if outcome == b"full":
-            raise LaneFull(f"{self._settings.most_waiting} requests wait for model {request.model}; try again later")
+        if outcome in (b"full", b"tenant full"):
+            own = bounds.most_waiting_each if outcome == b"tenant full" else 0
+            raise LaneFull(full_message(request, bounds, own))
 
     def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
         """Events behind these positions; waits up to `timeout` seconds for the first, in pieces that are shorter than
@@ -96,19 +101,31 @@ class RedisLane:
 
     def cancel(self, request: LaneRequest) -> None:
         """Nobody wants the answer any more; its worker learns it with the next thing that it tells."""
-        keys = keys_of(self._client, request.id, request.model)
+        keys = keys_of(self._client, request)
         with self._client.told("cancel a request"):
-            self._cancel(keys=[keys.wanted, keys.requests, keys.alive, keys.entry])
+            self._cancel(
+                keys=[keys.wanted, keys.waiting, keys.alive, keys.queue, keys.turns], args=[request.id, request.tenant]
+            )
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
         """Those that nobody will answer."""
         asked = list(requests)
         with self._client.told("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for request in asked:
-                keys = keys_of(self._client, request.id, request.model)
-                self._lost(keys=[keys.wanted, keys.requests, keys.alive], args=[request.attempt], client=pipe)
+                keys = keys_of(self._client, request)
+                self._lost(
+                    keys=[keys.wanted, keys.waiting, keys.alive], args=[request.id, request.attempt], client=pipe
+                )
             answers = pipe.execute() if asked else []
         return frozenset(request.id for request, lost in zip(asked, answers, strict=True) if lost)
+
+    def waiting(self, models: Collection[str]) -> Mapping[str, int]:
+        """Requests for each of these models that no worker has begun to answer."""
+        asked = list(models)
+        with self._client.told("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for model in asked:
+                pipe.zcard(self._client.key("lane", "waiting", model))
+            return dict(zip(asked, pipe.execute() if asked else [], strict=True))
 
     def close(self) -> None:
         """Close the connections."""

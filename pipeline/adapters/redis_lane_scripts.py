@@ -1,109 +1,160 @@
-"""The Lua scripts of the lane on Redis: each is one step of a request's life, and happens whole or not at all."""
+"""The Lua scripts of the lane on Redis: each is one step of a request's life, and happens whole or not at all.
+
+What a script does is bounded by what it is asked for: it looks at so many tenants, takes so many requests, drops so
+many that ran out, each at O(log n).
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-GROUP: Final = "workers"
-
-# KEYS: 1 wanted, 2 requests, 3 entry.
-# ARGV: 1 attempt, 2 request, 3 ms that it is wanted, 4 ms that the stream of requests is kept, 5 most that may wait,
-# 6 ms that its place in the stream is known beyond (3).
+# KEYS: 1 wanted, 2 waiting, 3 turns, 4 sent, 5 queue.
+# ARGV: 1 request id, 2 tenant, 3 attempt, 4 request, 5 ms that it is wanted, 6 ms that the queues are kept, 7 most that
+# may wait, 8 most of one tenant.
 # A later attempt goes on with an answer that may have begun: it is never refused for others that wait.
 SEND: Final = """
 local known = redis.call('HGET', KEYS[1], 'attempt')
-if known and tonumber(known) >= tonumber(ARGV[1]) then return 'known' end
-if tonumber(ARGV[1]) == 1 and redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[5]) then return 'full' end
-local old = redis.call('HGET', KEYS[1], 'entry')
-if old then
-  redis.pcall('XACK', KEYS[2], 'workers', old)
-  redis.call('XDEL', KEYS[2], old)
+if known and tonumber(known) >= tonumber(ARGV[3]) then return 'known' end
+if tonumber(ARGV[3]) == 1 then
+  if redis.call('ZCARD', KEYS[5]) >= tonumber(ARGV[8]) then return 'tenant full' end
+  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return 'full' end
 end
-local entry = redis.call('XADD', KEYS[2], '*', 'request', ARGV[2])
+local time = redis.call('TIME')
+local number = time[1] * 1000000 + time[2]
+local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
+if #last > 0 then number = math.max(number, tonumber(string.match(last[1][1], '%d+')) + 1) end
+number = string.format('%.0f', number)
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'attempt', ARGV[1], 'entry', entry)
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('SET', KEYS[3], entry, 'PX', tonumber(ARGV[3]) + tonumber(ARGV[6]))
-if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[2], ARGV[4]) end
+redis.call('HSET', KEYS[1], 'attempt', ARGV[3], 'number', number, 'tenant', ARGV[2], 'request', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+redis.call('ZADD', KEYS[2], 0, ARGV[1])
+redis.call('ZADD', KEYS[5], number, ARGV[1])
+redis.call('ZADD', KEYS[3], 'NX', number, ARGV[2])
+redis.call('XADD', KEYS[4], 'MAXLEN', 1, number .. '-0', 'request', ARGV[1])
+for at = 2, 5 do
+  if redis.call('PTTL', KEYS[at]) < tonumber(ARGV[6]) then redis.call('PEXPIRE', KEYS[at], ARGV[6]) end
+end
 return 'sent'
 """
 
-# KEYS: 1 wanted, 2 requests, 3 alive, 4 entry.
-# Behind its deadline a request is no longer wanted, but may still lie in the stream.
-CANCEL: Final = """
-local entry = redis.call('GET', KEYS[4])
-if entry then
-  redis.pcall('XACK', KEYS[2], 'workers', entry)
-  redis.call('XDEL', KEYS[2], entry)
+# KEYS: 1 waiting, 2 turns, 3 sent.
+# ARGV: 1 worker, 2 most requests, 3 most of one tenant, 4 lifetime in ms, 5 ms that the queues are kept, 6 what queues
+# begin with, 7 what wanted keys begin with, 8 what alive keys begin with, then of each tenant of which the worker holds
+# requests its name and how many.
+# Returns the id in `sent` behind which to wait for more (0-0: ask again at once), then of each request its id, number
+# and JSON.
+# First, requests whose workers fell silent wait again at their old place. Then the tenant with the fewest requests at
+# this worker is next, of equal ones that with the lowest turn; among so many tenants with the lowest turns as are held
+# or asked for, there are all that can be next. Where requests were dropped that ran out, further tenants may have
+# some: the caller asks again at once.
+TAKE: Final = """
+local time = redis.call('TIME')
+local now, turn = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
+local most, each, checks = tonumber(ARGV[2]), tonumber(ARGV[3]), 1000
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(0', now, 'LIMIT', 0, 256)) do
+  local known = redis.call('HMGET', ARGV[7] .. id, 'tenant', 'number')
+  if known[1] then
+    redis.call('HDEL', ARGV[7] .. id, 'worker')
+    redis.call('ZADD', KEYS[1], 0, id)
+    redis.call('ZADD', ARGV[6] .. known[1], known[2], id)
+    redis.call('ZADD', KEYS[2], 'NX', known[2], known[1])
+    redis.call('PEXPIRE', ARGV[6] .. known[1], ARGV[5])
+    redis.call('PEXPIRE', KEYS[2], ARGV[5])
+  else
+    redis.call('ZREM', KEYS[1], id)
+  end
 end
-return redis.call('DEL', KEYS[1], KEYS[3], KEYS[4])
+local held, tenants = {}, 0
+for at = 9, #ARGV, 2 do
+  held[ARGV[at]] = tonumber(ARGV[at + 1])
+  tenants = tenants + 1
+end
+local ready = redis.call('ZRANGE', KEYS[2], 0, tenants + most - 1)
+local last = redis.call('XREVRANGE', KEYS[3], '+', '-', 'COUNT', 1)
+local found, dropped = {#last > 0 and last[1][1] or '0-1'}, false
+while (#found - 1) / 3 < most do
+  local best, fewest = nil, each
+  for at, tenant in ipairs(ready) do
+    local here = held[tenant] or 0
+    if here < fewest then best, fewest = at, here end
+  end
+  if checks == 0 or (not best and dropped) then found[1] = '0-0' end
+  if checks == 0 or not best then break end
+  checks = checks - 1
+  local tenant = ready[best]
+  local queue = ARGV[6] .. tenant
+  local id = redis.call('ZPOPMIN', queue)[1]
+  local known = id and redis.call('HMGET', ARGV[7] .. id, 'number', 'request') or {}
+  if known[2] then
+    redis.call('HSET', ARGV[7] .. id, 'worker', ARGV[1])
+    redis.call('ZADD', KEYS[1], now + ARGV[4], id)
+    redis.call('SET', ARGV[8] .. id, '1', 'PX', ARGV[4])
+    for _, part in ipairs({id, known[1], known[2]}) do table.insert(found, part) end
+    held[tenant] = fewest + 1
+    turn = turn + 1
+    redis.call('ZADD', KEYS[2], string.format('%.0f', turn), tenant)
+    table.insert(ready, table.remove(ready, best))
+    best = #ready
+  elseif id then
+    redis.call('ZREM', KEYS[1], id)
+  end
+  if redis.call('EXISTS', queue) == 0 then
+    redis.call('ZREM', KEYS[2], tenant)
+    table.remove(ready, best)
+    dropped = true
+  end
+end
+return found
 """
 
-# KEYS: 1 wanted, 2 requests, 3 alive.  ARGV: 1 attempt.  Returns 1 when nobody will answer.
+# KEYS: 1 wanted, 2 waiting, 3 alive, 4 queue, 5 turns.  ARGV: 1 request id, 2 tenant.
+# Behind its deadline a request is no longer wanted, but may still lie in its queue.
+CANCEL: Final = """
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('ZREM', KEYS[5], ARGV[2]) end
+return redis.call('DEL', KEYS[1], KEYS[3])
+"""
+
+# KEYS: 1 wanted, 2 waiting, 3 alive.  ARGV: 1 request id, 2 attempt.  Returns 1 when nobody will answer.
 LOST: Final = """
-local known = redis.call('HMGET', KEYS[1], 'attempt', 'entry', 'ended')
-if not known[1] or tonumber(known[1]) < tonumber(ARGV[1]) then return 1 end
-if known[3] or redis.call('EXISTS', KEYS[3]) == 1 then return 0 end
-if #redis.call('XRANGE', KEYS[2], known[2], known[2]) > 0 then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'attempt', 'ended')
+if not known[1] or tonumber(known[1]) < tonumber(ARGV[2]) then return 1 end
+if known[2] or redis.call('EXISTS', KEYS[3]) == 1 then return 0 end
+if redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
 return 1
 """
 
-# KEYS: 1 wanted, 2 requests, 3 alive.  ARGV: 1 attempt, 2 entry, 3 lifetime in ms.
-# Returns 1 when the request is still wanted; else it is struck off.
-TAKE: Final = """
-local known = redis.call('HMGET', KEYS[1], 'attempt', 'entry')
-if known[1] == ARGV[1] and known[2] == ARGV[2] then
-  redis.call('SET', KEYS[3], '1', 'PX', ARGV[3])
-  return 1
-end
-redis.call('XACK', KEYS[2], 'workers', ARGV[2])
-redis.call('XDEL', KEYS[2], ARGV[2])
-return 0
-"""
-
-# KEYS: 1 wanted, 2 requests, 3 alive, 4 events.
-# ARGV: 1 attempt, 2 entry, 3 worker, 4 event id, 5 event, 6 most events, 7 ms that events are kept, 8 lifetime in ms,
-# 9 whether it is the last.  Returns 1 when the event is there now (perhaps since before), 0 when nobody wants it.
+# KEYS: 1 wanted, 2 waiting, 3 alive, 4 events.
+# ARGV: 1 request id, 2 attempt, 3 number, 4 worker, 5 event id, 6 event, 7 most events, 8 ms that events are kept,
+# 9 lifetime in ms, 10 whether it is the last.  Returns 1 when the event is there now (perhaps since before), 0 when
+# nobody wants it. With its first event a request waits no more, and its JSON goes.
 EMIT: Final = """
-local known = redis.call('HMGET', KEYS[1], 'attempt', 'entry', 'ended', 'worker')
-if known[1] ~= ARGV[1] or known[2] ~= ARGV[2] then return 0 end
-if known[4] and known[4] ~= ARGV[3] then return 0 end
-if not known[4] then
-  local mine = redis.pcall('XPENDING', KEYS[2], 'workers', ARGV[2], ARGV[2], 1)
-  if mine.err or #mine == 0 or mine[1][2] ~= ARGV[3] then return 0 end
-  redis.call('XACK', KEYS[2], 'workers', ARGV[2])
-  redis.call('XDEL', KEYS[2], ARGV[2])
-  redis.call('HSET', KEYS[1], 'worker', ARGV[3])
-end
-if known[3] then
-  return #redis.call('XRANGE', KEYS[4], ARGV[4], ARGV[4])
-end
-local added = redis.pcall('XADD', KEYS[4], 'MAXLEN', ARGV[6], ARGV[4], 'event', ARGV[5])
+local known = redis.call('HMGET', KEYS[1], 'attempt', 'number', 'worker', 'ended')
+if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] or known[3] ~= ARGV[4] then return 0 end
+if redis.call('HDEL', KEYS[1], 'request') == 1 then redis.call('ZREM', KEYS[2], ARGV[1]) end
+if known[4] then return #redis.call('XRANGE', KEYS[4], ARGV[5], ARGV[5]) end
+local added = redis.pcall('XADD', KEYS[4], 'MAXLEN', ARGV[7], ARGV[5], 'event', ARGV[6])
 if type(added) == 'table' and added.err and not string.find(added.err, 'equal or smaller') then return added end
-redis.call('PEXPIRE', KEYS[4], ARGV[7])
-if ARGV[9] == '1' then
+redis.call('PEXPIRE', KEYS[4], ARGV[8])
+if ARGV[10] == '1' then
   redis.call('HSET', KEYS[1], 'ended', '1')
-  redis.call('PEXPIRE', KEYS[1], ARGV[7])
+  redis.call('PEXPIRE', KEYS[1], ARGV[8])
   redis.call('DEL', KEYS[3])
 else
-  redis.call('SET', KEYS[3], '1', 'PX', ARGV[8])
+  redis.call('SET', KEYS[3], '1', 'PX', ARGV[9])
 end
 return 1
 """
 
-# KEYS: 1 wanted, 2 requests, 3 alive, 4 events.  ARGV: 1 attempt, 2 entry, 3 worker, 4 lifetime in ms, 5 ms that events
-# are kept.  Returns 1 when the request is still wanted from this worker.
+# KEYS: 1 wanted, 2 waiting, 3 alive, 4 events.  ARGV: 1 request id, 2 attempt, 3 number, 4 worker, 5 lifetime in ms,
+# 6 ms that events are kept.  Returns 1 when the request is still wanted from this worker.
 HOLD: Final = """
-local known = redis.call('HMGET', KEYS[1], 'attempt', 'entry', 'ended', 'worker')
-if known[1] ~= ARGV[1] or known[2] ~= ARGV[2] or known[3] then return 0 end
-if known[4] then
-  if known[4] ~= ARGV[3] then return 0 end
-else
-  local mine = redis.pcall('XPENDING', KEYS[2], 'workers', ARGV[2], ARGV[2], 1)
-  if mine.err or #mine == 0 or mine[1][2] ~= ARGV[3] then return 0 end
-  redis.call('XCLAIM', KEYS[2], 'workers', ARGV[3], 0, ARGV[2], 'JUSTID')
-end
-redis.call('SET', KEYS[3], '1', 'PX', ARGV[4])
-redis.call('PEXPIRE', KEYS[4], ARGV[5])
+local known = redis.call('HMGET', KEYS[1], 'attempt', 'number', 'worker', 'ended')
+if known[1] ~= ARGV[2] or known[2] ~= ARGV[3] or known[3] ~= ARGV[4] or known[4] then return 0 end
+local time = redis.call('TIME')
+redis.call('ZADD', KEYS[2], 'XX', time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[5], ARGV[1])
+redis.call('SET', KEYS[3], '1', 'PX', ARGV[5])
+redis.call('PEXPIRE', KEYS[4], ARGV[6])
 return 1
 """

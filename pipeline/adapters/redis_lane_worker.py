@@ -7,13 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis
 import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milliseconds
-from pipeline.adapters.redis_lane_scripts import EMIT, GROUP, HOLD, TAKE
-from pipeline.lane import LaneSettings
+from pipeline.adapters.redis_lane_scripts import EMIT, HOLD, TAKE
+from pipeline.lane import NO_SHARES, LaneSettings, Shares
 from pipeline.ports import Clock
 from schemas.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
 
@@ -25,27 +24,34 @@ class LaneKeys:
     """The keys of one request."""
 
     wanted: str
-    requests: str
     alive: str
     events: str
-    entry: str
+    queue: str
+    waiting: str
+    turns: str
+    sent: str
 
 
-def keys_of(client: RedisClient, request: str, model: str) -> LaneKeys:
-    """The keys of a request for a model."""
+def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
+    """The keys of a request."""
     return LaneKeys(
-        client.key("lane", "wanted", request),
-        client.key("lane", "requests", model),
-        client.key("lane", "alive", request),
-        client.key("lane", "events", request),
-        client.key("lane", "entry", request),
+        client.key("lane", "wanted", request.id),
+        client.key("lane", "alive", request.id),
+        client.key("lane", "events", request.id),
+        client.key("lane", "queue", request.model, request.tenant),
+        *(client.key("lane", name, request.model) for name in ("waiting", "turns", "sent")),
     )
+
+
+def queues_kept(settings: LaneSettings) -> int:
+    """For how long queues are kept after the last request, at least, in ms."""
+    return milliseconds(settings.longest + settings.retention)
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
     request: LaneRequest
-    entry: str  # in the stream of requests
+    number: bytes  # of its sending
     keys: LaneKeys
 
 
@@ -64,24 +70,29 @@ class RedisLaneWorker:
         self._settings = settings
         self._lock = threading.Lock()
         self._taken: dict[str, _Taken] = {}
-        self._next_claim = 0.0
         self._turn = 0
         self.dropped = 0
         self._take = self._client.script(TAKE)
         self._emit = self._client.script(EMIT)
         self._hold = self._client.script(HOLD)
 
-    def take(self, models: Sequence[str], most: int, timeout: float) -> list[LaneRequest]:
-        """Up to `most` requests for these models, or none after `timeout` seconds."""
+    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
         until = self._clock.monotonic() + timeout
         while models and most > 0:
-            streams, each = self._turns(models, most)
-            left = until - self._clock.monotonic()
+            self._turn += 1  # another model first each time, so that none starves
+            first = self._turn % len(models)
+            taken: list[_Taken] = []
+            seen: dict[str, bytes] = {}
             with self._client.told("take requests"):
-                found = self._claimed(streams, each) or self._fresh(streams, each, left)
-                taken = self._keep(found)
-            if taken or left <= 0:
-                return [one.request for one in taken]
+                for model in (*models[first:], *models[:first]):
+                    if len(taken) < most:
+                        taken += self._take_of(model, most - len(taken), shares, seen)
+                left = until - self._clock.monotonic()
+                if taken or left <= 0:
+                    return [one.request for one in taken]
+                # No longer than an answer of the server may take.
+                self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout / 2)))
         return []
 
     def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
@@ -114,8 +125,8 @@ class RedisLaneWorker:
         with self._client.told("hold requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for taken in held:
                 self._hold(
-                    keys=[taken.keys.wanted, taken.keys.requests, taken.keys.alive, taken.keys.events],
-                    args=[taken.request.attempt, taken.entry, self._name, *self._times()],
+                    keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
+                    args=[taken.request.id, taken.request.attempt, taken.number, self._name, *self._times()],
                     client=pipe,
                 )
             answers = pipe.execute()
@@ -131,94 +142,42 @@ class RedisLaneWorker:
 
     # -- taking
 
-    def _turns(self, models: Sequence[str], most: int) -> tuple[list[str], int]:
-        """The streams to ask now, and for how many requests each; another first each time, so that none starves."""
-        self._turn += 1
-        first = self._turn % len(models)
-        streams = [self._client.key("lane", "requests", model) for model in (*models[first:], *models[:first])][:most]
-        return streams, most // len(streams)
-
-    def _claimed(self, streams: Sequence[str], each: int) -> list[tuple[str, Any]]:
-        """Requests of workers that fell silent before they began to answer: (stream, entry) each."""
-        now = self._clock.monotonic()
-        if now < self._next_claim:
-            return []
-        self._next_claim = now + self._settings.lifetime / 4
-        found: list[tuple[str, Any]] = []
-        silent = milliseconds(self._settings.lifetime)
-        for stream in streams:
-            try:
-                entries = self._client.raw.xautoclaim(stream, GROUP, self._name, silent, "0-0", count=each)[1]
-            except redis.ResponseError as error:
-                self._make_group(stream, error)
-            else:
-                found += [(stream, entry) for entry in entries if entry[1] is not None]
-        if found:
-            self._next_claim = 0.0  # there may be more
-        return found
-
-    def _fresh(self, streams: Sequence[str], each: int, timeout: float) -> list[tuple[str, Any]]:
-        """Requests that nobody had before, waiting for them no longer than an answer of the server may take."""
-        block = milliseconds(min(timeout, self._redis.timeout / 2)) if timeout > 0 else None
-        try:
-            found = self._client.raw.xreadgroup(GROUP, self._name, dict.fromkeys(streams, ">"), count=each, block=block)
-        except redis.ResponseError as error:
-            for stream in streams:
-                self._make_group(stream, error)
-            return []
-        return [(stream.decode(), entry) for stream, entries in found or () for entry in entries]
-
-    def _make_group(self, stream: str, error: redis.ResponseError) -> None:
-        """For a stream that is new, ran out, or went with its server. Raises `error` if that isn't what is wrong."""
-        if not str(error).startswith("NOGROUP"):
-            raise error
-        try:
-            self._client.raw.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        except redis.ResponseError as exists:
-            if not str(exists).startswith("BUSYGROUP"):
-                raise
-        else:
-            self._client.raw.pexpire(stream, milliseconds(self._settings.longest + self._settings.retention))
-
-    def _keep(self, found: Sequence[tuple[str, Any]]) -> list[_Taken]:
-        """Those of the entries that are requests which somebody wants; the others are struck off."""
-        read = [(stream, entry[0].decode(), self._read(stream, entry)) for stream, entry in found]
-        for stream, entry, request in read:
+    def _take_of(self, model: str, most: int, shares: Shares, seen: dict[str, bytes]) -> list[_Taken]:
+        """Requests for one model. Notes in `seen` behind what to wait for more."""
+        waiting, turns, sent = (self._client.key("lane", name, model) for name in ("waiting", "turns", "sent"))
+        prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
+        held = [part for pair in shares.held.items() for part in pair]
+        lifetime, kept = milliseconds(self._settings.lifetime), queues_kept(self._settings)
+        found = self._take(
+            keys=[waiting, turns, sent],
+            args=[self._name, most, min(shares.most_each, 2**31), lifetime, kept, *prefixes, *held],
+        )
+        seen[sent] = found[0]
+        taken = []
+        for at in range(1, len(found), 3):
+            name, number, data = found[at : at + 3]
+            request = self._read(model, name, data)
             if request is None:
-                self._client.raw.xack(stream, GROUP, entry)
-                self._client.raw.xdel(stream, entry)
-        taken = [
-            _Taken(request, entry, keys_of(self._client, request.id, request.model))
-            for _, entry, request in read
-            if request is not None
-        ]
-        if not taken:
-            return []
-        with self._client.raw.pipeline(transaction=False) as pipe:
-            for one in taken:
-                self._take(
-                    keys=[one.keys.wanted, one.keys.requests, one.keys.alive],
-                    args=[one.request.attempt, one.entry, milliseconds(self._settings.lifetime)],
-                    client=pipe,
-                )
-            answers = pipe.execute()
-        kept = [one for one, wanted in zip(taken, answers, strict=True) if wanted]
+                self._client.raw.zrem(waiting, name)
+                self._client.raw.delete(*(prefix.encode() + name for prefix in prefixes[1:]))
+            else:
+                taken.append(_Taken(request, number, keys_of(self._client, request)))
         with self._lock:
-            self._taken.update((one.request.id, one) for one in kept)
-        return kept
+            self._taken.update((one.request.id, one) for one in taken)
+        return taken
 
-    def _read(self, stream: str, entry: Any) -> LaneRequest | None:
-        """The request in an entry; None if it isn't one, or isn't for the model whose stream it lies in."""
+    def _read(self, model: str, name: bytes, data: bytes) -> LaneRequest | None:
+        """The request; None if it isn't one, or isn't the one that lies there."""
         try:
-            request = read_request(entry[1][b"request"])
-        except (KeyError, TypeError, ValidationError) as error:
+            request = read_request(data)
+        except ValidationError as error:
             reason = type(error).__name__
         else:
-            if self._client.key("lane", "requests", request.model) == stream:
+            if (request.model, request.id.encode()) == (model, name):
                 return request
-            reason = "for another model"
+            reason = "another request, or for another model"
         self.dropped += 1
-        logger.warning("not a request", stream=stream, entry=entry[0].decode(), reason=reason)
+        logger.warning("not a request", model=model, request=name.decode(errors="replace"), reason=reason)
         return None
 
     # -- telling
@@ -226,10 +185,11 @@ class RedisLaneWorker:
     def _emit_one(self, event: LaneEvent, taken: _Taken, pipe: Any) -> None:
         lifetime, retention = self._times()
         self._emit(
-            keys=[taken.keys.wanted, taken.keys.requests, taken.keys.alive, taken.keys.events],
+            keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
             args=[
+                event.request,
                 event.attempt,
-                taken.entry,
+                taken.number,
                 self._name,
                 f"{event.attempt}-{event.sequence}",
                 event_json(event),

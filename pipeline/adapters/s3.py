@@ -25,6 +25,7 @@ from pipeline.adapters.s3_multipart import abort_stale
 from pipeline.adapters.s3_settings import S3Settings
 from pipeline.adapters.s3_stream import look, open_snapshot
 from pipeline.adapters.s3_url import join_url, split_url
+from pipeline.adapters.store_time import TimeOffset
 from pipeline.ports import ObjectInfo, ObjectNotFound, StoreError
 
 
@@ -52,8 +53,11 @@ class S3Store:
         patience = connection.settings.opening_patience_seconds
         if read_only:
             self._page(self.prefix, MaxKeys=1, patience=patience)
+        else:
+            probe(connection, bucket, self.prefix, patience=patience)
+        connection.note_proven(join_url(bucket, self.prefix))
+        if read_only:
             return
-        probe(connection, bucket, self.prefix, patience=patience)
         self._private = _private_folder(connection.settings.scratch)
 
     @classmethod
@@ -61,6 +65,11 @@ class S3Store:
         """The store at `s3://bucket/prefix`; raises `StoreError` also for a URL that is none or carries a secret."""
         bucket, prefix = split_url(url)
         return cls(bucket, prefix, S3Connection(settings), read_only=read_only)
+
+    @property
+    def time_offset(self) -> TimeOffset:
+        """The server's time less this machine's."""
+        return self._connection.time_offset
 
     @property
     def scratch(self) -> Path:

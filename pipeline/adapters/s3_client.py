@@ -2,17 +2,21 @@
 
 botocore repeats a request a few times by itself. On top of that an operation is tried again, with growing, random
 waits, until its patience ends. So a server that restarts or is busy for a minute is waited for, and one that stays away
-is named.
+is named. At a place that has worked before, refusals are tried again for a shorter time: credentials and rights that
+are being changed come back within a minute.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from pipeline.adapters.s3_outage import OutageLog
 from pipeline.adapters.s3_settings import S3Settings
+from pipeline.adapters.store_time import TimeOffset
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ports import Clock, Randomness, StoreError
+from pipeline.ports import Clock, Randomness, StoreError, StoreUnavailable
 
 try:
     import boto3
@@ -73,6 +77,10 @@ _REASONS: Final = {
 }
 
 
+_DENIALS: Final = frozenset({"AccessDenied", "403", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken"})
+"""Codes that pass where credentials or rights are being changed."""
+
+
 class MissingObject(Exception):
     """The object, version or upload that a request names is not there."""
 
@@ -94,10 +102,21 @@ class S3Connection:
         self.settings = settings or S3Settings()
         self.random = random or SystemRandomness()
         self.clock = clock or SystemClock()
+        self.time_offset = TimeOffset(self.clock)
+        self._outages = OutageLog(self.clock)
+        self._proven: tuple[str, ...] = ()
         try:
             self.client = _make_client(self.settings)
         except (failures.BotoCoreError, ValueError) as error:
             raise StoreError(f"S3: can't be used: {error}; correct the settings") from error
+        events = self.client.meta.events
+        events.register("before-call.s3", self._before_call)
+        events.register("after-call.s3", self._after_call)
+        events.register("needs-retry.s3", self._after_try)
+
+    def note_proven(self, where: str) -> None:
+        """Operations below this URL have worked: from now on a refusal there may pass."""
+        self._proven = (*self._proven, where)
 
     def run(self, what: str, where: str, action: Callable[[], Answer], *, patience: float | None = None) -> Answer:
         """Do `action`, again and again while it fails for reasons that pass.
@@ -112,17 +131,52 @@ class S3Connection:
             StoreError: anything else went wrong: what, where, what to do.
         """
         allowed = self.settings.patience_seconds if patience is None else patience
-        deadline, bound = self.clock.monotonic() + allowed, FIRST_WAIT
-        while True:
-            try:
-                return action()
-            except (failures.ClientError, failures.BotoCoreError) as error:
-                if isinstance(error, failures.ClientError):
-                    _raise_answer(error)
-                if not _passes(error) or self.clock.monotonic() >= deadline:
-                    raise self._explain(error, what, where, allowed) from error
-            self.pause(bound)
-            bound = min(LONGEST_WAIT, 2 * bound)
+        began, bound, retried = self.clock.monotonic(), FIRST_WAIT, False
+        try:
+            while True:
+                try:
+                    answer = action()
+                except (failures.ClientError, failures.BotoCoreError) as error:
+                    if isinstance(error, failures.ClientError):
+                        _raise_answer(error)
+                    seconds = self._seconds_to_retry(error, where, allowed)
+                    if self.clock.monotonic() - began >= seconds:
+                        raise self._explain(error, what, where, seconds) from error
+                    if not retried:
+                        retried = True
+                        self._outages.begin_retrying()
+                    self._outages.note_failure(what, where, self._reason(error)[0])
+                else:
+                    return answer
+                self.pause(bound)
+                bound = min(LONGEST_WAIT, 2 * bound)
+        finally:
+            if retried:
+                self._outages.end_retrying()
+
+    def _seconds_to_retry(self, error: Exception, where: str, allowed: float) -> float:
+        """For how long an operation that fails so is tried again; 0: not at all."""
+        if _passes(error):
+            return allowed
+        if _is_denial(error) and where.startswith(self._proven):
+            return min(allowed, self.settings.denied_patience_seconds)
+        return 0.0
+
+    def _before_call(self, context: dict[str, Any], **_: Any) -> None:
+        context["tokenmill_began"] = self.clock.monotonic()
+
+    def _after_call(self, http_response: Any, parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        """Every answer tells the server's time; one that is no failure ends an outage."""
+        headers = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        seconds = self.clock.monotonic() - context.get("tokenmill_began", -math.inf)
+        self.time_offset.note_answer(headers.get("date"), seconds)
+        if http_response.status_code < 400:
+            self._outages.note_success()
+
+    def _after_try(self, operation: Any, caught_exception: Exception | None = None, **_: Any) -> None:
+        """botocore tries again by itself first. A server that hangs keeps it for minutes, which `run` sees late."""
+        if isinstance(caught_exception, failures.ReadTimeoutError | failures.ConnectTimeoutError):
+            self._outages.note_failure(operation.name, self.settings.endpoint or "", self._reason(caught_exception)[0])
 
     def pause(self, bound: float) -> None:
         """Wait for a random time below `bound` seconds, so that those who met don't meet again."""
@@ -130,8 +184,9 @@ class S3Connection:
 
     def _explain(self, error: Exception, what: str, where: str, patience: float) -> StoreError:
         reason, advice = self._reason(error)
-        tried = f" for {patience:g} s" if _passes(error) else ""
-        return StoreError(f"{where}: can't {what}: {reason}{tried}; {advice}")
+        tried = f" for {patience:g} s" if patience or _passes(error) else ""
+        kind = StoreUnavailable if _passes(error) else StoreError
+        return kind(f"{where}: can't {what}: {reason}{tried}; {advice}")
 
     def _reason(self, error: Exception) -> tuple[str, str]:
         server = self.settings.endpoint or "AWS S3"
@@ -181,6 +236,13 @@ def _passes(error: Exception) -> bool:
         code = code_of(error)
         return code not in _REASONS and (code in _BUSY_CODES or status_of(error) in _BUSY_STATUS)
     return isinstance(error, _PASSING)
+
+
+def _is_denial(error: Exception) -> bool:
+    """Whether credentials or rights were refused, or could not be fetched."""
+    if isinstance(error, failures.ClientError):
+        return code_of(error) in _DENIALS
+    return isinstance(error, failures.CredentialRetrievalError | failures.TokenRetrievalError)
 
 
 def _make_client(settings: S3Settings) -> Any:

@@ -27,7 +27,9 @@ class S3Settings:
         checksums: "when_required" for servers that don't know S3's newer checksums.
         connect_seconds, read_seconds: how long a connection, and then each piece of an answer, may take.
         patience_seconds: how long an operation is tried again while the server fails, is busy or out of reach.
-        opening_patience_seconds: the same while a store is opened, where a wrong address is the likelier cause.
+        denied_patience_seconds: how long an operation is tried again that is refused where others have worked.
+        opening_patience_seconds: how long it is tried again while a store is opened, where a wrong address is the
+            likelier cause.
         connections: at most so many at once.
         multipart_bytes: objects from this size on are sent in parts.  part_bytes: of a part (at least 5 MiB).
         part_threads: parts of one object that are sent at once.
@@ -47,6 +49,7 @@ class S3Settings:
     connect_seconds: float = 5.0
     read_seconds: float = 30.0
     patience_seconds: float = 120.0
+    denied_patience_seconds: float = 60.0
     opening_patience_seconds: float = 10.0
     connections: int = 32
     multipart_bytes: int = 64 << 20

@@ -13,29 +13,34 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
 
-from pipeline.active import jobs_to_close, tidy
+from pipeline.active import is_open, jobs_to_close, tidy
+from pipeline.availability import ServiceUnavailable
+from pipeline.dispatching.attention import Attention
 from pipeline.dispatching.fair_shares import FairShares
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.dispatching.looking import Look
-from pipeline.dispatching.open_job import Found, JobSettings, OpenJob, Put, Shard, cost
+from pipeline.dispatching.open_job import TRIES, Found, JobSettings, OpenJob, Put, Shard, cost
 from pipeline.dispatching.outlook import Outlook, Tokens
 from pipeline.dispatching.purses import Purses, SpendSettings
 from pipeline.dispatching.turns import backlog_for, presses, turns
 from pipeline.events import EventSink, NoEvents
-from pipeline.ledger import JobLedger, LedgerError
-from pipeline.ports import Heartbeats, ObjectNotFound, ShardQueue, ShardTask, World
+from pipeline.ledger import JOB, JobLedger, JobNotFound, PlanDamaged
+from pipeline.lost_shards import RowsUnknown
+from pipeline.ports import Heartbeats, ShardQueue, ShardTask, StoreError, World
+from pipeline.supervision import reason_of
 from pipeline.together import InTurn
 from pipeline.tracing import trace_job
 from pipeline.worker_api import BY_URGENCY
-from schemas.job import Job
-from schemas.outcome import Manifest
+from schemas.job import Closing, Job
+from schemas.outcome import JobStatus, Manifest
 from schemas.plan import ShardRef
 from schemas.progress import Progress
 
@@ -60,8 +65,8 @@ class DispatchSettings:
         price_per_hour: of workers that don't say theirs.
         weights: of tenants, in the sharing of what is computed; the others have 1.
         spending: what tenants may spend.
-        isolate: a job that contradicts itself is logged and looked at no more, and the others go on; else `tick`
-            raises.
+        isolate: a job that can't be read, or contradicts itself, is left alone and tried again later, and the others go
+            on; else `tick` raises.
     """
 
     backlog: int = 2
@@ -118,6 +123,7 @@ class Dispatcher:
         self._since: datetime | None = None  # it dispatches since then; None: another does
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
+        self._attention = Attention()
         self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
         self._outlook = Outlook(self._settings.weights)
         self._purses = Purses(world, self._settings.spending, self._settings.price_per_hour)
@@ -126,29 +132,63 @@ class Dispatcher:
         self._serving: Counter[str] = Counter()  # workers that live, by model
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
-    def add(self, ledger: JobLedger) -> None:
-        """Take a job up; raises `JobNotFound`. A job that has ended is only remembered, and what it needs no more is
-        removed if that was interrupted."""
-        job = ledger.job()
-        manifest = ledger.manifest()
+    def add(self, ledger: JobLedger) -> bool:
+        """Take a job up; whether it was (`isolate`: one that can't be read is left alone, and tried again later). A job
+        that has ended is only remembered, and what it needs no more is removed if that was interrupted.
+
+        Raises:
+            JobNotFound: there is none.  LedgerError: it can't be read (without `isolate`).
+        """
+        if ledger.name in self._jobs:
+            return True
+        if self._attention.rests(ledger.name):
+            return False
+        try:
+            job, manifest = ledger.job(), ledger.manifest()
+        except (StoreError, JobNotFound):
+            raise
+        except Exception as error:
+            if not self._settings.isolate:
+                raise
+            reason = self._reason(ledger.name, error)
+            self._attention.note(ledger.name, ledger, reason, self._world.clock.monotonic())
+            logger.error("a job needs attention, and is left alone", job=ledger.name, reason=reason)
+            return False
         if manifest is not None:
             self._outcomes[job.id] = manifest
             tidy(ledger)
         elif job.id not in self._jobs:
             self._since = self._since or self._world.clock.now()
-            self._jobs[job.id] = OpenJob(
+            open_job = self._jobs[job.id] = OpenJob(
                 ledger, job, self._world, self._events, self._settings.of_jobs, self._beside,
                 taken_over=job.created_at < self._since,
             )  # fmt: skip
+            open_job.attention = self._attention.reason(job.id)
+        return True
+
+    def rests(self, job: str) -> bool:
+        """Whether the job is left alone for now, since it can't be read or contradicts itself."""
+        return self._attention.rests(job)
 
     def forget(self, job: str) -> None:
         """Look at the job no more: it has ended, or is gone, by somebody else's doing."""
         self._jobs.pop(job, None)
+        self._attention.forget(job)
 
-    def failed(self, job: str) -> None:
-        """The job could not be planned, and has ended as failed."""
+    def job_of(self, job: str) -> Job | None:
+        """An open job that was taken up."""
+        open_job = self._jobs.get(job)
+        return None if open_job is None else open_job.job
+
+    def closing_of(self, job: str) -> Closing | None:
+        """Why the job ends before its time, if that is known."""
+        open_job = self._jobs.get(job)
+        return None if open_job is None else open_job.closing
+
+    def failed(self, job: str, status: JobStatus = JobStatus.FAILED) -> None:
+        """The job was not planned as a whole, and has ended so."""
         if (open_job := self._jobs.pop(job, None)) is not None:
-            self._figures.failed(open_job.job, self._world.clock.now())
+            self._figures.failed(open_job.job, self._world.clock.now(), status)
 
     def stand_by(self) -> None:
         """Another dispatcher leads."""
@@ -183,8 +223,8 @@ class Dispatcher:
             self._world.clock.sleep(self._settings.tick_every)
 
     def tick(self, planning: Container[str] | None = None, still: Callable[[], bool] = lambda: True) -> None:
-        """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when a job contradicts
-        itself or the store fails.
+        """Look at what is, put what is missing, end what is whole. Raises `PipelineError` when the store or the broker
+        fails, and (without `isolate`) what is wrong with a job.
 
         Args:
             planning: jobs whose plans may have grown; the others' are looked at now and then, and what can wait is
@@ -199,13 +239,15 @@ class Dispatcher:
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
+        self._try_again(now)
         jobs = list(self._jobs.values())
         look = Look(self._together, held, now, planning)
         look.take(jobs)
         for open_job in jobs:
             if not still():
                 return
-            self._guarded(open_job, look, held, now)
+            with self._isolated(open_job):
+                self._advance(open_job, look, held, now)
         kept = self._heartbeats.since()
         self._purses.look(self._jobs.values(), workers, held, trusted=kept >= self._settings.settle)
         self._put_missing(held, now, kept)
@@ -215,25 +257,64 @@ class Dispatcher:
             self._outlook.look(self._jobs.values(), workers, self._world.clock.now())
         if now >= self._next_figures:
             self._next_figures = now + self._settings.cache_every
-            self._figures.look(self._jobs.values(), held)
+            self._figures.look(self._jobs.values(), held, len(self._attention))
         self._others_took = self._world.clock.monotonic() - now - (share - self._closing_left)
 
-    def _guarded(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
-        """A job that contradicts itself is left alone."""
+    @contextmanager
+    def _isolated(self, open_job: OpenJob) -> Iterator[None]:
+        """What concerns one job stops no other: the job is left alone, and tried again later. A failure of the whole
+        store, or of the broker, is everybody's."""
         try:
-            self._advance(open_job, look, held, now)
-        except LedgerError as error:
+            yield
+        except ServiceUnavailable:
+            raise
+        except Exception as error:
             if not self._settings.isolate:
                 raise
-            self.forget(open_job.job.id)
-            logger.error("a job contradicts itself, and is left alone", job=open_job.job.id, reason=str(error))
-        except ObjectNotFound as error:
-            if not self._settings.isolate:
-                raise
-            self.forget(open_job.job.id)
-            if open_job.ledger.find_job() is not None:  # else it was removed while it was looked at
-                reason = str(error)
-                logger.error("a job lacks what it must have, and is left alone", job=open_job.job.id, reason=reason)
+            if isinstance(error, StoreError):
+                jobs_to_close(self._world.store)  # of no job in particular: raises when the store fails as a whole
+            self._jobs.pop(open_job.job.id, None)
+            if _is_removed(open_job.ledger):
+                self._attention.forget(open_job.job.id)
+            else:
+                self._leave_alone(open_job, error)
+
+    def _leave_alone(self, open_job: OpenJob, error: Exception) -> None:
+        job = open_job.job
+        reason = self._reason(job.id, error)
+        trouble = self._attention.note(job.id, open_job.ledger, reason, self._world.clock.monotonic())
+        logger.error("a job needs attention, and is left alone", job=job.id, reason=reason, tries=trouble.tries)
+        open_job.attention = reason
+        try:
+            if isinstance(error, RowsUnknown):  # several attempts have failed, or the job is to end anyway
+                self._conclude(open_job, open_job.end_as_failed("shard_unreadable", reason))
+            elif isinstance(error, PlanDamaged) and trouble.tries >= TRIES:
+                self._conclude(open_job, open_job.end_as_failed("plan_unreadable", reason))
+            else:
+                open_job.show_attention()
+        except Exception as more:  # noqa: BLE001 - of one job, which is tried again all the same
+            logger.error("a job's trouble can't be noted", job=job.id, reason=self._reason(job.id, more))
+
+    def _reason(self, job: str, error: Exception) -> str:
+        return reason_of(error, "dispatcher", self._world, job=job)
+
+    def _try_again(self, now: float) -> None:
+        """Take up again the jobs that were left alone, each when its time has come."""
+        for name, trouble in self._attention.due(now):
+            open_job = self._jobs.get(name)
+            if open_job is not None:
+                self._attention.forget(name)
+                open_job.recover()
+                continue
+            try:
+                if is_open(trouble.ledger):
+                    self._attention.try_again(trouble, now)
+                    self.add(trouble.ledger)
+                else:
+                    self._attention.forget(name)
+            except Exception as error:  # noqa: BLE001 - of one job; the tick goes on with the others
+                self._attention.postpone(trouble, now)
+                logger.error("a job can't be tried again now", job=name, reason=self._reason(name, error))
 
     def _advance(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
         self._settle(open_job, look.of(open_job))
@@ -243,12 +324,15 @@ class Dispatcher:
             open_job.tell(now)
             return
         self._purses.ends(open_job)
-        manifest = open_job.end()
+        self._conclude(open_job, open_job.end())
+
+    def _conclude(self, open_job: OpenJob, manifest: Manifest) -> None:
+        """The job has its outcome."""
         self._figures.over(open_job, manifest, self._world.clock.now())
         trace_job(self._world.traces, open_job.job, manifest)
         if not self._settings.isolate:
             self._outcomes[open_job.job.id] = manifest
-        del self._jobs[open_job.job.id]
+        self.forget(open_job.job.id)
 
     def _close(self, open_job: OpenJob, held: set[Shard], now: float) -> None:
         """Make parts of a job that is being closed, for as long as this tick has time for that: others wait."""
@@ -261,12 +345,13 @@ class Dispatcher:
         """Fill each queue's backlog. Heartbeats are `kept` for so many seconds."""
         waiting: defaultdict[str, int] = defaultdict(int)
         wanted: defaultdict[str, list[tuple[OpenJob, list[int]]]] = defaultdict(list)
-        for open_job in self._jobs.values():
+        for open_job in list(self._jobs.values()):
             if not open_job.ready:
                 continue
-            self._put_again(open_job, held, now, kept, waiting)
-            for queue, numbers in self._unput(open_job, held).items():
-                wanted[queue].append((open_job, numbers))
+            with self._isolated(open_job):
+                self._put_again(open_job, held, now, kept, waiting)
+                for queue, numbers in self._unput(open_job, held).items():
+                    wanted[queue].append((open_job, numbers))
         for queue in sorted(wanted, key=lambda queue: BY_URGENCY.index(wanted[queue][0][0].job.tier)):
             open_job, numbers = wanted[queue][0]
             depth = self._depth(open_job, open_job.open_shards[numbers[0]])
@@ -294,6 +379,9 @@ class Dispatcher:
             gone = put.held or put.at < now - kept
             late = now - put.at >= put.patience
             lost = (gone or late) and trusted
+            if lost and (found := open_job.give_up(number)) is not None:
+                self._settle(open_job, [found])
+                continue
             if lost and not self._purses.allows_again(open_job, shard):
                 del open_job.puts[number]
                 continue
@@ -334,7 +422,10 @@ class Dispatcher:
             return presses(left, open_job.left[key], together, rate, shares.ahead(job.tenant))
 
         def allowed(open_job: OpenJob, number: int) -> bool:
-            return self._purses.allows(open_job, open_job.open_shards[number])
+            allows = False
+            with self._isolated(open_job):
+                allows = open_job.job.id in self._jobs and self._purses.allows(open_job, open_job.open_shards[number])
+            return allows  # noqa: RET504 - the block may have been left
 
         for open_job, number in turns(shares, jobs, room, lambda one: one.job, pressing, lost, allowed):
             shard = open_job.open_shards[number]
@@ -354,3 +445,12 @@ class Dispatcher:
             usage = entry.summary.usage
             computed = usage.prompt - usage.cached + usage.completion
             self._shares[open_job.queue_of(shard)].charge(open_job.job.tenant, computed - cost(shard))
+
+
+def _is_removed(ledger: JobLedger) -> bool:
+    """Whether the job was removed while it was processed; one whose objects can't be read counts as present."""
+    try:
+        return ledger.store.info(ledger.prefix + JOB) is None
+    except Exception as error:  # noqa: BLE001 - the caller reports the job
+        logger.warning("a job's order can't be read", job=ledger.name, reason=str(error))
+        return False

@@ -37,12 +37,14 @@ class Standing:
         jobs: (tier, status) -> how many.
         shards: (tier, state) -> how many: "waiting", "queued", "held".
         oldest: tier -> when the oldest job was made of which a shard waits for a worker.
+        attention: jobs that are left alone, since something is wrong with them; not among `jobs` meanwhile.
     """
 
     backlog: Mapping[tuple[str, str], int]
     jobs: Mapping[tuple[str, str], int]
     shards: Mapping[tuple[str, str], int]
     oldest: Mapping[str, datetime]
+    attention: int = 0
 
 
 class DispatchFigures:
@@ -107,12 +109,12 @@ class DispatchFigures:
                 self._cost[job.tier.value] += manifest.cost
         self._ends(job, manifest.status, now)
 
-    def failed(self, job: Job, now: datetime) -> None:
-        """The job has ended as a whole, before anything of it was computed."""
-        self._ends(job, JobStatus.FAILED, now)
+    def failed(self, job: Job, now: datetime, status: JobStatus = JobStatus.FAILED) -> None:
+        """The job has ended as a whole, before all of it was planned."""
+        self._ends(job, status, now)
 
-    def look(self, jobs: Collection[OpenJob], held: Set[Shard]) -> None:
-        """How open jobs stand now, with what workers hold."""
+    def look(self, jobs: Collection[OpenJob], held: Set[Shard], attention: int = 0) -> None:
+        """How open jobs stand now, with what workers hold. `attention`: how many are left alone."""
         backlog: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
         shards: Counter[tuple[str, str]] = Counter()
@@ -130,7 +132,7 @@ class DispatchFigures:
                 shards[tier, state] += number
             if open_job.closing is None and (queued or waiting or not open_job.planned):
                 oldest[tier] = min(job.created_at, oldest.get(tier, job.created_at))
-        self.standing = Standing(backlog, count, shards, oldest)
+        self.standing = Standing(backlog, count, shards, oldest, attention)
 
     def stand_by(self) -> None:
         """Another dispatcher leads: how jobs stand is not known here."""

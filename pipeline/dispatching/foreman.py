@@ -2,35 +2,44 @@
 
 Several may run, on one machine or on many. A lease has one of them work at a time; where it fails they race for plan
 segments and outcomes, each of which is written once, and shards are put twice, which may cost work done twice. A job
-that can't be planned or contradicts itself is told of and left alone; the others go on.
+that can't be planned or contradicts itself is told of and left alone; the others go on. Whatever planning a job raises
+is that job's: it is logged, counted in the job's ledger, and tried again a few times before the job ends as failed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
-from pipeline.active import Swept, is_open, marked_jobs, sweep, tidy
+from pipeline.active import Swept, is_open, marked_jobs, sweep
 from pipeline.dispatching.dispatcher import Dispatcher
+from pipeline.dispatching.planning_queue import PlanningQueue
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.leading import RENEW_SECONDS, Leading
-from pipeline.ledger import JobLedger, LedgerError
-from pipeline.planner import InputError, InputEstimate, InvalidInput
-from pipeline.planning import fail_job, measure_job, plan_job
+from pipeline.ledger import JobLedger
+from pipeline.planning import PlanningCancelled, PlanningFailed, PlanOutcome, end_unplanned, fail_job, plan_open_job
 from pipeline.ports import Lease, PipelineError, World
+from pipeline.records import PlanningFailure
 from schemas.inputs import InputRef
+from schemas.outcome import JobStatus
 
-INPUT_UNREADABLE: Final = "input_unreadable"
+PLANNING_FAILED: Final = "planning_failed"
 DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
 
 LOOKED_AT: Final = 5
 """Of the jobs that are known so many are asked in each look whether they are open still."""
+
+MAX_PLANNING_FAILURES: Final = 3
+"""After so many failures that were not foreseen a job ends as failed."""
 
 logger = structlog.get_logger(__name__)
 
@@ -43,7 +52,7 @@ class ForemanSettings:
         tick_every: between two looks at the open jobs.
         look_every: between two listings of which jobs are open.
         sweep_every: between two looks through all jobs that ever were, for markers that are missing or stale.
-        planners: jobs planned at once.
+        planners: jobs planned at once; one tenant occupies at most all of them but one (`planning_order`).
         retry_after: a job that couldn't be planned or looked at now is tried again after this long.
         renew_every: between two renewals of the lease.
         taking_up: the time that a look may take for jobs that are new.
@@ -58,8 +67,39 @@ class ForemanSettings:
     taking_up: float = 0.25
 
 
-class _Unreadable(InputError):
-    """The input of a job was never readable, and the job has ended as failed."""
+class JobPlanner(Protocol):
+    """Plans jobs of the root. Threads share it."""
+
+    def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+        """See `plan_open_job`. What else it raises counts as a failure of this job."""
+        ...
+
+    def cancel(self, job: str) -> None:
+        """End planning of this job, if it is under way and that can be done at once; returns before it has ended.
+        `plan` then raises `PlanningCancelled`. May be called again."""
+        ...
+
+    def close(self) -> None:
+        """End what is being planned, where that can be done at once."""
+        ...
+
+
+class InProcessPlanner:
+    """Plans on the calling thread, with nothing between a job and the others."""
+
+    def __init__(self, world: World, open_input: Callable[[InputRef], PinnedInput]) -> None:
+        self._world = world
+        self._open_input = open_input
+
+    def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+        """See `JobPlanner`."""
+        return plan_open_job(ledger, self._world, self._open_input, in_time=in_time)
+
+    def cancel(self, job: str) -> None:
+        """A thread can't be ended."""
+
+    def close(self) -> None:
+        """A thread can't be ended."""
 
 
 @dataclass(slots=True)
@@ -67,13 +107,18 @@ class _Known:
     """A job that was found.
 
     Attributes:
+        tenant, created_at: of the job; they decide when it is planned.
         planning: under way; None: the plan stands, or it is to be tried again at `retry_at`.
+        begun: a segment of the plan stands.
         in_time: it can be done in time, or that doesn't matter.
     """
 
     ledger: JobLedger
+    tenant: str
+    created_at: datetime
     planned: bool = False
-    planning: Future[InputEstimate | None] | None = None
+    planning: Future[PlanOutcome] | None = None
+    begun: bool = False
     retry_at: float = 0.0
     in_time: bool = False
 
@@ -90,6 +135,7 @@ class Foreman:
         open_input: how a job's input is opened for planning.
         lease: one that others contend for; None: nobody else is there.
         planners: where jobs are planned, instead of threads of its own; shut down by `close`.
+        planner: what plans them there, instead of this process; closed by `close`.
     """
 
     def __init__(
@@ -100,13 +146,15 @@ class Foreman:
         settings: ForemanSettings | None = None,
         lease: Lease | None = None,
         planners: Executor | None = None,
+        planner: JobPlanner | None = None,
     ) -> None:
         self._world = world
         self._dispatcher = dispatcher
-        self._open_input = open_input
+        self._planner = planner or InProcessPlanner(world, open_input)
         self._settings = settings or ForemanSettings()
         self._known: dict[str, _Known] = {}
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
+        self._planning = PlanningQueue(self._planners, self._settings.planners)
         self._sweeper = planners or ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         self._leading = Leading(lease, world.clock, "dispatching", self._settings.renew_every)
         self._next_look = self._next_sweep = 0.0
@@ -142,7 +190,9 @@ class Foreman:
         self._dispatcher.tick(planning, self._leading.now)
 
     def close(self) -> None:
-        """Wait for what is being planned; the rest is left to the next one."""
+        """Wait for what is being planned and can't be ended; the rest is left to the next one."""
+        self._planning.close()
+        self._planner.close()
         self._planners.shutdown(wait=True, cancel_futures=True)
         self._sweeper.shutdown(wait=True, cancel_futures=True)
         self._leading.give_up()
@@ -155,28 +205,38 @@ class Foreman:
         turn = set(islice(self._known, LOOKED_AT))
         for name in [name for name in self._known if name not in marked or name in turn]:
             known = self._known.pop(name)
-            if known.planning is not None or (name in marked and is_open(known.ledger)):
+            if known.planning is not None or (name in marked and self._is_open(known.ledger)):
                 self._known[name] = known  # behind the others
             else:
                 self._dispatcher.forget(name)
                 logger.info("job ended", job=name)
         until = clock.monotonic() + self._settings.taking_up
         for name, ledger in marked.items():
-            if name in self._known:
+            if name in self._known or self._dispatcher.rests(name):
                 continue
             if clock.monotonic() > until:
                 self._next_look = 0.0  # those at work must not wait for this; the rest comes with the next tick
                 return
-            if not is_open(ledger):
-                continue
-            try:
-                self._dispatcher.add(ledger)
-            except LedgerError as error:
-                self._known[name] = _Known(ledger, planned=True)
-                logger.error("a job can't be read, and is left alone", job=name, reason=str(error))
-            else:
-                self._known[name] = _Known(ledger)
-                logger.info("job taken up", job=name)
+            if self._is_open(ledger):
+                self._take_up(name, ledger)
+
+    def _is_open(self, ledger: JobLedger) -> bool:
+        """A job that can't be looked at is taken for open."""
+        try:
+            return is_open(ledger)
+        except Exception as error:  # noqa: BLE001 - one job must not keep the others from being looked at
+            logger.warning("a job can't be looked at now", job=ledger.name, reason=_reason(error))
+            return True
+
+    def _take_up(self, name: str, ledger: JobLedger) -> None:
+        try:
+            job = self._dispatcher.job_of(name) if self._dispatcher.add(ledger) else None
+        except PipelineError as error:  # the next look comes to it again
+            logger.warning("a job can't be read now", job=name, reason=str(error))
+            return
+        if job is not None:
+            self._known[name] = _Known(ledger, job.tenant, job.created_at)
+            logger.info("job taken up", job=name)
 
     def _sweep(self, now: float) -> None:
         """Have all jobs that ever were looked through when it is time; beside the loop, for there may be very many."""
@@ -185,38 +245,96 @@ class Foreman:
         elif self._sweeping is not None and self._sweeping.done():
             sweeping, self._sweeping = self._sweeping, None
             self._next_sweep = now + self._settings.retry_after
-            swept = sweeping.result()
+            try:
+                swept = sweeping.result()
+            except PipelineError:
+                raise
+            except Exception as error:  # noqa: BLE001 - markers are mended another time; open jobs go on
+                logger.error("a sweep failed", reason=_reason(error), traceback=_trace(error))
+                return
             self._next_sweep = now + self._settings.sweep_every
             if swept.marked or swept.removed:
                 logger.info("markers mended", marked=swept.marked, removed=swept.removed)
 
     def _plan(self, name: str, known: _Known, now: float) -> None:
-        if known.planned or now < known.retry_at:
+        if known.planned:
             return
+        try:
+            try:
+                self._end_closed(name, known)
+                if not known.planned and now >= known.retry_at:
+                    self._plan_on(name, known)
+            except PlanningCancelled:
+                logger.info("planning was cancelled", job=name)  # the next tick ends the job
+            except PipelineError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever planning a job raises is that job's
+                self._count_failure(name, known, error, now)
+        except PipelineError as error:
+            known.retry_at = now + self._settings.retry_after
+            logger.warning("planning failed, and is tried again", job=name, reason=str(error))
+
+    def _plan_on(self, name: str, known: _Known) -> None:
+        """Begin to plan, or take in what planning came to; raises what it raised."""
         if known.planning is None:
-            known.planning = self._planners.submit(self._plan_whole, known.ledger, known.in_time)
+            plan = partial(self._planner.plan, known.ledger, in_time=known.in_time)
+            known.planning = self._planning.submit(known.tenant, known.created_at, plan)
         elif known.planning.done():
             planning, known.planning = known.planning, None
-            try:
-                measured = planning.result()
-                if measured is None:
-                    known.planned = True
-                else:
-                    known.in_time = True
-                    known.planned = self._refuse_late(known.ledger, measured)
-            except (InvalidInput, _Unreadable) as error:  # it has ended as failed
+            outcome = planning.result()
+            if outcome.refused is not None:
                 known.planned = True
                 self._dispatcher.failed(name)
-                logger.info("job refused", job=name, reason=str(error))
-            except PipelineError as error:
-                known.retry_at = now + self._settings.retry_after
-                logger.warning("planning failed, and is tried again", job=name, reason=str(error))
+                logger.info("job refused", job=name, reason=outcome.refused)
+            elif outcome.closed is not None:
+                self._tell_closed(name, known, outcome.closed)
+            elif outcome.tokens_of_models is not None:
+                known.in_time = True
+                known.planned = self._refuse_late(known.ledger, outcome.tokens_of_models)
+            else:
+                known.planned = True
 
-    def _refuse_late(self, ledger: JobLedger, measured: InputEstimate) -> bool:
+    def _end_closed(self, name: str, known: _Known) -> None:
+        """End a job that was closed before any of it was planned, and what is planning it: it need not be planned any
+        more. What is begun is planned to its end, so that each row of the input gets a result."""
+        closing = self._dispatcher.closing_of(name)
+        if closing is None or known.begun:
+            return
+        known.begun = known.ledger.segment(0) is not None
+        if known.begun:
+            return
+        if known.planning is not None and not known.planning.cancel():
+            self._planner.cancel(name)
+            return
+        known.planning = None
+        self._tell_closed(name, known, end_unplanned(known.ledger, known.ledger.job(), closing, self._world))
+
+    def _tell_closed(self, name: str, known: _Known, status: JobStatus) -> None:
+        known.planned = True
+        self._dispatcher.failed(name, status)
+        logger.info("job ended before it was planned", job=name, status=status.value)
+
+    def _count_failure(self, name: str, known: _Known, error: Exception, now: float) -> None:
+        """Count a failure that was not foreseen, in the ledger: how often a job failed survives any restart."""
+        reason, at = _reason(error), self._world.clock.now()
+        known.retry_at = now + self._settings.retry_after
+        number = known.ledger.record_planning_failure(
+            lambda number: PlanningFailure(attempt=number, error=reason, at=at)
+        )
+        logger.error("planning failed", job=name, attempt=number, reason=reason, traceback=_trace(error))
+        if number < MAX_PLANNING_FAILURES:
+            return
+        message = f"planning failed {number} times, the last time with: {reason}; the log says where"
+        fail_job(known.ledger, known.ledger.job(), self._world, PLANNING_FAILED, message)
+        known.planned = True
+        self._dispatcher.failed(name)
+        logger.info("job refused", job=name, reason=message)
+
+    def _refuse_late(self, ledger: JobLedger, tokens: Mapping[str, int]) -> bool:
         """End a job as failed that would be late, by what is known now; whether it has ended so."""
         job = ledger.job()
         keys = {pin.name: pin.key for pin in job.models}
-        end = self._dispatcher.end_of(job, {keys[name]: left for name, left in measured.tokens_of_models.items()})
+        end = self._dispatcher.end_of(job, {keys[name]: left for name, left in tokens.items()})
         if end is None or job.deadline is None or end <= job.deadline:
             return False
         due, then = (moment.isoformat(timespec="seconds") for moment in (job.deadline, end))
@@ -226,21 +344,13 @@ class Foreman:
         logger.info("job refused", job=job.id, reason=message)
         return True
 
-    def _plan_whole(self, ledger: JobLedger, in_time: bool) -> InputEstimate | None:
-        """On a planner's thread. A job that wants to be refused if it would be late is only measured, unless it is
-        known to be in time. An input that was never readable ends the job as failed; one that can't be read any more,
-        while a part of it is planned, is waited for: what is finished is kept."""
-        job = ledger.job()
-        try:
-            if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
-                return measure_job(job, self._world, self._open_input)
-            plan_job(ledger, job, self._world, open_input=self._open_input)
-            return None
-        except InvalidInput:
-            raise
-        except InputError as error:
-            if ledger.segment(0) is not None:
-                raise
-            fail_job(ledger, job, self._world, INPUT_UNREADABLE, str(error))
-            tidy(ledger)
-            raise _Unreadable(str(error)) from error
+
+def _reason(error: Exception) -> str:
+    """One line without the message of what was not foreseen: that may hold a prompt."""
+    return str(error) if isinstance(error, PlanningFailed) else type(error).__name__
+
+
+def _trace(error: Exception) -> str:
+    """Where it was raised, without messages; of another process, as that one said."""
+    frames = error.trace if isinstance(error, PlanningFailed) and error.trace else None
+    return frames or "".join(traceback.format_tb(error.__traceback__))

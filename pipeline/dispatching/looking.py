@@ -14,7 +14,6 @@ from functools import partial
 from typing import Final, TypeVar
 
 from pipeline.dispatching.open_job import Found, OpenJob, Shard
-from pipeline.ports import PipelineError
 from pipeline.results import PartEntry
 from pipeline.together import AT_ONCE
 
@@ -41,7 +40,7 @@ class Look:
         self._now = now
         self._planning = planning
         self._whole = planning is None
-        self._failed: dict[str, PipelineError] = {}
+        self._failed: dict[str, Exception] = {}
         self._found: defaultdict[str, list[Found]] = defaultdict(list)
 
     def take(self, jobs: Sequence[OpenJob]) -> None:
@@ -96,14 +95,14 @@ class Look:
         for job, future in zip(jobs, futures, strict=True):
             try:
                 answers.append((job, future.result()))
-            except PipelineError as error:
+            except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
                 self._failed.setdefault(job.job.id, error)
         return answers
 
     def _guarded(self, job: OpenJob, learn: Callable[[], None]) -> None:
         try:
             learn()
-        except PipelineError as error:
+        except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
             self._failed.setdefault(job.job.id, error)
 
 

@@ -13,23 +13,26 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pipeline.active import tidy
-from pipeline.checkpoints import read_history
-from pipeline.closing import close_shard, find_closing, status_while
+from pipeline.checkpoints import read_worked
+from pipeline.closing import close_shard, find_closing, give_up_shard, status_while
 from pipeline.events import EventSink
 from pipeline.ledger import REJECTS, JobLedger, LedgerError, part_key
-from pipeline.manifest import Tally, build_manifest
+from pipeline.manifest import Tally, build_manifest, failed_manifest
 from pipeline.ports import ObjectNotFound, World, queue_name
 from pipeline.rejects import commit_rejects
 from pipeline.results import PartEntry, read_part
 from pipeline.spending import Spent, spent_on
 from schemas.events import JobChanged, ProgressMade, ShardCommitted
 from schemas.job import Closing, Job
-from schemas.outcome import JobStatus, Manifest
+from schemas.outcome import JobError, JobStatus, Manifest
 from schemas.plan import PlanSegment, ShardRef
 from schemas.progress import Progress
 
 ETA_PRECISION: Final = 0.02
 """A forecast that moved by less of the time that is left is not told anew."""
+
+TRIES: Final = 3
+"""Attempts that could not go on with a shard, after which its rows are failed."""
 
 Shard = tuple[str, int]
 """A shard by its job's id and its number."""
@@ -81,6 +84,7 @@ class OpenJob:
         logged: what attempts at open shards are known to have cost, where that was asked for.
         eta: when it should be done, as far as that is known.
         closing: why the job ends before its time, if it does.
+        attention: why it stood still when it was looked at before, until it has gone on for a while.
         unread: parts that stand, and are still to be read.
         sweep_at: when all parts are to be listed again.  plan_read_at: when new segments were last looked for.
         whole: all parts stand.
@@ -108,6 +112,7 @@ class OpenJob:
         self.logged: dict[int, float] = {}
         self.eta: datetime | None = None
         self.closing: Closing | None = None
+        self.attention: str | None = None
         self.unread: deque[int] = deque()
         self.sweep_at = self.plan_read_at = 0.0
         self._world = world
@@ -116,6 +121,7 @@ class OpenJob:
         self._beside = beside
         self._caching: Future[None] | None = None
         self._segments: list[PlanSegment] = []
+        self._segment_of: dict[int, PlanSegment] = {}  # by open shard
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
         self._tally = Tally()
@@ -179,6 +185,7 @@ class OpenJob:
             self._planned_shards += len(segment.shards)
             self._untold = True
             self.open_shards.update((shard.number, shard) for shard in segment.shards)
+            self._segment_of.update((shard.number, segment) for shard in segment.shards)
             for shard in segment.shards:
                 self.left[self.key_of(shard)] += cost(shard)
             if segment.rejects is not None:
@@ -259,11 +266,46 @@ class OpenJob:
             if (self.job.id, number) in held and now < self._grace_ends:
                 continue
             if not self.ledger.has_part(number):
-                close_shard(self.ledger, self.job, shard, self.closing, self._world)
+                segment = self._segment_of[number]
+                close_shard(self.ledger, self.job, segment, shard, self.closing, self._world)
             found.append(self._found(read_part(self.ledger, number)))
             if self._world.clock.monotonic() > until:
                 break
         return found
+
+    def give_up(self, number: int) -> Found | None:
+        """Make the part of an open shard that `TRIES` attempts could not go on with; None: fewer have tried.
+
+        Raises:
+            RowsUnknown: nothing says which rows it has.  LedgerError: what can't be read is not the shard's alone.
+        """
+        records = self.ledger.unreadable(number)
+        if len(records) < TRIES:
+            return None
+        self.ledger.job()
+        if self.ledger.closing() is not None:
+            return None  # the shard is closed soon
+        reason = max(records, key=lambda record: record.at).reason
+        give_up_shard(self.ledger, self.job, self._segment_of[number], self.open_shards[number], reason, self._world)
+        return self._found(read_part(self.ledger, number))
+
+    def end_as_failed(self, code: str, message: str) -> Manifest:
+        """Write the outcome of a job that can't be completed: its parts that stand count, and no other row has a
+        result. Raises `LedgerError` when a part can't be read."""
+        for number, _ in self.ledger.parts():
+            if number not in self._parts:
+                self._parts[number] = read_part(self.ledger, number)
+        error = JobError(code=code, message=message)
+        return self._conclude(failed_manifest(self.ledger, self.job, self._parts, self._world.clock.now(), error))
+
+    def show_attention(self) -> None:
+        """Write into the cached progress why the job stands still."""
+        self._is_cached(wait=True)
+        self.ledger.cache_progress(self.progress())
+
+    def recover(self) -> None:
+        """The job has gone on for a while: it needs no attention any more."""
+        self.attention, self._untold = None, True
 
     def cost_per_token(self, model: str) -> float | None:
         """What a planned token has cost in the job's own parts that `model` computed; None: there are none."""
@@ -279,9 +321,7 @@ class OpenJob:
     def learn_logged(self, shards: Iterable[int]) -> None:
         """What attempts at these open shards are known to have cost by now."""
         for number in shards:
-            worked = dict(read_history(self.ledger, number).worked)
-            worked |= {record.attempt_id: record.worked for record in self.ledger.ended(number)}
-            costs = (one.cost(self._settings.price_per_hour) for one in worked.values())
+            costs = (one.cost(self._settings.price_per_hour) for one in read_worked(self.ledger, number).values())
             self.logged[number] = sum(cost for cost in costs if cost is not None)
 
     def progress(self) -> Progress:
@@ -295,6 +335,7 @@ class OpenJob:
             shards_total=self._planned_shards,
             shards_done=self._planned_shards - len(self.open_shards),
             tokens_left=self.left.total() if self.planned else None,
+            attention=self.attention,
             eta=self.eta,
             started_at=self.job.created_at,
             as_of=self._world.clock.now(),
@@ -335,11 +376,20 @@ class OpenJob:
         manifest = build_manifest(
             self.ledger, self.job, self._segments, self._parts, self._world.clock.now(), self._settings.price_per_hour
         )
+        return self._conclude(manifest)
+
+    def _conclude(self, manifest: Manifest) -> Manifest:
         if not self.ledger.create_manifest(manifest):
             manifest = self.ledger.manifest() or manifest
         self._is_cached(wait=True)  # or it would come behind the last one
         progress = self.progress().model_copy(
-            update={"eta": None, "status": manifest.status, "usage": manifest.usage, "as_of": manifest.finished_at}
+            update={
+                "eta": None,
+                "attention": None,
+                "status": manifest.status,
+                "usage": manifest.usage,
+                "as_of": manifest.finished_at,
+            }
         )
         self.ledger.cache_progress(progress)
         self._events.emit(_progress_event(progress, "end"))
@@ -363,6 +413,7 @@ class OpenJob:
         self._parts[number] = entry
         self._tally.add(entry)
         shard = self.open_shards.pop(number, None)
+        self._segment_of.pop(number, None)
         if shard is not None:
             self.left[self.key_of(shard)] -= cost(shard)
             self._note_spent(entry, shard)

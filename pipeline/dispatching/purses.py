@@ -1,9 +1,11 @@
 """Which shards may be begun where a job or its tenant may only cost so much.
 
 A shard is begun when what is spent, what the shards that are under way should cost, and what it should cost itself
-stay within the limit together. What is under way is let finish. When nothing is, and the next shard would pass the
-limit, the job is closed: what it has computed is kept, and its other rows say why they have no answer. So it never
-costs more than the limit and what was under way when that was passed.
+stay within the limit together. What is under way goes on until the limit is reached by what is spent: by parts, and by
+open shards as far as their checkpoints say. Then the job is closed, also while shards are under way, and it is closed
+when none is and the next one would pass the limit. What it has computed is kept, and its other rows say why they have
+no answer. So it never costs more than the limit and what its workers compute until they are told: between two
+checkpoints, two looks at these (`LOGGED_SECONDS`) and two heartbeats.
 
 What a token costs is learnt from the job's own parts; before there are any, from what the workers say of their price
 and their speed. Where neither is known one shard goes ahead alone. All that was spent is read from the ledger, so a
@@ -29,6 +31,8 @@ from schemas.plan import ShardRef
 NO_LIMITS: Final = SpendLimits()
 SILENT_SECONDS: Final = 60.0
 """Between two words in the log that a tenant's jobs wait."""
+LOGGED_SECONDS: Final = 2.0
+"""Between two looks at what open shards have cost by now."""
 
 logger = structlog.get_logger(__name__)
 
@@ -56,6 +60,7 @@ class _Limit:
 
     Attributes:
         spent: by parts.  expected: the cost of shards that are under way, and of what attempts at others have lost.
+        logged: what attempts at open shards are known to have cost by now.
         shards: under way.
         unpriced: of some of what was spent nobody knows the cost.
     """
@@ -64,9 +69,14 @@ class _Limit:
     amount: float
     spent: float
     expected: float
+    logged: float
     shards: int
     of_tenant: bool = False
     unpriced: bool = False
+
+    @property
+    def is_reached(self) -> bool:
+        return self.spent + self.logged >= self.amount
 
 
 class Purses:
@@ -88,6 +98,8 @@ class Purses:
         self._unpriced: Set[str] = frozenset()
         self._refused: dict[str, tuple[OpenJob, _Limit, str]] = {}
         self._told: dict[str, float] = {}
+        self._next_logged = 0.0
+        self._logged_anew = False
 
     def look(
         self, jobs: Collection[OpenJob], workers: Collection[WorkerState], held: Set[Shard], *, trusted: bool
@@ -101,6 +113,7 @@ class Purses:
             self._held_of = {}
             for job, number in held:
                 self._held_of.setdefault(job, set()).add(number)
+            self._logged_anew = trusted and self._learn_logged()
 
     def stand_by(self) -> None:
         """Another dispatcher leads."""
@@ -124,15 +137,40 @@ class Purses:
         return self._fits(job, job.key_of(shard), 0.0)
 
     def close(self) -> None:
-        """Close the jobs that were refused a shard while nothing is under way that could change that."""
-        for job, limit, why in self._refused.values():
-            if limit.shards or not self._trusted:
+        """Close the jobs that have reached a limit, and those that were refused a shard while nothing is under way that
+        could change that."""
+        if not self._trusted:
+            return
+        for job, limit, why in [*self._reached(), *self._refused.values()]:
+            if limit.shards and not limit.is_reached:
                 continue
             if limit.of_tenant and (self._settings.wait or limit.unpriced):
                 self._tell(job, why)
                 continue
             if job.ledger.create_closing(Closing(kind="spend", at=self._world.clock.now(), reason=why)):
                 logger.warning("a job ends at its spending limit", job=job.job.id, reason=why)
+
+    def _reached(self) -> Iterator[tuple[OpenJob, _Limit, str]]:
+        """Jobs that have shards under way though they have reached a limit."""
+        for job in self._jobs if self._logged_anew else ():
+            if job.closing is not None or not self._under_way(job):
+                continue
+            for limit in self._limits(job):
+                if limit.is_reached:
+                    yield job, limit, f"{limit.of} is {limit.amount:g}: {limit.spent + limit.logged:.4g} is spent"
+                    break
+
+    def _learn_logged(self) -> bool:
+        """Learn what the shards that workers hold have cost by now, if it is time: False if not. Each is a listing and
+        a small object."""
+        now = self._world.clock.monotonic()
+        if now < self._next_logged:
+            return False
+        self._next_logged = now + LOGGED_SECONDS
+        for job in self._jobs:
+            if job.closing is None:
+                job.learn_logged(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+        return True
 
     def ends(self, job: OpenJob) -> None:
         """The job is about to get its outcome: from now on markers tell what it has cost its tenant."""
@@ -181,15 +219,20 @@ class Purses:
     def _limit(
         self, of: str, amount: float, spent: float, jobs: Collection[OpenJob], *, of_tenant: bool = False
     ) -> _Limit:
-        expected, shards = 0.0, 0
+        expected, logged, shards = 0.0, 0.0, 0
         for job in jobs:
-            under_way = job.puts.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+            under_way = self._under_way(job)
             shards += len(under_way)
+            logged += sum(job.logged.values())
             for number in under_way | job.logged.keys():
                 cost = self._expected(job, job.open_shards[number]) if number in under_way else None
                 expected += max(cost or 0.0, job.logged.get(number, 0.0))
         unpriced = any(job.spent.unpriced for job in jobs)
-        return _Limit(of, amount, spent, expected, shards, of_tenant, unpriced)
+        return _Limit(of, amount, spent, expected, logged, shards, of_tenant, unpriced)
+
+    def _under_way(self, job: OpenJob) -> Set[int]:
+        """The job's shards that are on a queue, or with a worker."""
+        return job.puts.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
 
     def _expected(self, job: OpenJob, shard: ShardRef) -> float | None:
         """What the shard should cost; None: nobody knows yet."""

@@ -12,6 +12,7 @@ import structlog
 
 from pipeline.doors.drops import DropDoor
 from pipeline.ports import PipelineError, World
+from pipeline.supervision import reason_of
 
 _REST = 10
 """So many times as long as a sweep took there is none."""
@@ -60,6 +61,7 @@ class DropWatch:
     ) -> None:
         _check_places([door.inbox.uri("").rstrip("/") + "/" for door in doors])
         self._doors = tuple(doors)
+        self._world = world
         self._clock = world.clock
         self._settings = settings or WatchSettings()
         self._events = events
@@ -77,8 +79,9 @@ class DropWatch:
             for door in self._doors:
                 try:
                     door.sweep()
-                except PipelineError as error:
-                    logger.warning("sweep_failed", door=door.inbox.door, reason=str(error))
+                except Exception as error:  # noqa: BLE001 - of one door; the others go on
+                    reason = reason_of(error, "drops", self._world, door=door.inbox.door)
+                    logger.warning("sweep_failed", door=door.inbox.door, reason=reason)
             ended = self._clock.monotonic()
             # Where very many files lie, looking at them must not become the work.
             self._next_sweep = ended + max(self._settings.sweep_every, _REST * (ended - began))
@@ -91,8 +94,8 @@ class DropWatch:
             return False
         try:
             return self._events.poll() is not None
-        except PipelineError as error:
-            logger.warning("events_not_read", reason=str(error))
+        except Exception as error:  # noqa: BLE001 - the next look goes on
+            logger.warning("events_not_read", reason=reason_of(error, "drops", self._world))
             return False
 
 

@@ -109,7 +109,8 @@ class Inbox(Protocol):
         ...
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Up to so many bytes from a small file's beginning; None when it isn't there."""
+        """Up to so many bytes from a small file's beginning; None when it isn't there. Raises `IntakeRefused` for
+        something that is no file."""
         ...
 
     def pin(self, drop: Drop, kind: InputFormat) -> PinnedDrop:

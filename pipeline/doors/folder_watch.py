@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 
 from pipeline.adapters.folder import FolderStore
@@ -21,6 +22,7 @@ from pipeline.doors.drops import Drop, Entry, PinnedDrop, StillWritten
 from pipeline.intake import IntakeRefused
 from pipeline.pinning import pin_input
 from pipeline.ports import Clock, StoreError
+from pipeline.regular_files import IrregularFile, open_regular_below
 from schemas.inputs import InputFormat, InputRef
 
 INCOMING = "incoming/"
@@ -83,15 +85,16 @@ class FolderInbox:
         return Drop(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """See `Inbox`."""
-        if self._status(name) is None:
-            return None
+        """See `Inbox`. Raises `IntakeRefused` for what is there and is no regular file: whoever may drop files must
+        not have others read what only this process may, nor have it wait."""
         path = self._path(name)
         try:
-            with path.open("rb") as stream:
+            with open_regular_below(self._folder, path) as stream:
                 return stream.read(most_bytes)
         except FileNotFoundError:
             return None
+        except IrregularFile as error:
+            raise IntakeRefused("unsupported_file", str(error)) from error
         except OSError as error:
             raise StoreError(f"{path}: can't read: {error.strerror}") from error
 
@@ -99,9 +102,7 @@ class FolderInbox:
         """See `Inbox`. Reads the file once, for its hash."""
         name = drop.entry.name
         path = self._path(name)
-        if path.is_symlink():  # whoever may drop files must not have others read that only we may read
-            raise IntakeRefused("unsupported_file", f"{path}: is a symbolic link; put the file itself there")
-        pinned = pin_input(path, self._pinned.get(name))
+        pinned = pin_input(path, self._pinned.get(name), self._open)
         self._remember(name, pinned)
         status = self._status(name)
         if status is None or _stamp(status) != drop.entry.stamp:
@@ -113,6 +114,17 @@ class FolderInbox:
     def uri(self, name: str) -> str:
         """See `Inbox`."""
         return self._store.locate(self._prefix + name)
+
+    def _open(self, path: Path) -> BufferedReader:
+        """As `read`."""
+        try:
+            return open_regular_below(self._folder, path)
+        except IrregularFile as error:
+            raise IntakeRefused("unsupported_file", str(error)) from error
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._store.locate(self._prefix))
 
     def _remember(self, name: str, pinned: InputRef) -> None:
         self._pinned[name] = pinned

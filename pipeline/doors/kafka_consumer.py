@@ -28,7 +28,7 @@ from pipeline.doors.kafka_partition import Handler, Partition, Work
 from pipeline.doors.kafka_records import Record
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.doors.kafka_topics import TopicIds
-from pipeline.ports import Clock, PipelineError
+from pipeline.ports import Clock, PartStopped, PipelineError
 
 _ROOM_EVERY = 1.0
 _CLOSE_SECONDS = 10.0
@@ -36,7 +36,7 @@ _CLOSE_SECONDS = 10.0
 logger = structlog.get_logger(__name__)
 
 
-class KafkaDoorStopped(PipelineError):
+class KafkaDoorStopped(PartStopped):
     """Raised when the door can't go on without a decision: its offset is out of the topic's range, and the settings say
     stop."""
 

@@ -11,7 +11,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import orjson
@@ -58,48 +58,63 @@ class AnswerStore(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _TenantAnswers:
+    """One tenant's, those that were put first at the front: (until when, data) by key."""
+
+    kept: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+
 class MemoryAnswers:
     """Of one process. Threads may share it.
 
     Args:
-        most_bytes: of all answers; those that were put first go.
+        most_bytes: of all answers; those go that the tenant which holds most bytes put first.
     """
 
     def __init__(self, clock: Clock, most_bytes: int = 256 << 20) -> None:
         self._clock = clock
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[float, bytes]] = OrderedDict()
-        self._count: dict[str, int] = {}
+        self._tenants: dict[str, _TenantAnswers] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, tenant: str, key: str) -> bytes | None:
         """What was put under this key, while its time lasts."""
         with self._lock:
-            until, data = self._kept.get((tenant, key), (-math.inf, None))
-            if data is not None and until <= self._clock.monotonic():
-                self._remove((tenant, key))
+            theirs = self._tenants.get(tenant)
+            if theirs is None or key not in theirs.kept:
+                return None
+            until, data = theirs.kept[key]
+            if until <= self._clock.monotonic():
+                self._remove(tenant, key)
                 return None
             return data
 
     def put(self, tenant: str, key: str, data: bytes, seconds: float, most: int) -> None:
         """Keep it; of the tenant's, those that were put first go when there are more than `most`."""
         with self._lock:
-            if (tenant, key) in self._kept:
-                self._remove((tenant, key))
-            self._kept[tenant, key] = self._clock.monotonic() + seconds, data
-            self._count[tenant] = self._count.get(tenant, 0) + 1
+            theirs = self._tenants.setdefault(tenant, _TenantAnswers())
+            if key in theirs.kept:
+                self._bytes -= len(theirs.kept[key][1])
+                theirs.num_bytes -= len(theirs.kept.pop(key)[1])
+            theirs.kept[key] = self._clock.monotonic() + seconds, data
+            theirs.num_bytes += len(data)
             self._bytes += len(data)
-            if self._count[tenant] > most:
-                self._remove(next(name for name in self._kept if name[0] == tenant))
+            if len(theirs.kept) > most:
+                self._remove(tenant, next(iter(theirs.kept)))
             while self._bytes > self._most_bytes:
-                self._remove(next(iter(self._kept)))
+                largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
+                self._remove(largest, next(iter(self._tenants[largest].kept)))
 
-    def _remove(self, name: tuple[str, str]) -> None:
-        self._bytes -= len(self._kept.pop(name)[1])
-        self._count[name[0]] -= 1
-        if not self._count[name[0]]:
-            del self._count[name[0]]
+    def _remove(self, tenant: str, key: str) -> None:
+        theirs = self._tenants[tenant]
+        size = len(theirs.kept.pop(key)[1])
+        theirs.num_bytes -= size
+        self._bytes -= size
+        if not theirs.kept:
+            del self._tenants[tenant]
 
 
 class AnswerCache:

@@ -70,7 +70,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
         _document_router(app),
     ]
     if answers is not None:
-        routers += [inference_router(answers), websocket_router(answers)]
+        routers += [inference_router(answers), websocket_router(answers, parts.settings)]
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(PipelineError, _on_error)
@@ -81,7 +81,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
     most = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
-    return Edge(app, new_id, draining, parts.figures, hosts, most, traces)
+    return Edge(app, new_id, draining, parts.figures, hosts, app.state.bodies, most, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

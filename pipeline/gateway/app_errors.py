@@ -6,9 +6,9 @@ import structlog
 from fastapi.responses import JSONResponse
 
 from pipeline.availability import ServiceUnavailable
-from pipeline.gateway.errors import ApiError, unavailable
+from pipeline.gateway.errors import ApiError, storage_full, unavailable
 from pipeline.ledger import JobNotFound, ResultsRemoved
-from pipeline.ports import StoreError
+from pipeline.ports import StoreError, StoreFull
 
 logger = structlog.get_logger(__name__)
 
@@ -21,6 +21,9 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(410, "results_removed", "the results were removed, as they are kept for so long; submit anew")
     if isinstance(error, JobNotFound):
         return ApiError(404, "batch_not_found", "there is no such batch")
+    if isinstance(error, StoreFull):
+        logger.error("storage_full", reason=str(error))
+        return storage_full()
     if isinstance(error, StoreError | ServiceUnavailable):
         logger.error("unavailable", reason=str(error))
         return unavailable("storage or a server behind it can't be reached now; try again")

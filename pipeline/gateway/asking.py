@@ -165,7 +165,8 @@ class Asker:
         resume = extension.resume if stream else 0.0
         ticket = None
         if self._rates is not None:
-            ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds)
+            rows = checked.n if isinstance(checked, GenerationBody) else 1
+            ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds, rows)
         return Asked(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
 
     def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:

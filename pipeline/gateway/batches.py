@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from pipeline.gateway.paging import Found, Page, fill, ids_behind, map_ahead
 from pipeline.gateway.papers import BatchOrder, StoredFile
 from pipeline.intake import MODEL_NOT_FOUND, NO_MODEL, Accepts, IntakeRefused, JobDraft
 from pipeline.ledger import JOBS, JobLedger
-from pipeline.ports import World
+from pipeline.ports import StoreFull, World
 from pipeline.retry import NothingToRetry, Wishes, choose_rows, submit_retry
 from pipeline.submit import derived_job_id, new_job_id
 from pipeline.tenants import batches_of
@@ -126,7 +127,9 @@ class Batches:
     def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
         """The tenant's batch; raises `ApiError` (404)."""
         ledger, _ = self._find(tenant, batch_id)
-        self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
+        # On a full disk the files of a batch that has ended wait for room; `Finalizer.run` tries again, and logs why.
+        with contextlib.suppress(StoreFull):
+            self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
         return batch_document(ledger)
 
     def page(self, tenant: str, page: Page) -> Found:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from pipeline.gateway.errors import ApiError, bad_request, disconnected, unavailable
+from pipeline.gateway.auth import Caller
+from pipeline.gateway.errors import RETRY_SECONDS, ApiError, bad_request, disconnected, unavailable
 from pipeline.gateway.json_bounds import check_bounds
 
 IDLE_SECONDS: Final = 30.0
@@ -25,7 +27,8 @@ _END = object()
 
 
 class BodyBudget:
-    """Bytes of bodies that are being read, of all requests together. For one event loop.
+    """Bytes of bodies that are being read, of all requests together, of which one sender holds at most half. For one
+    event loop.
 
     Args:
         most: at once.
@@ -33,17 +36,40 @@ class BodyBudget:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._max_of_sender = max(1, most // 2)
         self._held = 0
+        self._held_of_senders: Counter[str] = Counter()
 
-    def take(self, count: int) -> None:
-        """Hold so many more, to be given back; raises `ApiError` (503), and holds none of them, when it is too much."""
+    def take(self, count: int, sender: str) -> None:
+        """Hold so many more, to be given back; raises `ApiError` (429, 503), and holds none of them, when it is too
+        much.
+
+        Args:
+            sender: as `sender_of` names it.
+        """
+        if self._held_of_senders[sender] + count > self._max_of_sender:
+            message = f"your requests that are being read hold {self._max_of_sender:,} bytes; send this one later"
+            raise ApiError(429, "too_many_requests", message, headers={"Retry-After": str(RETRY_SECONDS)})
         if self._held + count > self._most:
             raise unavailable("too much is being sent here at once; send it again later", "too_many_requests")
         self._held += count
+        self._held_of_senders[sender] += count
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, count: int, sender: str) -> None:
         """They aren't held any more."""
         self._held -= count
+        self._held_of_senders[sender] -= count
+        if not self._held_of_senders[sender]:
+            del self._held_of_senders[sender]
+
+
+def sender_of(scope: Mapping[str, Any]) -> str:
+    """Who sends a request: its tenant, or its peer's address as long as it is not authenticated."""
+    caller: Caller | None = scope.get("tokenmill.caller")
+    if caller is not None:
+        return f"tenant {caller.tenant}"
+    client = scope.get("client")
+    return f"address {client[0] if client else 'unknown'}"
 
 
 async def pieces(
@@ -90,18 +116,18 @@ async def read_object(
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told) > most_bytes:
         raise _too_large(most_bytes)
-    data = bytearray()
+    data, sender = bytearray(), sender_of(request.scope)
     held = 0
     try:
         async for piece in pieces(request, idle_seconds):
-            budget.take(len(piece))
+            budget.take(len(piece), sender)
             held += len(piece)
             data += piece
             if len(data) > most_bytes:
                 raise _too_large(most_bytes)
         return await _object_of(request, bytes(data), max_depth, empty=empty)
     finally:
-        budget.give_back(held)
+        budget.give_back(held, sender)
 
 
 async def _object_of(request: Request, data: bytes, max_depth: int, *, empty: bool) -> dict[str, Any]:

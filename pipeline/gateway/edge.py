@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.gateway.bodies import BodyBudget
 from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
 from pipeline.gateway.figures import METHODS, HttpFigures
 from pipeline.gateway.origins import HostGuard, check_origin
@@ -53,11 +54,12 @@ class Edge:
         draining: whether new requests are sent elsewhere.
         figures: count what is answered.
         hosts: knows the names that may be asked for.
+        bodies: what may be read at once of bodies and of messages over WebSockets.
         most: requests at once; further ones are refused.
         traces: where each request is a span; questions after health and figures are none.
 
     Attributes:
-        app: what this is around.
+        app: what this is around.  bodies: as given.
         active: requests that are under way, WebSockets among them.
         new_id: makes a request's id.
     """
@@ -69,11 +71,13 @@ class Edge:
         draining: Callable[[], bool],
         figures: HttpFigures,
         hosts: HostGuard,
+        bodies: BodyBudget,
         most: int = 2_000,
         traces: Traces = NO_TRACES,
     ) -> None:
         self.active = 0
         self.app = app
+        self.bodies = bodies
         self.new_id = new_id
         self._figures = figures
         self._draining = draining
@@ -187,6 +191,9 @@ class Edge:
             both = bad_request("send Transfer-Encoding or Content-Length, and not both")
             both.headers["Connection"] = "close"
             raise both
+        if len(headers.getlist("authorization")) > 1:
+            # A proxy before this may have judged the other one.
+            raise bad_request("send one Authorization header, and not several", code="several_credentials")
         check_origin(headers)
         await self._hosts.check(headers)
 

@@ -74,3 +74,8 @@ def internal_error() -> ApiError:
 def unavailable(message: str, code: str = "unavailable", seconds: int = RETRY_SECONDS) -> ApiError:
     """It can't be done now."""
     return ApiError(503, code, message, headers={"Retry-After": str(seconds)})
+
+
+def storage_full() -> ApiError:
+    """Nothing can be stored before somebody makes room; what is stored can be read."""
+    return ApiError(507, "storage_full", "there is no room to store this; tell the operator, and send it again later")

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.gateway.errors import ApiError, not_found, unavailable
 from pipeline.gateway.paging import Found, Page, fill, ids_behind, map_ahead
-from pipeline.gateway.papers import FILES, Reader, StoredFile, is_file_id
+from pipeline.gateway.papers import FILES, Reader, StoredFile, is_file_id, read_marker
+from pipeline.gateway.storage_quota import StorageQuota, StoredUsage
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.ports import ObjectNotFound, ObjectStore, World
 from pipeline.tenants import files_of
@@ -26,7 +28,11 @@ from schemas.inputs import InputFile, InputRef
 BEGINNING: Final = timedelta(hours=1)
 """A reader whose job doesn't stand after so long never became one."""
 
+NO_QUOTA: Final = StorageQuota()
+
 _AT_ONCE: Final = 16
+_BEHIND: Final = "~"
+"""Behind an id: it sorts behind the id's marker."""
 
 
 class Files:
@@ -34,17 +40,30 @@ class Files:
 
     Args:
         together: looks at several of a page at a time.
+
+    Attributes:
+        usage: what tenants have stored.
     """
 
     def __init__(self, world: World, together: Executor) -> None:
         self._world = world
         self._store = world.store
         self._together = together
+        self.usage = StoredUsage(world.store, world.clock)
 
-    def add(self, file: StoredFile, content: Path) -> StoredFile:
-        """Store a file whose bytes are at `content`, which is given away. One of this id that stands is kept."""
+    def add(self, file: StoredFile, content: Path, quota: StorageQuota = NO_QUOTA) -> StoredFile:
+        """Store a file whose bytes are at `content`, which is given away. One of this id that stands is kept. Raises
+        `ApiError` when it would exceed the quota."""
+        standing = self._read(file.id)
+        if standing is not None:
+            content.unlink()
+            return standing
+        with self.usage.adding(file.tenant, file.marker, file.size, quota):
+            return self._add(file, content)
+
+    def _add(self, file: StoredFile, content: Path) -> StoredFile:
         self._store.create(_content(file.id), content)
-        files_of(file.tenant).add(self._store, file.id)
+        files_of(file.tenant).add(self._store, file.marker)
         created = self._store.create(_paper(file.id), file.to_json())
         standing = self._read(file.id)
         if standing is None:  # what was left over of it is just being removed
@@ -66,15 +85,20 @@ class Files:
             raise not_found("file", file.id) from error
 
     def page(self, tenant: str, page: Page, purpose: str | None = None) -> Found:
-        """Some of the tenant's files. With `purpose`, those of others that lie between are read, too."""
+        """Some of the tenant's files; with `purpose`, those of it. Only these are read: markers say what a file is
+        for."""
 
         def look(name: str) -> StoredFile | None:
-            found = self._read(name) if is_file_id(name) else None
-            if found is None or (purpose is not None and found.purpose != purpose) or self._is_gone(found):
-                return None
-            return found
+            file_id = read_marker(name).id
+            found = self._read(file_id) if is_file_id(file_id) else None
+            if found is None:
+                self._remove_orphan(tenant, name)
+            return None if found is None or self._is_gone(found) else found
 
-        names = ids_behind(self._store, files_of(tenant), page)
+        behind = page if page.after is None else replace(page, after=page.after + _BEHIND)
+        names: Iterator[str] = ids_behind(self._store, files_of(tenant), behind)
+        if purpose is not None:
+            names = (name for name in names if read_marker(name).purpose == purpose)
         looked = map_ahead(look, names, self._together.map, _AT_ONCE)
         data, more = fill(looked, page.limit)
         return Found([file.document() for file in data], more)
@@ -92,6 +116,7 @@ class Files:
             reader = self._open_reader(file_id)  # one that began meanwhile: it may not have seen the mark
             if reader is None:
                 self._remove(file)
+                self.usage.removed(tenant, file.size)
                 return file
             self._store.delete(_deleted(file_id))
         raise ApiError(
@@ -127,6 +152,14 @@ class Files:
 
     def _open_reader(self, file_id: str) -> str | None:
         return open_reader(self._store, file_id, self._world.clock.now())
+
+    def _remove_orphan(self, tenant: str, marker: str) -> None:
+        """Remove the marker of an upload that was interrupted, and has been collected: it would count for ever. A file
+        that is being stored has content before it has a marker."""
+        file_id = read_marker(marker).id
+        if self._store.info(_content(file_id)) is None and self._store.info(_paper(file_id)) is None:
+            for key in files_of(tenant).keys(marker):
+                self._store.delete(key)
 
     def _remove(self, file: StoredFile) -> None:
         for key in objects_of(self._store, file):
@@ -176,7 +209,7 @@ def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
     """Keys of all that the file is, in the order in which they are to be removed; the mark goes after them."""
     yield _content(file.id)
     yield from [info.key for info in store.list(f"{FILES}{file.id}/readers/")]
-    yield from files_of(file.tenant).keys(file.id)
+    yield from files_of(file.tenant).keys(file.marker)
     yield _paper(file.id)
 
 

@@ -30,8 +30,9 @@ from pipeline.gateway.papers import (
 from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, ResultsRemoved
 from pipeline.ports import Lease, PipelineError, World
+from pipeline.supervision import reason_of
 from schemas.job import Job
-from schemas.outcome import JobStatus, Manifest
+from schemas.outcome import Manifest
 
 AT_ONCE_ROWS: Final = 1_000
 """Of so few the files are written while somebody asks for the batch."""
@@ -97,9 +98,10 @@ class Finalizer:
             try:
                 ended += self.finish(job)
                 self._again.pop(job, None)
-            except PipelineError as error:
+            except Exception as error:  # noqa: BLE001 - of one job; the others go on
                 self._again[job] = now + _AGAIN
-                logger.error("batch_not_finalized", job=job, reason=str(error))
+                reason = reason_of(error, "finalizer", self._world, job=job)
+                logger.error("batch_not_finalized", job=job, reason=reason)
         return ended
 
     def finish(self, job: str, most_rows: int | None = None) -> bool:
@@ -140,7 +142,7 @@ class Finalizer:
     def _write(self, ledger: JobLedger, job: Job, manifest: Manifest) -> None:
         """The files, and then the outcome."""
         outcome = BatchOutcome(in_progress_at=work_began(ledger), at=manifest.finished_at)
-        if manifest.status is not JobStatus.FAILED and manifest.counts.total:
+        if manifest.counts.total:  # a job that failed on the way keeps what it had
             try:
                 output, errors = self._export(ledger, job, manifest)
                 outcome = outcome.model_copy(update={"output_file_id": output, "error_file_id": errors})

@@ -2,6 +2,10 @@
 
 A key's text is `tm-ID-SECRET`. It is looked up by its id, and what was found is believed for a few seconds. A revoked
 key stays on record: so an installation that ever had keys never becomes open again because the last of them went.
+
+Ids that were never seen are looked up one by one at a bounded rate. Beyond it the ids of all keys are listed, once in a
+few seconds, and others are refused without a read: so a flood of made-up keys costs the store no more than that, and a
+new key works within seconds all the same.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import AwareDatetime, Field
 
@@ -30,6 +34,13 @@ _REVOKED: Final = ".revoked"
 _TEXT = re.compile(r"tm-([0-9a-f]{16})-([0-9a-f]{64})")
 _ID = re.compile(r"[0-9a-f]{16}")
 _MOST_KNOWN: Final = 10_000
+_MAX_READS_PER_SECOND: Final = 10.0
+"""Of ids that were never seen."""
+
+
+_LISTED_SECONDS: Final = 5.0
+
+Entry = TypeVar("Entry")
 
 
 class Scope(StrEnum):
@@ -87,8 +98,13 @@ class ApiKeys:
         self._store: ObjectStore = world.store
         self._believed = believed
         self._known: OrderedDict[str, tuple[float, ApiKey | None]] = OrderedDict()
+        self._unknown: OrderedDict[str, float] = OrderedDict()  # ids without a key: until when that is believed
+        self._ids: tuple[float, frozenset[str]] = (float("-inf"), frozenset())
+        self._reads = _MAX_READS_PER_SECOND  # that may be made at once
+        self._reads_at = world.clock.monotonic()
         self._any: tuple[float, bool] = (float("-inf"), False)
         self._lock = threading.Lock()
+        self._listing = threading.Lock()
 
     def create(
         self,
@@ -157,17 +173,48 @@ class ApiKeys:
         now = self._world.clock.monotonic()
         with self._lock:
             known = self._known.get(key_id)
-        if known is not None and now < known[0]:
-            return known[1]
+            if known is not None and now < known[0]:
+                return known[1]
+            if known is None and now < self._unknown.get(key_id, now):
+                return None
+            may_read = known is not None or self._may_read(now)
+        if not may_read and not self._is_listed(key_id, now):
+            return None
         key = self._load(key_id)
-        if key is not None and self._store.info(f"{KEYS}{key_id}{_REVOKED}") is not None:
-            key = None
-        with self._lock:
-            self._known[key_id] = now + self._believed, key
-            self._known.move_to_end(key_id)
-            while len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+        if key is None:
+            self._remember(self._unknown, key_id, now + self._believed)
+            return None
+        if self._store.info(f"{KEYS}{key_id}{_REVOKED}") is not None:
+            self._remember(self._known, key_id, (now + self._believed, None))
+            return None
+        self._remember(self._known, key_id, (now + self._believed, key))
         return key
+
+    def _remember(self, entries: OrderedDict[str, Entry], key_id: str, entry: Entry) -> None:
+        """Made-up ids put out no keys: they have a place of their own."""
+        with self._lock:
+            entries[key_id] = entry
+            entries.move_to_end(key_id)
+            while len(entries) > _MOST_KNOWN:
+                entries.popitem(last=False)
+
+    def _may_read(self, now: float) -> bool:
+        """Whether one more id that was never seen may be looked up now; counts it."""
+        self._reads = min(_MAX_READS_PER_SECOND, self._reads + (now - self._reads_at) * _MAX_READS_PER_SECOND)
+        self._reads_at = now
+        if self._reads < 1:
+            return False
+        self._reads -= 1
+        return True
+
+    def _is_listed(self, key_id: str, now: float) -> bool:
+        """Whether the key stood a few seconds ago."""
+        with self._listing:  # not the other lock: keys that are known wait for no listing
+            if now >= self._ids[0]:
+                names = (info.key.removeprefix(KEYS) for info in self._store.list(KEYS))
+                ids = frozenset(name.removesuffix(_PAPER) for name in names if name.endswith(_PAPER))
+                self._ids = now + max(self._believed, _LISTED_SECONDS), ids
+            return key_id in self._ids[1]
 
     def _load(self, key_id: str) -> ApiKey | None:
         where = f"{KEYS}{key_id}{_PAPER}"

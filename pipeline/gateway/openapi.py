@@ -43,7 +43,8 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
     400: Refusal(
         (
             "invalid_request", "invalid_json", "invalid_form", "unsupported_parameter", "unsupported_url",
-            "context_length_exceeded", "cap_exceeded",
+            "context_length_exceeded", "cap_exceeded", "storage_quota_exceeded",
+            "several_credentials",
         ),
         "Correct what was sent.",
     ),
@@ -66,7 +67,10 @@ REFUSALS: Final[Mapping[int, Refusal]] = {
     415: Refusal(("unsupported_media_type",), "Send what the route takes."),
     416: Refusal(("range_not_satisfiable",), "The range lies behind the end.", ("Content-Range",)),
     429: Refusal(
-        ("rate_limit_exceeded", "backlog_full", "lane_full", "too_many_streams"),
+        (
+            "rate_limit_exceeded", "backlog_full", "lane_full", "too_many_streams", "too_many_websockets",
+            "too_many_requests",
+        ),
         "Wait for Retry-After; without it, ask for less.",
         ("Retry-After?", "x-should-retry?"),
     ),

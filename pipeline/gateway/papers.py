@@ -7,7 +7,7 @@ files/ID/deleted              they are being removed, and nobody sees them any m
 batches/JOB/order.json        a batch as it was asked for, before its job is made
 batches/JOB/outcome.json      the files that its results became, when all of them stand
 finalizing/JOB                a batch whose outcome isn't written yet
-tenants/TENANT/…              markers: what is whose (`pipeline.tenants`)
+tenants/TENANT/…              markers: what is whose (`pipeline.tenants`); those of files are named ID.PURPOSE.BYTES
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import base64
 import hashlib
 import re
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AwareDatetime, Field
 
@@ -54,6 +54,11 @@ class StoredFile(Paper):
     expires_at: AwareDatetime | None = None
     batch: str | None = None
 
+    @property
+    def marker(self) -> str:
+        """Its name among the tenant's markers: it says what listings and quotas need, so they read no file."""
+        return f"{self.id}.{self.purpose}.{self.size}"
+
     def document(self) -> dict[str, Any]:
         """OpenAI's file object."""
         return {
@@ -67,6 +72,21 @@ class StoredFile(Paper):
             "status": "processed",
             "status_details": None,
         }
+
+
+class FileMarker(NamedTuple):
+    """What the name of a marker says."""
+
+    id: str
+    purpose: str
+    size: int
+
+
+def read_marker(name: str) -> FileMarker:
+    """See `StoredFile.marker`."""
+    file_id, _, rest = name.partition(".")
+    purpose, _, size = rest.partition(".")
+    return FileMarker(file_id, purpose, int(size) if size.isdecimal() else 0)
 
 
 class Reader(Paper):

@@ -30,9 +30,11 @@ class GatewaySettings:
     Attributes:
         most_upload_bytes: of an uploaded file.  uploads_at_once: more than so many are refused, with 503,
             and more than half of them of one tenant.
-        most_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together.
+        most_body_bytes: of any other request.  bodies_at_once: bytes of those that are being read, of all together;
+            half of them of one tenant.
         idle_seconds: a sender that is silent for so long in the middle of a request is not waited for.
         requests_at_once: further ones are refused, with 503.
+        max_websockets: open at once.  max_tenant_websockets: of them, of one tenant.
         hosts: names of the gateway besides "localhost": while no keys are needed, nothing is served under others.
     """
 
@@ -42,6 +44,8 @@ class GatewaySettings:
     bodies_at_once: int = 1 << 30
     idle_seconds: float = 30.0
     requests_at_once: int = 2_000
+    max_websockets: int = 1_000
+    max_tenant_websockets: int = 200
     hosts: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 

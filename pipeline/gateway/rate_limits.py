@@ -25,6 +25,7 @@ from pipeline.availability import ServiceUnavailable
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.running import MemoryRunning, Running
+from pipeline.gateway.storage_quota import StorageQuota
 from pipeline.ports import Clock
 from schemas.limits import RateLimits
 
@@ -33,6 +34,9 @@ CODE: Final = "rate_limit_exceeded"
 _AWAY_SECONDS: Final = 5.0
 """After a failure Redis isn't asked for so long: requests would wait for it one after the other."""
 _SOON: Final = 1
+_ROWS: Final = ":rows"
+"""Behind a name under which rows are counted, and not requests."""
+
 _JOBS_SECONDS: Final = 30
 
 Counted = Literal["requests", "tokens"]
@@ -49,12 +53,17 @@ class RateSettings:
     Attributes:
         tenant: of each tenant, over all of its keys.  tenants: of those that have their own.
         key: of each key; what a key says itself comes first.
+        default_stored: bytes and files of a tenant with keys, where neither it nor the key has such limits.
+        default_rows: running rows of a tenant with keys, where neither it nor the key has a limit of running requests
+            or rows; None: there is no such limit.
         window: seconds over which is counted.
     """
 
     tenant: RateLimits = field(default_factory=RateLimits)
     tenants: Mapping[str, RateLimits] = field(default_factory=dict)
     key: RateLimits = field(default_factory=RateLimits)
+    default_rows: Callable[[], int] | None = None
+    default_stored: StorageQuota = field(default_factory=StorageQuota)
     window: int = WINDOW_SECONDS
 
 
@@ -63,13 +72,15 @@ class Ticket:
     """A request to a model that was admitted.
 
     Attributes:
-        names: under which it runs.  tokens: taken for it, in windows of which the first ends at `until` (monotonic).
+        names: under which it runs.  rows: its answers.
+        tokens: taken for it, in windows of which the first ends at `until` (monotonic).
         headers: of its answer.
     """
 
     caller: Caller
     request: str
     names: tuple[str, ...]
+    rows: int
     tokens: int
     until: float
     headers: Headers
@@ -141,34 +152,34 @@ class RateLimiter:
         """Count a request of any kind; the headers that say how many are left. Raises `ApiError` (429)."""
         return self._headers("requests", self._take("requests", caller, 1))
 
-    def admit(self, caller: Caller, request: str, tokens: int, seconds: float) -> Ticket:
+    def admit(self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1) -> Ticket:
         """Let a request to a model begin, or raise `ApiError` (429). It is to be given back with `done`.
 
         Args:
             tokens: that it may use at most, as far as is known.  seconds: that it takes at most.
+            rows: answers that it has: `n`.
         """
         names: list[str] = []
         try:
             for limit in self._limits(caller):
-                most = limit.limits.running_requests
-                if most is None:
-                    continue
-                enter = partial(self._running.enter, limit.name, request, most, seconds)
-                if not self._ask(enter, True):
-                    message = f"{limit.whose} has {most} requests under way already; ask again when one has ended"
-                    raise ApiError(429, CODE, message, headers={"Retry-After": str(_SOON)})
-                names.append(limit.name)
+                for name, most, count in (
+                    (limit.name, limit.limits.running_requests, 1),
+                    (limit.name + _ROWS, limit.limits.running_rows, rows),
+                ):
+                    if most is not None:
+                        self._enter(limit.whose, name, request, most, seconds, count)
+                        names.append(name)
             windows = self._take("tokens", caller, tokens)
         except ApiError:
-            self._leave(names, request)
+            self._leave(names, request, rows)
             raise
         left = min((one.now_left for one in windows), default=0.0) - self._settings.window
         until = self._clock.monotonic() + left
-        return Ticket(caller, request, tuple(names), tokens, until, self._headers("tokens", windows))
+        return Ticket(caller, request, tuple(names), rows, tokens, until, self._headers("tokens", windows))
 
     def done(self, ticket: Ticket, used: int | None) -> None:
         """The request has ended, after so many tokens; None: it isn't known."""
-        self._leave(ticket.names, ticket.request)
+        self._leave(ticket.names, ticket.request, ticket.rows)
         # Later they would be given to another window than they were taken from: more could be asked for in it then.
         if used is not None and used < ticket.tokens and self._clock.monotonic() < ticket.until:
             for item, limit in self._items("tokens", ticket.caller):
@@ -182,14 +193,27 @@ class RateLimiter:
             message = f"{most} jobs of yours are open, and no more may be; submit again when one has ended"
             raise ApiError(429, CODE, message, headers={"Retry-After": str(_JOBS_SECONDS)})
 
+    def storage_quota(self, caller: Caller) -> StorageQuota:
+        """What the caller's tenant may have stored."""
+        limits = [limit.limits for limit in self._limits(caller)]
+        default = StorageQuota() if caller.key is None else self._settings.default_stored
+        return StorageQuota(
+            min((one.stored_bytes for one in limits if one.stored_bytes), default=default.max_bytes),
+            min((one.stored_files for one in limits if one.stored_files), default=default.max_files),
+        )
+
     # -- inside
 
     def _limits(self, caller: Caller) -> Iterator[_Limit]:
         settings = self._settings
         tenant = settings.tenants.get(caller.tenant, settings.tenant)
+        key = caller.limits.over(settings.key)
+        chosen = any(one.running_requests or one.running_rows for one in (tenant, key))
+        if caller.key is not None and settings.default_rows is not None and not chosen:
+            tenant = tenant.model_copy(update={"running_rows": settings.default_rows()})
         yield _Limit("this tenant", f"tenant/{quote(caller.tenant, safe='', errors='surrogatepass')}", tenant)
         if caller.key is not None:
-            yield _Limit("this API key", f"key/{caller.key}", caller.limits.over(settings.key))
+            yield _Limit("this API key", f"key/{caller.key}", key)
 
     def _items(self, what: Counted, caller: Caller) -> list[tuple[RateLimitItem, _Limit]]:
         found: list[tuple[RateLimitItem, _Limit]] = []
@@ -251,9 +275,23 @@ class RateLimiter:
         found = self._ask(lambda: self._windows.get_sliding_window(key, window), (0, 0.0, 0, 0.0))
         return _Window(item.amount, *found)
 
-    def _leave(self, names: list[str] | tuple[str, ...], request: str) -> None:
+    def _enter(self, whose: str, name: str, request: str, most: int, seconds: float, count: int) -> None:
+        """Take as many places; raises `ApiError`."""
+        if count > most:
+            message = f"n is {count}, but {whose} may have {most} rows under way; lower n"
+            raise ApiError(429, CODE, message, param="n", headers={"x-should-retry": "false"})
+        if not self._ask(partial(self._running.enter, name, request, most, seconds, count), True):
+            message = f"{whose} has {most} requests under way already; ask again when one has ended"
+            if name.endswith(_ROWS):
+                message = (
+                    f"{whose} may have {most} rows under way, and too few are free; ask again when some have ended"
+                )
+            raise ApiError(429, CODE, message, headers={"Retry-After": str(_SOON)})
+
+    def _leave(self, names: list[str] | tuple[str, ...], request: str, rows: int) -> None:
         for name in names:
-            self._ask(partial(self._running.leave, name, request), None)
+            count = rows if name.endswith(_ROWS) else 1
+            self._ask(partial(self._running.leave, name, request, count), None)
 
     def _ask(self, what: Callable[[], Result], without: Result) -> Result:
         """What Redis says; `without` where it can't be asked."""

@@ -24,8 +24,9 @@ from pipeline.gateway.papers import StoredFile, derived_file_id, new_file_id
 from pipeline.gateway.parts import GatewayParts, IdempotencyKey, Parts, calling, json_body
 from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.shapes import Batch, DeletedFile, File, Model, Models, Page
+from pipeline.gateway.storage_quota import StorageQuota
 from pipeline.gateway.upload_places import UploadPlaces
-from pipeline.gateway.uploads import Upload, receive
+from pipeline.gateway.uploads import Upload, receive, told_size
 from pipeline.ports import World
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made: the newest first, or last.")]
@@ -57,10 +58,14 @@ def files_router(uploads_at_once: int) -> APIRouter:
         request: Request, caller: FilesCaller, parts: Parts, idempotency_key: IdempotencyKey = None
     ) -> dict[str, Any]:
         """Upload a file of requests: JSONL or Parquet."""
-        settings = parts.settings
+        settings, quota = parts.settings, parts.rates.storage_quota(caller)
         with places.place(caller.tenant):
+            if idempotency_key is None:  # else it may stand already
+                await run_in_threadpool(parts.files.usage.check, caller.tenant, told_size(request), quota)
             async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
-                file = await run_in_threadpool(_add, parts.world, parts.files, caller.tenant, received, idempotency_key)
+                file = await run_in_threadpool(
+                    _add, parts.world, parts.files, caller.tenant, received, idempotency_key, quota
+                )
         return file.document()
 
     @router.get("", responses=answers(Page[File]))
@@ -80,7 +85,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
         """What is known of a file."""
         return parts.files.get(caller.tenant, file_id).document()
 
-    @router.delete("/{file_id}", responses=answers(DeletedFile, 404, 409))
+    @router.delete("/{file_id}", responses=answers(DeletedFile, 404, 409, 507))
     def delete(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
         """Remove a file that no open batch reads."""
         file = parts.files.delete(caller.tenant, file_id)
@@ -106,7 +111,7 @@ def batches_router() -> APIRouter:
     """`/v1/batches`."""
     router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
-    @router.post("", openapi_extra=takes("BatchBody", _BATCH), responses=answers(Batch, *BODY, 404, 409))
+    @router.post("", openapi_extra=takes("BatchBody", _BATCH), responses=answers(Batch, *BODY, 404, 409, 507))
     def create(
         caller: BatchesCaller, body: Body, parts: Parts, idempotency_key: IdempotencyKey = None
     ) -> dict[str, Any]:
@@ -129,12 +134,12 @@ def batches_router() -> APIRouter:
         """How a batch stands."""
         return parts.batches.get(caller.tenant, batch_id)
 
-    @router.post("/{batch_id}/cancel", responses=answers(Batch, 404, 409))
+    @router.post("/{batch_id}/cancel", responses=answers(Batch, 404, 409, 507))
     def cancel(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
         """End a batch before its time; what is finished is kept."""
         return parts.batches.cancel(caller.tenant, batch_id)
 
-    @router.post("/{batch_id}/retry", openapi_extra=_RETRY, responses=answers(Batch, *BODY, 404, 409, 410))
+    @router.post("/{batch_id}/retry", openapi_extra=_RETRY, responses=answers(Batch, *BODY, 404, 409, 410, 507))
     def retry(batch_id: str, caller: BatchesCaller, body: BodyOrNone, parts: Parts) -> dict[str, Any]:
         """A batch of the rows that got no answer."""
         return parts.batches.retry(caller.tenant, batch_id, body, _room(caller, parts))
@@ -175,7 +180,7 @@ def _room(caller: Caller, parts: GatewayParts) -> Callable[[], None]:
     return check
 
 
-def _add(world: World, files: Files, tenant: str, received: Upload, key: str | None) -> StoredFile:
+def _add(world: World, files: Files, tenant: str, received: Upload, key: str | None, quota: StorageQuota) -> StoredFile:
     """Store what came; the same upload with the same key is the same file."""
     now = world.clock.now()
     if key is None:
@@ -197,7 +202,7 @@ def _add(world: World, files: Files, tenant: str, received: Upload, key: str | N
         created_at=now,
         expires_at=None if life is None else now + life,
     )
-    return files.add(made, received.path)
+    return files.add(made, received.path, quota)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from pipeline.ports import Clock
 class Running(Protocol):
     """Places that requests take. The Redis one raises `ServiceUnavailable`."""
 
-    def enter(self, name: str, request: str, most: int, seconds: float) -> bool:
-        """Take a place for so many seconds at most; False when `most` are taken."""
+    def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:
+        """Take a place for each row for so many seconds at most; False, and none is taken, when fewer of `most` are
+        free."""
         ...
 
-    def leave(self, name: str, request: str) -> None:
-        """Give the place back; harmless when there is none."""
+    def leave(self, name: str, request: str, rows: int = 1) -> None:
+        """Give the places back; harmless when there are none."""
         ...
 
 
@@ -27,23 +28,24 @@ class MemoryRunning:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._until: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._taken: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # until when, and rows
         self._lock = threading.Lock()
 
-    def enter(self, name: str, request: str, most: int, seconds: float) -> bool:
-        """Take a place for so many seconds at most; False when `most` are taken."""
+    def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:
+        """Take a place for each row for so many seconds at most; False, and none is taken, when fewer of `most` are
+        free."""
         now = self._clock.monotonic()
         with self._lock:
-            taken = {one: until for one, until in self._until[name].items() if until > now}
-            if len(taken) < most:
-                taken[request] = now + seconds
-            self._until[name] = taken
+            taken = {one: place for one, place in self._taken[name].items() if place[0] > now}
+            if sum(count for _, count in taken.values()) + rows <= most:
+                taken[request] = now + seconds, rows
+            self._taken[name] = taken
             return request in taken
 
-    def leave(self, name: str, request: str) -> None:
-        """Give the place back; harmless when there is none."""
+    def leave(self, name: str, request: str, rows: int = 1) -> None:
+        """Give the places back; harmless when there are none."""
         with self._lock:
-            taken = self._until.get(name, {})
+            taken = self._taken.get(name, {})
             taken.pop(request, None)
             if not taken:
-                self._until.pop(name, None)
+                self._taken.pop(name, None)

@@ -42,7 +42,7 @@ class ServerSettings:
         header_seconds: for which the headers of a request are waited for.
         write_seconds: for which a peer may take nothing of what there is for it.
         unsent_bytes: of a connection, that wait in the kernel for their turn (beside those that are on their way).
-        most_message_bytes: of a message over a WebSocket; whoever sends more is hung up on.
+        max_message_bytes: of a message over a WebSocket; whoever sends more is hung up on.
         message_seconds: that a message over a WebSocket may take to come.
         most_connections: at once; further ones are refused, with 503. Larger than the application's own bound: many
             are idle.
@@ -57,7 +57,7 @@ class ServerSettings:
     header_seconds: float = 20.0
     write_seconds: float = 60.0
     unsent_bytes: int = 64 << 10
-    most_message_bytes: int = 10 << 20
+    max_message_bytes: int = 1 << 20
     message_seconds: float = 30.0
     most_connections: int = 4_000
 
@@ -154,9 +154,12 @@ class GatewayServer:
                     WebSocketProtocol,
                     write_seconds=self._settings.write_seconds,
                     message_seconds=self._settings.message_seconds,
+                    budget=app.bodies,
                 ),
             ),
-            ws_max_size=self._settings.most_message_bytes,
+            ws_max_size=self._settings.max_message_bytes,
+            # A kilobyte could become a megabyte, on the event loop, before its size is known.
+            ws_per_message_deflate=False,
             loop="asyncio",
             http=cast(
                 Any,

@@ -129,6 +129,7 @@ class BatchExtension(Shape):
     counts: RowCounts
     progress: Progress
     as_of: AwareDatetime | None
+    attention: str | None
     eta: AwareDatetime | None
     cost: float | None
     max_cost: float | None
@@ -198,12 +199,13 @@ class Models(Shape):
 
 
 class Worker(Shape):
-    """A worker that lives, as its last heartbeat says. `figures`: what it has counted, where it tells that."""
+    """A worker that lives, as its last heartbeat says. `figures`: what it has counted, where it tells that. Name and
+    all samples are null for keys without the scope metrics."""
 
-    name: str
+    name: str | None
     models: list[str]
-    shards: Amount
-    waiting_tokens: Amount
+    shards: Amount | None
+    waiting_tokens: Amount | None
     tokens_per_second: float | None
     draining: bool
     figures: WorkerFigures | None
@@ -237,8 +239,8 @@ class LaneFigures(Shape):
 class Installation(Shape):
     """How it stands, some seconds old.
 
-    `latency_bounds`: upper ends of the buckets of all histograms, seconds. `answers`: of this gateway to requests whose
-    callers wait, by how they ended.
+    `latency_bounds`: upper ends of the buckets of all histograms, seconds. `lane`, `answers`: of this gateway to calls
+    that wait, and by how they ended; null for keys without the scope metrics.
     """
 
     object: Literal["status"]
@@ -247,8 +249,8 @@ class Installation(Shape):
     latency_bounds: list[float]
     backlog: Backlog
     models: list[str]
-    lane: LaneFigures
-    answers: dict[str, Amount]
+    lane: LaneFigures | None
+    answers: dict[str, Amount] | None
 
 
 class Health(Shape):

@@ -37,11 +37,12 @@ class Status:
         self._figures: dict[str, WorkerFigures] = {}
         self._open = OpenJobs([], more=False)
 
-    def document(self, tenant: str | None) -> dict[str, Any]:
+    def document(self, tenant: str | None, *, samples: bool) -> dict[str, Any]:
         """How everything stands, of JSON's own types.
 
         Args:
             tenant: whose jobs the backlog counts; None: everybody's.
+            samples: with the workers' names, and what they measure of all tenants' work.
         """
         with self._lock:
             self._look_again()
@@ -50,7 +51,7 @@ class Status:
         return {
             "object": "status",
             "as_of": self._world.clock.now().isoformat(),
-            "workers": [_worker(state, names, figures.get(state.name)) for state in workers],
+            "workers": [_worker(state, names, figures.get(state.name), samples=samples) for state in workers],
             "latency_bounds": LATENCY_BOUNDS,
             "backlog": _backlog([one for one in found.jobs if tenant in (None, one.job.tenant)], found.more),
             "models": sorted(entry.pin.name for entry in entries),
@@ -82,15 +83,17 @@ class Status:
         self._open = found
 
 
-def _worker(state: WorkerState, names: dict[str, str], figures: WorkerFigures | None) -> dict[str, Any]:
+def _worker(
+    state: WorkerState, names: dict[str, str], figures: WorkerFigures | None, *, samples: bool
+) -> dict[str, Any]:
     return {
-        "name": state.name,
+        "name": state.name if samples else None,
         "models": sorted(names.get(key, key) for key in state.models),
-        "shards": len(state.held),
-        "waiting_tokens": state.waiting_tokens,
-        "tokens_per_second": state.tokens_per_second,
+        "shards": len(state.held) if samples else None,
+        "waiting_tokens": state.waiting_tokens if samples else None,
+        "tokens_per_second": state.tokens_per_second if samples else None,
         "draining": state.draining,
-        "figures": None if figures is None else figures.model_dump(mode="json"),
+        "figures": figures.model_dump(mode="json") if samples and figures is not None else None,
     }
 
 

@@ -1,4 +1,5 @@
-"""`/v1/status`: how the installation stands, for whoever may see batches."""
+"""`/v1/status`: how the installation stands, for whoever may see batches. Monitoring samples are left out for keys that
+may not read /metrics: they add up what all tenants do."""
 
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ def status_router() -> APIRouter:
 
     @router.get("", responses=documented(Installation))
     def status(caller: Annotated[Caller, calling(Scope.BATCHES)], parts: Parts) -> dict[str, Any]:
-        """Workers, backlog, and who waits. The backlog is the caller's own, except for the scope admin."""
-        everybody = caller.may(Scope.ADMIN)
+        """Workers, backlog, and who waits. The backlog is the caller's own, except for the scope admin. Workers' names
+        and samples, and the gateway's, are null without the scope metrics."""
+        tenant = None if caller.may(Scope.ADMIN) else caller.tenant
+        if not caller.may(Scope.METRICS):
+            return parts.status.document(tenant, samples=False) | {"lane": None, "answers": None}
         answers: Counter[str] = Counter()
         for (_, result), count in parts.figures.answers().items():
             answers[result] += count
-        document = parts.status.document(None if everybody else caller.tenant)
+        document = parts.status.document(tenant, samples=True)
         return document | {"lane": parts.figures.callers(), "answers": answers}
 
     return router

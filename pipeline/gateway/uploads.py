@@ -19,8 +19,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from pipeline.gateway.bodies import pieces
-from pipeline.gateway.errors import ApiError, bad_request
-from pipeline.ports import World
+from pipeline.gateway.errors import ApiError, bad_request, storage_full
+from pipeline.ports import World, failure_type
 from schemas.inputs import InputFormat
 
 LEAST_LIFE: Final = timedelta(hours=1)
@@ -56,7 +56,8 @@ async def receive(request: Request, world: World, most_bytes: int, idle_seconds:
     """The request's upload, until the block ends.
 
     Raises:
-        ApiError: it is none, is too large, or stops coming.
+        ApiError: it is none, is too large, or stops coming, or there is no room.
+        StoreError: it can't be written.
     """
     parser = FormReader(_boundary(request), most_bytes)
     told = request.headers.get("content-length", "")
@@ -100,11 +101,10 @@ class _Writer:
             if self._stream is None:
                 self._stream = self.path.open("xb")
             if shutil.disk_usage(self.path.parent).free < _SPARE_BYTES:
-                raise ApiError(507, "storage_full", "there is no room for the upload; free some disk, send it again")
+                raise storage_full()
             self._stream.write(data)
         except OSError as error:
-            message = f"the upload can't be kept: {error.strerror}; free some disk, and send it again"
-            raise ApiError(507, "storage_full", message) from error
+            raise failure_type(error)(f"{self.path}: can't store an upload: {error.strerror or error}") from error
         self.digest.update(data)
         self.start = (self.start + data[:4])[:4]
         self.size += len(data)
@@ -246,6 +246,12 @@ class FormReader:
 
     def _end(self) -> None:
         self._whole = True
+
+
+def told_size(request: Request) -> int:
+    """Bytes that the file has at least, as far as the request says before it comes."""
+    told = request.headers.get("content-length", "")
+    return max(0, int(told) - _AROUND_BYTES) if told.isdigit() else 0
 
 
 def _boundary(request: Request) -> bytes:

@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -25,6 +25,8 @@ from pipeline.ports import PipelineError
 
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _UNICAST: Final = IPv6Network("2000::/3")
+_NOT_PUBLIC: Final = (IPv4Network("192.88.99.0/24"), IPv6Network("3fff::/20"))
+"""Relays of 6to4 (RFC 7526) and documentation (RFC 9637), which `ipaddress` has as global."""
 _READ_BYTES: Final = 4_096
 _MOST_HEADER_BYTES: Final = 32 * 1024
 
@@ -159,4 +161,6 @@ def is_public(address: str) -> bool:
         if inner is None and (found not in _UNICAST or found.sixtofour or found.teredo):
             return False
         found = inner or found
+    if any(found in network for network in _NOT_PUBLIC):
+        return False
     return found.is_global and not found.is_multicast and not found.is_reserved

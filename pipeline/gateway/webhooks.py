@@ -26,6 +26,7 @@ from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, read_paper
 from pipeline.notices import DUE, WANTED, Due, Wanted
 from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
+from pipeline.supervision import reason_of
 from pipeline.tracing import TRACEPARENT, working_for
 from schemas.outcome import Manifest
 
@@ -88,6 +89,7 @@ class Notifier:
             self._leading.give_up()
 
     async def _run(self, stop: threading.Event) -> None:
+        self._telling.clear()  # tasks of an event loop that has ended
         while not stop.is_set():
             try:
                 if await asyncio.to_thread(self._leading.now):
@@ -107,7 +109,8 @@ class Notifier:
         for name, task in list(self._telling.items()):
             if task.done():
                 del self._telling[name]
-                task.result()  # what nobody thought of is not hidden
+                if isinstance(error := task.exception(), Exception):  # of one endpoint; the others are notified
+                    self._world.errors.note("webhooks", error, endpoint=name)
         for name, keys in due.items():
             ready = [key for key in keys if self._again.get(key, now) <= now]
             if ready and name not in self._telling:
@@ -153,8 +156,9 @@ class Notifier:
         """Write down who is to be told of the job, if it has ended."""
         try:
             ended = self._ended(job)
-        except PipelineError as error:
-            logger.error("webhook_not_made", job=job, reason=str(error))
+        except Exception as error:  # noqa: BLE001 - of one job; the others go on
+            reason = reason_of(error, "webhooks", self._world, job=job)
+            logger.error("webhook_not_made", job=job, reason=reason)
             return
         if ended is None:
             return

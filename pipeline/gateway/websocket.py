@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 import orjson
@@ -22,36 +24,67 @@ from pipeline.gateway.app_errors import answer_to, api_error
 from pipeline.gateway.auth import Caller, need
 from pipeline.gateway.bodies import parse_aside
 from pipeline.gateway.chunks import DONE
-from pipeline.gateway.errors import ApiError, bad_request
+from pipeline.gateway.errors import RETRY_SECONDS, ApiError, bad_request, unavailable
 from pipeline.gateway.keys import Scope
-from pipeline.gateway.parts import GatewayParts
+from pipeline.gateway.parts import GatewayParts, GatewaySettings
 from pipeline.gateway.sse import pieces
 from pipeline.ports import PipelineError
 from schemas.requests import CHAT_URL, COMPLETIONS_URL
 
 _URLS: Final = (CHAT_URL, COMPLETIONS_URL)
 _CANCEL = re.compile(r'\s{0,9}\{\s{0,9}"type"\s{0,9}:\s{0,9}"cancel"\s{0,9}\}\s{0,9}')
-_LARGE: Final = 1009
-"""WebSocket's code for a message that is too large."""
 
 
-def websocket_router(answers: Answers) -> APIRouter:
+class SocketPlaces:
+    """Open WebSockets: bounded for each tenant, and for all together. For one event loop.
+
+    Args:
+        max_sockets: of all tenants.  max_of_tenant: of one.
+    """
+
+    def __init__(self, max_sockets: int, max_of_tenant: int) -> None:
+        self._max_sockets = max_sockets
+        self._max_of_tenant = max_of_tenant
+        self._open: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """One, until the block ends; raises `ApiError` (429, 503)."""
+        if self._open[tenant] >= self._max_of_tenant:
+            message = f"{self._max_of_tenant} WebSockets of this tenant are open; close one, or ask again later"
+            raise ApiError(429, "too_many_websockets", message, headers={"Retry-After": str(RETRY_SECONDS)})
+        if self._open.total() >= self._max_sockets:
+            message = f"{self._max_sockets} WebSockets are open here; ask again later"
+            raise unavailable(message, "too_many_connections")
+        self._open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[tenant] -= 1
+            if not self._open[tenant]:
+                del self._open[tenant]
+
+
+def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
     """`/v1/stream`."""
     router = APIRouter()
+    places = SocketPlaces(settings.max_websockets, settings.max_tenant_websockets)
 
     @router.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
         parts: GatewayParts = socket.app.state.parts
-        try:
-            caller = await run_in_threadpool(_caller, socket, parts)
-            socket.scope["tokenmill.caller"] = caller
-        except PipelineError as error:
-            refused: JSONResponse = answer_to(api_error(error))
-            await socket.send_denial_response(refused)
-            return
-        await socket.accept()
-        with contextlib.suppress(WebSocketDisconnect):
-            await _Connection(socket, caller, answers, parts).serve()
+        with contextlib.ExitStack() as held:
+            try:
+                caller = await run_in_threadpool(_caller, socket, parts)
+                socket.scope["tokenmill.caller"] = caller
+                held.enter_context(places.place(caller.tenant))
+            except PipelineError as error:
+                refused: JSONResponse = answer_to(api_error(error))
+                await socket.send_denial_response(refused)
+                return
+            await socket.accept()
+            with contextlib.suppress(WebSocketDisconnect):
+                await _Connection(socket, caller, answers, parts).serve()
 
     return router
 
@@ -83,9 +116,6 @@ class _Connection:
                 if message["type"] == "websocket.disconnect":
                     return
                 text = message.get("text") or (message.get("bytes") or b"").decode(errors="replace")
-                if len(text) > self._settings.most_body_bytes:
-                    await self._socket.close(_LARGE)
-                    return
                 try:
                     await self._hear(text)
                 except PipelineError as error:

@@ -14,6 +14,7 @@ from pipeline.letter_counts import LetterCounts
 from pipeline.metrics.table import OTHER
 from pipeline.metrics.told import Source, Times, Told
 from pipeline.ports import Clock, Heartbeats
+from pipeline.unforeseen import UnforeseenErrors
 from schemas.figures import Histogram, PaceFigures, PaceWeights, WorkerFigures
 from schemas.job import Tier
 from schemas.outcome import JobStatus
@@ -102,6 +103,7 @@ def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
         standing = figures.standing
         told.value("tokenmill_leading", int(standing is not None))
         if standing is not None:
+            told.value("tokenmill_jobs_needing_attention", standing.attention)
             for (model, tier), tokens in sorted(standing.backlog.items()):
                 told.value("tokenmill_backlog_tokens", tokens, model, tier)
             for (tier, status), count in sorted(standing.jobs.items()):
@@ -123,6 +125,16 @@ def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
             told.value("tokenmill_job_seconds", Times(counts, seconds, JOB_BOUNDS), tier)
         for tier, cost in sorted(figures.cost().items()):
             told.value("tokenmill_cost_total", cost, tier)
+
+    return tell
+
+
+def unforeseen(errors: UnforeseenErrors) -> Source:
+    """Exceptions that were never foreseen."""
+
+    def tell(told: Told) -> None:
+        for part, count in sorted(errors.counts().items()):
+            told.value("tokenmill_unforeseen_errors_total", count, part)
 
     return tell
 
@@ -249,6 +261,7 @@ def _worker(told: Told, known: WorkerFigures, worker: str | None) -> None:
     histogram("tokenmill_step_seconds", known.steps)
     value("tokenmill_step_rows_total", known.step_rows)
     value("tokenmill_step_tokens_total", known.computed)
+    value("tokenmill_store_outage", int(known.store_outage is not None))
     value("tokenmill_lane_requests", known.lane_open, "open")
     value("tokenmill_lane_requests", known.lane_waiting, "waiting")
     if known.pace is not None:

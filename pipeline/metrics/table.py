@@ -154,6 +154,11 @@ METRICS: Final = (
         "Time of the steps that this is estimated over.",
         ("model",),
     ),
+    Metric(
+        "tokenmill_store_outage", "gauge",
+        "Whether a worker waits for the store (1), which can't be reached or has no room, or can use it (0).",
+        ("model",),
+    ),
     # -- the installation
     Metric(
         "tokenmill_workers", "gauge",
@@ -177,6 +182,12 @@ METRICS: Final = (
         (), _DISPATCHER,
     ),
     Metric("tokenmill_jobs", "gauge", "Open jobs.", ("tier", "status"), _INSTALLATION),
+    Metric(
+        "tokenmill_jobs_needing_attention", "gauge",
+        "Open jobs that stand still, or did a moment ago, since their stored objects can't be read or contradict each "
+        "other. Each is tried again at least every five minutes.",
+        (), _DISPATCHER,
+    ),
     Metric(
         "tokenmill_shards", "gauge",
         "Shards without their results: waiting, on a queue (queued), at a worker (held).",
@@ -282,6 +293,12 @@ METRICS: Final = (
         "tokenmill_dead_letters_total", "counter",
         "What could not become a job or a part of one, and was kept as a dead letter, by door.",
         ("door",), ("intake", "gateway"),
+    ),
+    Metric(
+        "tokenmill_unforeseen_errors_total", "counter",
+        "Exceptions that were never foreseen, by the part of the process that met them; each is logged with its "
+        "traceback, and the part goes on.",
+        ("part",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
     Metric(
         "tokenmill_build_info", "gauge",

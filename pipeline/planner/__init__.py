@@ -5,6 +5,7 @@ same plan, whoever plans it.
 """
 
 from pipeline.planner.api import (
+    BrokenInput,
     InputError,
     InvalidInput,
     OtherPlan,
@@ -16,6 +17,7 @@ from pipeline.planner.api import (
     SourceRow,
     StoredShard,
     TokenCounter,
+    TooManyRows,
 )
 from pipeline.planner.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
 from pipeline.planner.estimate import InputEstimate, measure
@@ -33,6 +35,7 @@ __all__ = [
     "Hardware",
     "DoesNotFit",
     "HARDWARE",
+    "BrokenInput",
     "InputError",
     "InvalidInput",
     "OtherPlan",
@@ -45,6 +48,7 @@ __all__ = [
     "StoredShard",
     "ShardSample",
     "TokenCounter",
+    "TooManyRows",
     "choose_files",
     "open_source",
     "plan",

@@ -23,6 +23,23 @@ class InputError(PipelineError):
     """Raised when an input as a whole can't be read: the job can't run."""
 
 
+class BrokenInput(InputError):
+    """Raised when the bytes of an input can't be decoded or are refused: reading it again gives the same error."""
+
+
+class TooManyRows(BrokenInput):
+    """Raised when an input has more rows than a job may have (`Limits.max_rows`).
+
+    Args:
+        where: the first place that is beyond.
+    """
+
+    def __init__(self, where: str, max_rows: int) -> None:
+        super().__init__(
+            f"{where}: the input has more than {max_rows:,} rows; split it into several jobs (limits.max_rows)"
+        )
+
+
 class InvalidInput(InputError):
     """Raised when invalid lines stop a job (`on_invalid` "job"); nothing was committed.
 

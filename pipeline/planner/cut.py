@@ -7,17 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+FIRST_SHARE = 64
+"""Where shards begin small, a model's first one aims at this part of the target."""
+
 LARGEST_UNIT = 4
 """A group is kept whole up to so many times the target; beyond that a lost prefix costs less than a huge shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLimits:
-    """What a shard may hold: `tokens` is aimed at; `rows` computed and `copies` waiting are never exceeded."""
+    """What a shard may hold: `tokens` is aimed at; `rows` computed and `copies` waiting are never exceeded.
+
+    Attributes:
+        small_first: each model's first shard aims at a `FIRST_SHARE`th of `tokens`, each next one at twice as many: the
+            first ones show what work costs before much of it is begun. They split groups.
+    """
 
     tokens: int
     rows: int
     copies: int
+    small_first: bool = False
 
 
 def cut(
@@ -36,6 +45,8 @@ def cut(
     count = len(tokens)
     if count == 0:
         return []
+    if limits.small_first:
+        joined = joined & ~_in_first_shards(tokens, models, limits)
     begins = _unit_starts(tokens, copies, joined, limits)
     unit_tokens = np.add.reduceat(tokens, begins).tolist()
     unit_copies = np.add.reduceat(copies, begins).tolist()
@@ -44,22 +55,33 @@ def cut(
     shards: list[tuple[int, int]] = []
     start = sum_tokens = sum_copies = 0
     model = unit_models[0]
+    first = max(1, limits.tokens // FIRST_SHARE) if limits.small_first else limits.tokens
+    aim = first
     for begin, end, more_tokens, more_copies, unit_model in zip(
         begins.tolist(), ends, unit_tokens, unit_copies, unit_models, strict=True
     ):
         full = (
-            sum_tokens + more_tokens > limits.tokens
+            sum_tokens + more_tokens > aim
             or end - start > limits.rows
             or sum_copies + more_copies > limits.copies
             or unit_model != model
         )
         if full and begin > start:
             shards.append((start, begin))
+            aim = min(2 * aim, limits.tokens) if unit_model == model else first
             start, sum_tokens, sum_copies, model = begin, 0, 0, unit_model
         sum_tokens += more_tokens
         sum_copies += more_copies
     shards.append((start, count))
     return shards
+
+
+def _in_first_shards(tokens: NDArray[np.int64], models: NDArray[np.int32], limits: ShardLimits) -> NDArray[np.bool_]:
+    """The requests that come before a model's shards have their full size."""
+    starts = np.flatnonzero(np.diff(models, prepend=models[0] - 1))
+    before = np.cumsum(tokens) - tokens
+    of_model = before - np.repeat(before[starts], np.diff(np.append(starts, len(tokens))))
+    return of_model < limits.tokens
 
 
 def _unit_starts(

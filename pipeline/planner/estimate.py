@@ -67,6 +67,7 @@ def measure(
     exact: bool = False,
     template: TemplateTokens | None = None,
     sample: ShardSample | None = None,
+    max_model_len: int | None = None,
 ) -> InputEstimate:
     """Read and validate an input as planning would.
 
@@ -74,6 +75,8 @@ def measure(
         counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample.
         template: what the chat template adds; None: a rule of thumb.
         sample: takes shards to be looked at closely.
+        max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact` those
+            only whose max_tokens alone are beyond it.
     Raises:
         InputError: the input can't be read.
     """
@@ -108,7 +111,7 @@ def measure(
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
         builder, end = begin(), sizes.end(0)
-        validator = Validator(job, SeenIds(Path(folder)), estimator)
+        validator = Validator(job, SeenIds(Path(folder)), estimator, max_model_len=max_model_len)
         for batch in limited(source.batches(sizes), job.settings.limit):
             if batch.first_row >= end:
                 close()
@@ -132,7 +135,7 @@ def measure(
         shared_prefix_tokens=estimator.bytes_to_tokens(totals["shared_bytes"]),
         expected_tokens=totals["expected_tokens"],
         max_tokens=totals["max_tokens"],
-        exact=exact and counter is not None,
+        exact=estimator.exact or not totals["unique"],
         tokens_of_models=dict(of_models),
         segments=totals["segments"],
         sequences=totals["sequences"],

@@ -8,13 +8,15 @@ results.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from itertools import accumulate
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow
-from pipeline.planner.reader import BATCH_ROWS, BLANK, parse_json
+from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
+from pipeline.planner.parquet_cells import cells_of, row_bytes
+from pipeline.planner.parquet_reading import decoding, read_footer, read_tables
+from pipeline.planner.reader import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
 from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
@@ -31,13 +33,18 @@ class ParquetSource:
         model: what rows made of `messages` or `prompt` run on.
     Raises:
         InputError: a file is not Parquet, columns are missing or ambiguous, or schemas differ.
+        TooManyRows: the footers declare more rows than a job may have.
     """
 
     def __init__(self, files: Sequence[SourceFile], limits: Limits, model: str | None) -> None:
         self._files = tuple(files)
         self._limits = limits
         self._model = model
-        schemas = [_plain(_schema(file)) for file in self._files]
+        footers = [read_footer(file) for file in self._files]
+        for file, declared in zip(self._files, accumulate(footer.num_rows for footer in footers), strict=True):
+            if declared > limits.max_rows:
+                raise TooManyRows(file.name, limits.max_rows)
+        schemas = [footer.schema for footer in footers]
         for file, schema in zip(self._files, schemas, strict=True):
             if not schema.equals(schemas[0]):
                 raise InputError(f"{file.name} has other columns than {self._files[0].name}; submit them as two jobs")
@@ -59,28 +66,65 @@ class ParquetSource:
     def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
         row = 0
         for file in self._files:
-            file_start = row
-            with file.open() as stream:
-                for table in _tables(file, stream):
-                    table = table.cast(self._schema)
-                    start = 0
-                    while start < table.num_rows:
-                        count = min(table.num_rows - start, sizes.end(row) - row)
-                        yield self._batch(file, table.slice(start, count), row, row - file_start + 1)
-                        start += count
-                        row += count
+            file_start = first = row
+            pieces: list[pa.Table] = []
+            size = 0
+            for table in read_tables(file, self._schema):
+                start = 0
+                while start < table.num_rows:
+                    piece = table.slice(start, sizes.end(row) - row)
+                    start += piece.num_rows
+                    row += piece.num_rows
+                    if row > self._limits.max_rows:  # pages may hold more than the footer declares
+                        raise TooManyRows(file.name, self._limits.max_rows)
+                    size += piece.nbytes
+                    pieces.append(piece)
+                    if row - first >= BATCH_ROWS or size >= BATCH_BYTES or row == sizes.end(row - 1):
+                        yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
+                        pieces, first, size = [], row, 0
+            if pieces:
+                yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
 
     def _batch(self, file: SourceFile, table: pa.Table, row: int, line: int) -> SourceBatch:
-        columns = {name: table.column(name).to_pylist() for name in self._own}
-        rows = [
-            SourceRow(row + index, line + index, self._line({name: values[index] for name, values in columns.items()}))
-            for index in range(table.num_rows)
+        where = f"{file.name}: rows {line} to {line + table.num_rows - 1}"
+        columns = {}
+        for name in self._own:
+            with decoding(f"{where}, column {name}"):
+                columns[name] = cells_of(table.column(name), name, self._limits.max_line_bytes)
+        values = [
+            self._line({name: cells[index] for name, cells in columns.items()}) for index in range(table.num_rows)
         ]
-        carried = table.select(self._carried.names) if self._carried is not None else None
+        carried = None
+        if self._carried is not None:
+            with decoding(f"{where}, columns carried through"):
+                carried = self._refuse_large(table.select(self._carried.names), values)
+                carried.validate(full=True)
+        rows = [SourceRow(row + index, line + index, value) for index, value in enumerate(values)]
         return SourceBatch(row, row + table.num_rows, rows, carried, file.name if len(self._files) > 1 else "")
+
+    def _refuse_large(self, carried: pa.Table, values: list[object]) -> pa.Table:
+        """The columns to carry, nulls in rows that hold too much of them; `values` of these become errors."""
+        limit = self._limits.max_carried_bytes
+        if carried.nbytes <= limit:
+            return carried
+        sizes = row_bytes(carried, limit)
+        large = sizes > limit
+        if not large.any():
+            return carried
+        for index in large.nonzero()[0].tolist():
+            values[index] = _error(
+                RowErrorCode.INVALID_REQUEST,
+                f"the columns that are carried through hold {sizes[index]} bytes, but {limit} are allowed; shorten "
+                "them, or leave them out (limits.max_carried_bytes)",
+                carried.column_names[0],
+            )
+        return carried.take(pa.array(range(len(values)), pa.int64(), mask=large))
 
     def _line(self, cells: dict[str, Any]) -> object:
         """The input line a row stands for, or the error why it stands for none."""
+        for cell in cells.values():
+            if isinstance(cell, RowError):
+                return cell
         content = cells[self._content]
         if content is None:
             return _error(RowErrorCode.INVALID_REQUEST, f"the column {self._content} is null; fill it", self._content)
@@ -103,11 +147,7 @@ class ParquetSource:
         return {"method": "POST", "url": url, "body": value} | line | given
 
     def _parsed(self, content: str | bytes) -> object:
-        data = content.encode() if isinstance(content, str) else content
-        if len(data) > self._limits.max_line_bytes:
-            message = f"the column {self._content} is longer than {self._limits.max_line_bytes} bytes; shorten it"
-            return _error(RowErrorCode.INVALID_JSON, message, self._content)
-        value = parse_json(data, self._limits)
+        value = parse_json(content.encode() if isinstance(content, str) else content, self._limits)
         if value is BLANK:
             return _error(RowErrorCode.INVALID_JSON, f"the column {self._content} is empty; fill it", self._content)
         return value
@@ -120,45 +160,6 @@ def _url_of(body: object) -> str:
     if "prompt" in body:
         return COMPLETIONS_URL
     return EMBEDDINGS_URL if TO_EMBED in body and "messages" not in body else CHAT_URL
-
-
-def _tables(file: SourceFile, stream: BinaryIO) -> Iterator[pa.Table]:
-    try:
-        parquet = pq.ParquetFile(stream)
-        for group in range(parquet.num_row_groups):  # Arrow can't read nested dictionaries across groups
-            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
-                yield pa.Table.from_batches([batch])
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{file.name} can't be read: {error}") from error
-
-
-def _schema(file: SourceFile) -> pa.Schema:
-    try:
-        with file.open() as stream:
-            return pq.read_schema(stream).remove_metadata()
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{file.name} is not a Parquet file: {error}") from error
-
-
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with values in place of dictionary codes: each row group has a dictionary of its own, and a column
-    that is taken from several could not have one."""
-    return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    types = pa.types
-    if types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
-    if types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
-    if types.is_map(kind):
-        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
-    if types.is_large_list(kind):
-        return pa.large_list(_plain_type(kind.value_type))
-    if types.is_fixed_size_list(kind):
-        return pa.list_(_plain_type(kind.value_type), kind.list_size)
-    return pa.list_(_plain_type(kind.value_type)) if types.is_list(kind) else kind
 
 
 def _content_column(name: str, schema: pa.Schema) -> str:

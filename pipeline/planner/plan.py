@@ -201,7 +201,9 @@ class _Open:
 
     def write(self, *, last: bool) -> PlanSegment:
         planning = self._planning
-        planned = self._builder.finish(planning._job.settings.plan, planning._source.carried)
+        job = planning._job
+        small_first = self.index == 0 and job.max_cost is not None
+        planned = self._builder.finish(job.settings.plan, planning._source.carried, small_first=small_first)
         rejects = self._rejects()
         refs: list[ShardRef] = []
         first = planning._number + (rejects is not None)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow
+from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
 from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError, RowErrorCode
 from schemas.limits import Limits
@@ -61,6 +61,8 @@ class JsonlSource:
         rows: list[SourceRow] = []
         size = 0
         for data in _lines(file, self._limits.max_line_bytes):
+            if row >= self._limits.max_rows:
+                raise TooManyRows(f"{file.name}: line {row - file_start + 1}", self._limits.max_rows)
             if data and row == file_start:
                 data = data.removeprefix(BOM)
             value = parse_json(data, self._limits) if data is not None else _too_long(self._limits)

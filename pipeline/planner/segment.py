@@ -8,10 +8,12 @@ object, and because the shard wants the checked body, not the line.
 from __future__ import annotations
 
 import mmap
+import shutil
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -21,14 +23,23 @@ from numpy.typing import NDArray
 from pipeline.planner.cut import ShardLimits, cut
 from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
 from pipeline.planner.validate import Checked, CheckedBatch
+from pipeline.ports import StoreError
 from schemas.limits import PlanSettings
 from schemas.tables import SHARD_FIELDS, shard_schema
 
 SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", pa.string())])
 
 
+SPARE_BYTES: Final = 256 << 20
+"""Of the disk, left free for what else the machine does; uploads leave as much."""
+
+
 class Spill:
-    """The texts of a segment's valid requests, in input order, in one Arrow file."""
+    """The texts of a segment's valid requests, in input order, in one Arrow file.
+
+    Raises:
+        StoreError: the disk is full but for `SPARE_BYTES`, or can't be written.
+    """
 
     def __init__(self, path: Path, carried: pa.Schema | None) -> None:
         names = shard_schema(carried).names[len(SHARD_FIELDS) :]
@@ -47,7 +58,17 @@ class Spill:
         if carried is not None:
             taken = carried.take(pa.array([row.position for row in rows], pa.int64()))
             columns += [pa.concat_arrays(column.chunks) for column in taken.columns]
-        self._writer.write_batch(pa.record_batch(columns, schema=self.schema))
+        batch = pa.record_batch(columns, schema=self.schema)
+        if shutil.disk_usage(self._path.parent).free < batch.nbytes + SPARE_BYTES:
+            raise StoreError(
+                f"{self._path.parent}: planning would leave less than {SPARE_BYTES} bytes; free some space"
+            )
+        try:
+            self._writer.write_batch(batch)
+        except OSError as error:
+            raise StoreError(
+                f"{self._path}: can't write requests: {error.strerror or error}; free some space"
+            ) from error
         self._starts.append(self._starts[-1] + len(rows))
 
     def open(self) -> SpillReader:
@@ -129,8 +150,12 @@ class SegmentBuilder:
             self._chain_hashes.extend(row.chain.hashes)
             self._chain_sizes.extend(row.chain.sizes)
 
-    def finish(self, settings: PlanSettings, carried: pa.Schema | None) -> SegmentPlan:
-        """Find copies, order, cut. The builder is spent: its numbers are shared, not copied."""
+    def finish(self, settings: PlanSettings, carried: pa.Schema | None, *, small_first: bool = False) -> SegmentPlan:
+        """Find copies, order, cut. The builder is spent: its numbers are shared, not copied.
+
+        Args:
+            small_first: see `ShardLimits`.
+        """
         hashes = np.frombuffer(self._hashes, dtype=np.uint64).reshape(-1, 2)
         chains = Chains(
             np.asarray(self._chain_hashes, dtype=np.int64),
@@ -156,7 +181,9 @@ class SegmentBuilder:
             min_prefix_bytes=settings.min_prefix_bytes,
         )
         reader = self._spill.open() if self._spill is not None else None
-        return SegmentPlan(columns, leaders, computed, arrangement, settings, self._model_names, reader, carried)
+        return SegmentPlan(
+            columns, leaders, computed, arrangement, settings, self._model_names, reader, carried, small_first
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +212,7 @@ class SegmentPlan:
         models: list[str],
         spill: SpillReader | None,
         carried: pa.Schema | None,
+        small_first: bool,
     ) -> None:
         self._columns = columns
         self._leaders = leaders
@@ -196,7 +224,7 @@ class SegmentPlan:
         self._arrangement = arrangement
         copies = np.bincount(leaders, minlength=len(leaders))[self._running] - 1 if len(leaders) else leaders
         tokens = columns.prompt_tokens.astype(np.int64) + columns.expected * columns.choices
-        self._limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies)
+        self._limits = ShardLimits(settings.shard_tokens, settings.max_shard_rows, settings.max_copies, small_first)
         self._tokens, self._copies = tokens[self._running], copies
         self.ranges = self._cut(0, len(self._running), self._limits)
         self.shared_bytes = arrangement.shared_bytes
@@ -236,7 +264,7 @@ class SegmentPlan:
 
     def pieces(self, tokens: int) -> list[tuple[int, int, int]]:
         """The shards, each cut again for so many tokens: (place in `ranges`, start, end)."""
-        limits = replace(self._limits, tokens=min(tokens, self._limits.tokens))
+        limits = replace(self._limits, tokens=min(tokens, self._limits.tokens), small_first=False)
         return [(at, *piece) for at, shard in enumerate(self.ranges) for piece in self._cut(*shard, limits)]
 
     def shards(self) -> Iterator[ShardDraft]:

@@ -60,6 +60,11 @@ class TokenEstimator:
         self._settled: float | None = None
 
     @property
+    def exact(self) -> bool:
+        """Whether every prompt is counted."""
+        return self._exact
+
+    @property
     def tokens_per_byte(self) -> float | None:
         """The ratio that was learnt or given; None: the rule of thumb holds."""
         return self._tokens / self._bytes if self._settled is None and self._bytes else self._settled

@@ -90,10 +90,16 @@ class CheckedBatch:
 
 
 class Validator:
-    """Checks the lines of one job, in order. `seen` remembers the job's custom_ids."""
+    """Checks the lines of one job, in order. `seen` remembers the job's custom_ids.
 
-    def __init__(self, job: Job, seen: SeenIds, estimator: TokenEstimator) -> None:
+    Args:
+        max_model_len: tokens of the model's context, where it is known: requests that can't fit are refused, as the
+            worker would refuse them.
+    """
+
+    def __init__(self, job: Job, seen: SeenIds, estimator: TokenEstimator, *, max_model_len: int | None = None) -> None:
         self._settings = job.settings
+        self._max_model_len = max_model_len
         self._models = [model.name for model in job.models]
         self._seen = seen
         self._estimator = estimator
@@ -159,8 +165,9 @@ class Validator:
             message = f"model {body.model[:80]!r} is not one of this job's models ({known}); name one of them, "
             message += f"or run with --model {body.model[:80]}=MODEL"
             raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
-        answer = self._answer(body)
         prompt, ends = prompt_bytes(body)
+        prompt_tokens = self._estimator.prompt_tokens(body, len(prompt))
+        answer = self._answer(body, prompt_tokens)
         key = self._keys[body.model, line.url]
         stored, same = stored_and_hash(line.url, body)
         return Checked(
@@ -173,18 +180,18 @@ class Validator:
             request_hash=same,
             shareable=answer.shareable,
             choices=answer.choices,
-            prompt_tokens=self._estimator.prompt_tokens(body, len(prompt)),
+            prompt_tokens=prompt_tokens,
             expected_tokens=answer.expected_tokens,
             max_tokens=answer.max_tokens,
             certain_tokens=answer.certain_tokens,
             chain=prefix_chain(prompt, ends, key, self._settings.plan.min_prefix_bytes),
         )
 
-    def _answer(self, body: Body) -> _Answer:
+    def _answer(self, body: Body, prompt_tokens: int) -> _Answer:
         """What is to be expected of the answer. Vectors are no tokens; each text counts as a sequence."""
         if isinstance(body, EmbeddingBody):
             return _Answer(True, len(body.input), 0, 0, 0)
-        limit = self._output_limit(body)
+        limit = self._within_context(body, prompt_tokens, self._output_limit(body))
         return _Answer(body.deterministic, body.n, self._expected(body, limit), limit * body.n, _certain(body))
 
     def _output_limit(self, body: GenerationBody) -> int:
@@ -201,6 +208,18 @@ class Validator:
             message = f"{name} is {limit}, but this job allows at most {cap}; lower it"
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param=name)
         return limit
+
+    def _within_context(self, body: GenerationBody, prompt_tokens: int, limit: int) -> int:
+        """Tokens that the context leaves a choice, `limit` at most; raises `RowError` where it leaves fewer than asked
+        for. A prompt that is not counted is taken for a single token, so that no estimate refuses a row."""
+        if self._max_model_len is None:
+            return limit
+        left = self._max_model_len - (prompt_tokens if self._estimator.exact else 1)
+        wanted = 1 if body.output_limit is None else limit
+        if wanted > left:
+            message = f"the prompt and max_tokens {wanted} do not fit the context of {self._max_model_len} tokens; "
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message + "shorten the prompt or lower max_tokens")
+        return min(limit, left)
 
     def _expected(self, body: GenerationBody, limit: int) -> int:
         if body.ignore_eos:

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import structlog
 
 from pipeline.active import marked_jobs
 from pipeline.ledger import JOBS, JobLedger, LedgerError
+from pipeline.lost_shards import read_table
 from pipeline.ports import ObjectNotFound, World
 from pipeline.releases.book import ReleaseBook
 from pipeline.releases.copies import ShadowCopies
-from pipeline.worker_api import BY_URGENCY, CheckpointWork, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import BY_URGENCY, CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.figures import WorkerFigures
 from schemas.job import Job, Tier
@@ -83,8 +82,8 @@ class ShadowClient:
                 if not self._copies.has(watched.job.id, shard.number):
                     try:
                         return self._open(watched, shard)
-                    except ObjectNotFound as error:
-                        logger.info("a job is gone", job=watched.job.id, reason=str(error))
+                    except (LedgerError, ObjectNotFound) as error:
+                        logger.info("a shard can't be read, and isn't compared", job=watched.job.id, reason=str(error))
             now = clock.monotonic()
             if now >= self._next_look:
                 self._look(now)
@@ -118,11 +117,18 @@ class ShadowClient:
     def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
         """As `begin`."""
 
-    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
-        """All jobs once the release has ended: their copies are wanted no more."""
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
+        """The copy is left out of the comparison."""
+        self._world.errors.note("worker", error, job=work.job.id, shard=work.shard)
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
+        """Nobody else would take the copies; the load is kept for `figures`."""
         self._load = load
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        """All shards once the release has ended: their copies are wanted no more."""
         self._see_end()
-        return frozenset(work.job.id for work in shards) if self._ended else frozenset()
+        return RevokedShards(frozenset((work.job.id, work.shard) for work in shards) if self._ended else frozenset())
 
     # -- inside
 
@@ -180,7 +186,7 @@ class ShadowClient:
         return int.from_bytes(digest[:8], "big") < self._release.rules.share * 2**64
 
     def _open(self, watched: _Watched, shard: ShardRef) -> ShardWork:
-        table = pq.read_table(pa.BufferReader(watched.ledger.read_shard(shard)))
+        table = read_table(watched.ledger, shard)
         models = tuple(self._in_place(pin) for pin in watched.job.models)
         job = watched.job.model_copy(update={"models": models})
         attempt_id = self._world.random.token(8).hex()

@@ -51,13 +51,14 @@ class Seen:
     workers: Sequence[WorkerState]
     told: Mapping[str, WorkerFigures]
     keys: Mapping[str, str]
+    callers: Mapping[str, int]
     at: datetime
 
 
 def see(look: BacklogLook, heartbeats: Heartbeats, at: datetime) -> Seen:
     """Look. Raises `PipelineError` when the store or the heartbeats can't be read."""
     found = look.observe()
-    return Seen(found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, at)
+    return Seen(found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at)
 
 
 def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
@@ -75,6 +76,7 @@ def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
 def observe(pool: Pool, seen: Seen, before: FirstTokens) -> tuple[Observed, FirstTokens]:
     """How a pool stands, and what its next look needs of the times to first tokens.
 
+    Requests on the lane are callers of the pool that serves their model, also while it has no worker.
     Of a job of several models all that is left counts, at the slowest of those that the pool serves: how it is divided
     is known only to its plan.
     """
@@ -98,7 +100,8 @@ def observe(pool: Pool, seen: Seen, before: FirstTokens) -> tuple[Observed, Firs
     told = [seen.told[worker.name] for worker in own if worker.name in seen.told]
     p95, first_tokens = _ttft(_counts(told), before, seen.at.timestamp())
     used = [one.kv_blocks_used / one.kv_blocks for one in told if one.kv_blocks]
-    waiting = sum(one.lane_waiting for one in told)
+    # What a worker has taken and not begun to answer is on the lane as well.
+    waiting = max(sum(one.lane_waiting for one in told), sum(seen.callers.get(name, 0) for name in pool.models))
     observed = Observed(
         demands, len(own), p95, sum(one.lane_open for one in told) + waiting, waiting,
         sum(used) / len(used) if used else None,

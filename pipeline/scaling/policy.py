@@ -6,9 +6,10 @@ says nothing of that and isn't asked.
 Three numbers of workers are reckoned. `hard`: the least that end all work before its deadlines, earliest first, where
 those that are still to be started bring nothing while they start. `ahead`: as many as would have it done well before
 that, each with enough to do that its start is small beside it: all machines cost the same for an hour's work however
-many share it, so haste is free but for starts. `kept`: as many as have something to do now. The pool grows to the
-larger of the first two, shrinks to the larger of the first and the last, and stays where it is in between; that is
-wide enough that it settles. Cooldowns, step limits and a bound on changes an hour hold whatever the figures do.
+many share it, so haste is free but for starts. `kept`: as many as have something to do now. While there are callers
+each of the three is one at least: a request on the lane has a worker started for it where there is none. The pool grows
+to the larger of the first two, shrinks to the larger of the first and the last, and stays where it is in between; that
+is wide enough that it settles. Cooldowns, step limits and a bound on changes an hour hold whatever the figures do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Observed:
         demands: what is open, in worker-seconds.
         live: workers that beat and are not ending.
         ttft_p95: seconds, of requests whose callers wait; None: too few of late.
-        callers: such requests that workers have.  callers_waiting: of them, those that have no place in a batch yet.
+        callers: such requests, with workers or on the lane.  callers_waiting: of them, those that have no place in a
+            batch yet.
         kv_used: mean share of KV caches in use; None: not known.
     """
 
@@ -99,6 +101,8 @@ def decide(limits: ScalingLimits, memory: Memory, observed: Observed, now: float
     ahead = min(eager, int(observed.work / limits.busy))
     careful = workers_for(fleet, due, lambda left: _usable(limits, left), limits.margin * (1 + limits.tolerance))
     kept = max(careful, ceil(observed.work / limits.keep))
+    if observed.callers:
+        hard, ahead, kept = max(hard, 1), max(ahead, 1), max(kept, 1)
     target, reason = _target(limits, observed, before, hard, ahead, kept)
     if before == 0 and target and _may_gather(limits, observed, fleet, due, hard):
         target, reason = 0, "gathering work"
@@ -134,6 +138,8 @@ def _target(
     if pressed and observed.live >= before:  # those that are starting may be enough
         most = max(most, before + max(1, ceil(limits.pressure_share * before)))
     if most > before and (most == hard or most > before * (1 + limits.tolerance)):
+        if not before and observed.callers and observed.work < limits.busy:
+            return most, "callers wait"
         return most, "deadlines" if most == hard else pressed or "backlog"
     if before > kept:
         if pressed or (observed.callers and (observed.ttft_p95 or 0.0) > limits.ttft_settled * limits.ttft):

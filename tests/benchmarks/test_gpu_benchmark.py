@@ -23,6 +23,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import attention, carry, correctness, machine, mixed, peers, profile_stage, profiling, report, serve
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import Form, Rates, Shape, bound
+from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent
 RATES = Rates(bandwidth=4.3e12, bf16=790e12, fp8=1450e12)
@@ -136,6 +137,7 @@ def test_given_a_stage_that_hangs_or_fails_when_it_runs_apart_then_the_file_says
     assert "did not end within" in report.read(tmp_path)["stages"]["machine"]["error"]
 
 
+@pytest.mark.slow
 def test_given_no_time_is_left_when_a_stage_runs_then_its_parts_are_skipped_one_by_one(tmp_path: Path) -> None:
     late = Context(torch.device("cpu"), dry=True, deadline=time.monotonic(), folder=tmp_path)
 
@@ -339,7 +341,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run_bare(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=HANG_SECONDS)
 
 
 def numbers(value: Any) -> Iterator[float]:

@@ -141,6 +141,7 @@ def test_a_form_is_made_once_from_the_form_before_it(tmp_path: Path) -> None:
     assert told.read_text(encoding="utf-8").split() == ["BF16", "Q8_0"]
 
 
+@pytest.mark.slow
 def test_a_form_that_fails_leaves_nothing_that_could_be_taken_for_it(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")

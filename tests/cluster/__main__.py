@@ -15,8 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.cluster.cluster import Cluster, running_cluster, wait_for
+from tests.cluster.cluster import Cluster, running_cluster
 from tests.cluster.doors import all_done, answers, by_door, send, told
+from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "dispatcher-2", "intake-1", "worker-1", "worker-2")
 
@@ -36,13 +37,13 @@ def main() -> int:
                 f"S3 and SQS at {cluster.s3.endpoint}, Kafka at {cluster.kafka.bootstrap}, Redis at {cluster.redis.url}"
             )
             print(f"processes: {', '.join(PROCESSES)}; logs in {folder}")
-            wait_for(lambda: list(cluster.store().list("catalog/")), 120, "no worker is up")
+            wait_for(lambda: list(cluster.store().list("catalog/")), "no worker is up", seconds=120)
             begun = time.monotonic()
             send(cluster, args.input)
             print(f"{args.input.name} was sent in by five ways")
             rows = sum(bool(line.strip()) for line in args.input.read_bytes().splitlines())
             try:
-                wait_for(lambda: all_done(cluster, rows), args.seconds, "the jobs did not end")
+                wait_for(lambda: all_done(cluster, rows), "the jobs did not end", seconds=args.seconds)
             except TimeoutError as error:
                 print(f"{error}; so far:")
             ok = _report(cluster, rows, time.monotonic() - begun)

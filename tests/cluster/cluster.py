@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.adapters.s3 import S3Store
 from pipeline.adapters.s3_settings import S3Settings
@@ -23,12 +22,12 @@ from tests.servers.moto import MotoServer
 from tests.servers.process import ServerProcess
 from tests.servers.redis import RedisServer
 from tests.servers.s3 import S3Server
+from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "tokenmill"
 TOPICS = ("requests", "jobs", "results", "events", "deadletter")
 NULL_WORKER = ("-m", "tests.cluster.null_worker")
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Cluster:
         codes = {}
         for name, process in self.processes.items():
             try:
-                codes[name] = process.wait(40)
+                codes[name] = process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 codes[name] = process.wait()
@@ -175,16 +174,6 @@ def running_cluster(
 def settings_of(s3: S3Server) -> S3Settings:
     """How tests reach the server."""
     return S3Settings(endpoint=s3.endpoint, region="us-east-1", access_key="test", secret_key="testtest")
-
-
-def wait_for(what: Callable[[], Value], seconds: float, why: str) -> Value:
-    """Its first true value."""
-    until = time.monotonic() + seconds
-    while not (value := what()):
-        if time.monotonic() > until:
-            raise TimeoutError(f"{why}: not within {seconds:.0f} s")
-        time.sleep(0.2)
-    return value
 
 
 def _log_storage(s3: MotoServer) -> BucketStorage:

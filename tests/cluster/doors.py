@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from pipeline.ledger import RESULTS
 from schemas.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster
+from tests.waiting import HANG_SECONDS
 
 DOORS = 5
 
@@ -36,7 +37,7 @@ def send(cluster: Cluster, source: Path) -> None:
     s3.put_object(Bucket=BUCKET, Key=f"by-task/{source.name}", Body=data)
     caller = Celery("a-caller", broker=cluster.redis.url, backend=cluster.redis.url)  # it knows names only
     uri = f"s3://{BUCKET}/by-task/{source.name}"
-    job = caller.send_task("tokenmill.submit", args=[uri], queue="tokenmill").get(timeout=60)
+    job = caller.send_task("tokenmill.submit", args=[uri], queue="tokenmill").get(timeout=HANG_SECONDS)
     assert job in cluster.jobs(), job
     caller.close()
 
@@ -57,7 +58,7 @@ def told(cluster: Cluster, expected: int) -> int:
         "tokenmill.results", bootstrap_servers=cluster.kafka.bootstrap, auto_offset_reset="earliest", group_id=None
     )
     found: set[bytes] = set()
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_SECONDS
     while len(found) < expected and time.monotonic() < until:
         for records in consumer.poll(500).values():
             for record in records:

@@ -26,7 +26,7 @@ from typing import Final
 
 import pyarrow.parquet as pq
 
-from tests.cluster.cluster import ROOT, running_cluster, wait_for
+from tests.cluster.cluster import ROOT, running_cluster
 from tests.cluster.faults_checker import Checker
 from tests.cluster.faults_evidence import Answer, Evidence, copy_jobs, read_topic
 from tests.cluster.faults_injector import Injector
@@ -47,6 +47,7 @@ from tests.cluster.faults_report import Outcome, document, machine, show
 from tests.cluster.faults_watch import Watch
 from tests.cluster.null_worker import Answers, read_meters
 from tests.servers.moto import MotoServer
+from tests.waiting import wait_for
 
 START_SECONDS: Final = 120.0
 CALM_SECONDS: Final = 60.0
@@ -101,7 +102,7 @@ def run(setup: Setup) -> Outcome:
     faults = draw_faults(setup.seed, setup.faults)
     processes = tuple(setup.names.values())
     with running_cluster(setup.folder, engine, processes, MotoServer, setup.seed, **variables) as cluster:
-        wait_for(lambda: list(cluster.store().list("catalog/")), START_SECONDS, "no worker is up")
+        wait_for(lambda: list(cluster.store().list("catalog/")), "no worker is up", seconds=START_SECONDS)
         senders = Senders(cluster, setup.seed)
         with Watch(cluster) as watch:
             probes = draw_probes(setup.seed, faults, setup.sizes)
@@ -145,7 +146,7 @@ def _calm_seconds(probe: Sending, senders: Senders, watch: Watch) -> float:
     """How long a small job takes before anything strikes."""
     begun = time.monotonic()
     senders.send(probe)
-    done = wait_for(lambda: watch.done_at(probe), CALM_SECONDS, f"{probe.label} did not end in peace")
+    done = wait_for(lambda: watch.done_at(probe), f"{probe.label} did not end in peace", seconds=CALM_SECONDS)
     assert done is not None
     return done - begun
 

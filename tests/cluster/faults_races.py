@@ -13,10 +13,11 @@ from pipeline.ports import World
 from pipeline.retry import NothingToRetry, choose_rows
 from pipeline.submit import Order, derived_job_id, submit
 from schemas.outcome import JobStatus
-from tests.cluster.cluster import Cluster, settings_of, wait_for
+from tests.cluster.cluster import Cluster, settings_of
 from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import Sending
 from tests.cluster.faults_watch import Watch
+from tests.waiting import wait_for
 
 BEGIN_SECONDS: Final = 200.0
 """In which a job that was sent must have its first rows."""
@@ -36,7 +37,9 @@ class Races:
     def cancel(self, sending: Sending) -> str:
         """Cancel it twice at once; the job."""
         self._senders.send(sending)
-        jobs = wait_for(lambda: self._watch.jobs_of(sending.label), BEGIN_SECONDS, f"{sending.label} has no rows")
+        jobs = wait_for(
+            lambda: self._watch.jobs_of(sending.label), f"{sending.label} has no rows", seconds=BEGIN_SECONDS
+        )
         job = min(jobs)
         with ThreadPoolExecutor(2) as pool:
             for found in [pool.submit(self._senders.cancel, job, f"{sending.label}-{n}") for n in range(2)]:

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import NULL_WORKER, ROOT, wait_for
+from tests.cluster.cluster import NULL_WORKER, ROOT
 from tests.cluster.null_worker import Answers
 from tests.cluster.stream_clients import Kind, Reader
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
+from tests.waiting import wait_for
 
 START_SECONDS = 60.0
 
@@ -56,7 +57,7 @@ class LaneCluster:
                 )
         said = {name: self._beginnings(name) for name in names}
         for name in names:
-            wait_for(partial(self._is_up, name, said[name]), START_SECONDS, f"{name} is not up")
+            wait_for(partial(self._is_up, name, said[name]), f"{name} is not up")
 
     def url(self, name: str) -> str:
         """Of a gateway."""

@@ -66,6 +66,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_an_answer_depends_on_its_request_alone(family: str, tiny_model: TinyModel, prompts: list[list[int]]) -> None:
     # Given requests with all kinds of sampling, when they run one by one, all at once, in small chunks, in small

@@ -92,6 +92,7 @@ def test_every_cut_of_the_work_gives_the_same_tokens(
     assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["paged-sdpa", *INSTRUCTION_SETS])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
 def test_every_path_gives_the_same_tokens(
@@ -110,6 +111,7 @@ def test_every_path_gives_the_same_tokens(
     assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3-rope", "mistral", "qwen2", "qwen3", *FALLBACKS])
 def test_every_family_is_as_exact(
     family: str, tiny_model: TinyModel, prompts: list[list[int]], answers: Callable[[str], list[Answer]]
@@ -122,6 +124,7 @@ def test_every_family_is_as_exact(
     assert ties < 0.02 * sum(NUM_PROMPTS[setting.batch_size] for setting in settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *FALLBACKS])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_sequences_go_on_as_if_nothing_happened(

@@ -91,6 +91,7 @@ def assert_same_answers(ours: list[Completion], theirs: list[Completion]) -> Non
         np.testing.assert_allclose(first.logprobs.chosen, second.logprobs.chosen, rtol=5e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -110,6 +111,7 @@ def test_company_changes_no_bit(
     assert_same_answers(alone, together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_positions_that_nobody_reads_are_left_out_of_the_last_layer(

@@ -134,6 +134,7 @@ SMALL: dict[str, Any] = {
 """So few blocks that sequences give way, and chunks of 16 tokens."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llama", "native"), ("llama", "paged-sdpa"), ("gemma3", "native"), ("gemma3", "paged-sdpa"), ("phi", "auto")],
@@ -163,6 +164,7 @@ def test_given_any_kind_of_request_when_tokens_are_guessed_then_answers_are_thos
     assert sum(c.accepted_tokens for c in guessed.values()) == stats.speculation.accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [1, 5])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_given_little_room_when_tokens_are_guessed_then_answers_are_those_without(
@@ -250,6 +252,7 @@ def test_given_a_cancelled_request_when_it_has_drafts_under_way_then_only_known_
     engine.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "auto"])
 def test_given_answers_that_repeat_ended_ones_when_ngrams_are_guessed_then_they_are_copied(
     method: str, tiny_model: TinyModel
@@ -269,6 +272,7 @@ def test_given_answers_that_repeat_ended_ones_when_ngrams_are_guessed_then_they_
         assert engine.stats().steps - first.steps < 0.7 * first.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16, int8 cache", "int8", "int8 weights"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_given_native_kernels_when_tokens_are_guessed_then_answers_are_the_same_at_any_precision(

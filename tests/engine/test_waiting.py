@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from engine.admission import LengthEstimator
 from engine.config import ScheduleConfig
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams
+from engine.sequence import SequenceState
 from engine.waiting import due_first, until_due
 from tests.engine.scheduler_harness import Harness
 
@@ -124,3 +127,70 @@ def test_answers_that_are_not_due_cost_no_ordering() -> None:
     place = started(h).index("long")
     assert 900 < place < 990
     assert asked < 5 * 1001
+
+
+# -- owners beside each other
+
+
+def flood(h: Harness, owner: bytes, requests: int, n: int) -> None:
+    params = SamplingParams(max_tokens=20, n=n, ignore_eos=True, seed=1)
+    for number in range(requests):
+        prompt = np.array([3, 4, 5], dtype=np.int32)
+        h.scheduler.add(Request(f"flood {number}", prompt, params, priority=0, salt=owner), 0.0)
+
+
+def rows_by_owner(h: Harness) -> Counter[bytes]:
+    sequences = [sequence for siblings in h.scheduler._requests.values() for sequence in siblings]
+    return Counter(one.request.salt for one in sequences if one.state is SequenceState.RUNNING)
+
+
+def test_a_caller_behind_another_owners_flood_gets_the_next_row_that_is_free() -> None:
+    # Given four rows, and one owner's requests, of eight choices each, in all of them,
+    h = make(4)
+    flood(h, b"a", requests=20, n=8)
+    h.step()
+    assert rows_by_owner(h) == {b"a": 4}
+    # when another owner asks, then it starts with the step that finds the rows free, the fifth or sixth of all,
+    h.scheduler.add(ask("one", 2, priority=0, salt=b"b"), 0.0)
+    while "one" not in started(h):
+        h.step()
+    assert started(h).index("one") <= 5
+    # and from then on one row is left for it: it starts at once.
+    while h.scheduler.sampled("one"):
+        h.step()
+    for _ in range(30):
+        h.step()
+        assert rows_by_owner(h)[b"a"] <= 3
+    h.scheduler.add(ask("two", 2, priority=0, salt=b"b"), 0.0)
+    h.step()
+    assert started(h)[-1] == "two"
+
+
+def test_one_owner_alone_gets_all_rows() -> None:
+    h = make(4)
+    flood(h, b"a", requests=3, n=8)
+    h.step()
+    assert h.scheduler.num_running == 4
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 3), st.integers(1, 6)), max_size=25))
+def test_who_starts_has_no_more_rows_than_any_owner_who_waits(asked: list[tuple[bytes, int, int]]) -> None:
+    h = make(5)
+    waiting: Counter[bytes] = Counter()
+    seen = 0
+    for number, (owner, n, tokens) in enumerate(asked):
+        params = SamplingParams(max_tokens=tokens, n=n, ignore_eos=True, seed=1)
+        prompt = np.array([3, 4, 5], dtype=np.int32)
+        h.scheduler.add(Request(f"r{number}", prompt, params, priority=0, salt=owner), 0.0)
+        waiting[owner] += n
+        for _ in range(2 if number % 3 else 0):
+            rows = rows_by_owner(h)
+            h.step()
+            new, seen = [new.request.salt for plan in h.plans[seen:] for new in plan.new_rows], len(h.plans)
+            for mine in new:
+                others = [rows[other] for other in waiting if waiting[other] and other != mine]
+                assert all(rows[mine] <= other or other >= 4 for other in others), "one of five rows is a reserve"
+                rows[mine] += 1
+                waiting[mine] -= 1
+    h.run()
+    h.check_empty()

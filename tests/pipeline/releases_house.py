@@ -30,10 +30,10 @@ RULES = ReleaseRules(share=1.0, least_shards=4, most_shards=16, more_errors=0.5)
 
 
 class ReleasesHouse:
-    """One root."""
+    """One root; `world`: in which it lies, instead of a simulated one."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.world: World = simulated_world(scratch)
+    def __init__(self, scratch: Path, world: World | None = None) -> None:
+        self.world: World = world or simulated_world(scratch)
         self.book = ReleaseBook(self.world.store)
         self.keeper = ReleaseKeeper(self.world)
         self.book.publish(OLD)

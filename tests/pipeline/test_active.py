@@ -150,6 +150,7 @@ def test_given_a_death_at_any_call_when_a_job_is_submitted_then_it_is_marked_if_
         assert job_in(world.store).find_job() is not None
 
 
+@pytest.mark.slow
 def test_given_a_death_at_any_call_when_a_job_ends_then_the_same_order_again_removes_what_is_left(
     make_world: MakeWorld,
 ) -> None:
@@ -165,6 +166,7 @@ def test_given_a_death_at_any_call_when_a_job_ends_then_the_same_order_again_rem
         assert (manifest.counts.total, manifest.usage.repeated) == (5, 18)
 
 
+@pytest.mark.slow
 def test_given_a_death_at_any_call_when_a_job_ends_then_a_sweep_removes_what_is_left(make_world: MakeWorld) -> None:
     for world in at_every_call(make_world, compute, end):
         ended = job_in(world.store).manifest() is not None
@@ -175,6 +177,7 @@ def test_given_a_death_at_any_call_when_a_job_ends_then_a_sweep_removes_what_is_
         check(world.store)
 
 
+@pytest.mark.slow
 def test_given_two_dispatchers_when_one_ends_the_job_at_any_call_of_the_other_then_both_know_one_outcome(
     make_world: MakeWorld,
 ) -> None:
@@ -192,6 +195,7 @@ def test_given_two_dispatchers_when_one_ends_the_job_at_any_call_of_the_other_th
     assert nth > 20
 
 
+@pytest.mark.slow
 def test_given_a_death_at_any_call_when_a_job_is_made_afresh_then_what_stands_is_marked_unless_it_has_ended(
     make_world: MakeWorld,
 ) -> None:
@@ -222,6 +226,7 @@ def test_given_jobs_that_have_ended_when_open_ones_are_asked_for_then_the_others
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_given_markers_that_went_astray_when_swept_then_both_sides_are_mended(make_world: MakeWorld) -> None:
     def astray(world: World) -> None:
         compute(world)

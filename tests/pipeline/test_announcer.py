@@ -160,6 +160,7 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_told_with_its_rec
     assert not list(house.store.list("intake/origins/")), "the origin has served"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", [0, 1, 2, 3, 4, 6, 8])
 def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
     house: KafkaHouse, sends: int

@@ -18,6 +18,7 @@ from pipeline.backlog_figures import BacklogFigures, BacklogLook, ModelBacklog
 from pipeline.catalog import Catalog
 from pipeline.inputs import pin_uri
 from pipeline.intake import Intake, JobDraft
+from pipeline.ledger import JOB, JOBS
 from pipeline.open_work import OpenJob, OpenWork
 from pipeline.ports import WorkerState, World
 from schemas.job import Job
@@ -115,13 +116,22 @@ def test_given_a_job_that_nobody_took_up_then_it_is_open_and_validating(house: H
     assert OpenWork(house.store).look().jobs == [OpenJob(job, JobStatus.VALIDATING, job.input.size // 4)]
 
 
-def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_them(house: House) -> None:
+    job = house.submit("one", "m")
+    file = job.input.files[0]
+    many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
+    house.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
+    (found,) = OpenWork(house.store).look().jobs
+    assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
+
+
+def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House) -> None:
     house.submit("one", "m")
     house.submit("two", "m")
     assert not OpenWork(house.store).look().more
-    monkeypatch.setattr("pipeline.open_work.MOST_JOBS", 1)
-    found = OpenWork(house.store).look()
+    found = OpenWork(house.store, max_jobs=1).look()
     assert (len(found.jobs), found.more) == (1, True)
+    assert len(OpenWork(house.store, max_jobs=None).look().jobs) == 2
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger
 from pipeline.ports import Clock
 from pipeline.shard_client import ShardClient
-from pipeline.worker_api import CheckpointWork, ShardWork
+from pipeline.worker_api import CheckpointWork, RevokedShards, ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
 from schemas.outcome import JobStatus
@@ -89,7 +89,8 @@ def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_ba
     client = begin(house, [[0, 1, 2], [3]])
     work = client.take(0)
     assert work is not None
-    assert client.holding([work]) == frozenset()
+    client.send_heartbeat([work])
+    assert client.find_revoked([work]) == RevokedShards()
     cancel(house)
     house.world.clock.sleep(1.5)
     house.dispatcher.tick()
@@ -97,7 +98,7 @@ def test_given_a_live_worker_when_cancelled_then_it_is_told_and_what_it_gives_ba
     assert house.ledger.has_part(2), "nobody holds this one"
     assert house.ledger.status() is JobStatus.CANCELLING
     assert client.take(0) is None, "nothing is handed out any more"
-    assert client.holding([work]) == {work.job.id}
+    assert client.find_revoked([work]).to_release == {(work.job.id, work.shard)}
 
     log(client, work, 2, final=True)
     client.release(work, 14)
@@ -118,7 +119,7 @@ def test_given_a_worker_that_never_lets_go_when_cancelled_then_it_is_waited_for_
     cancel(house)
     while (manifest := house.ledger.manifest()) is None:
         house.world.clock.sleep(1.0)
-        client.holding([work])
+        client.send_heartbeat([work])
         house.dispatcher.tick()
     assert house.world.clock.monotonic() == 6.0, "a second until it is noticed, and the grace"
     assert manifest.counts.cancelled == 2
@@ -242,6 +243,7 @@ def rest(work: ShardWork) -> FinishedRows:
     return FinishedRows([whole.rows[index] for index in kept], [whole.usages[index] for index in kept])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["cancel", "expire"]))
 def test_given_any_race_of_closing_and_commits_then_each_row_has_one_result_and_the_outcome_follows_from_the_parts(
@@ -299,11 +301,12 @@ def act(
         works.remove(mine[0])
         client.release(mine[0][1], 7)
     elif event == "beat":
-        client.holding([work for _, work in mine])
+        client.send_heartbeat([work for _, work in mine])
     elif event == "rival" and (closing := house.ledger.closing()) is not None:
         segment = house.ledger.segment(0)
         assert segment is not None
-        close_shard(house.ledger, house.ledger.job(), chaos.choice(segment.shards), closing, house.world)
+        shard = chaos.choice(segment.shards)
+        close_shard(house.ledger, house.ledger.job(), segment, shard, closing, house.world)
     elif event in ("wait", "stall"):
         house.world.clock.sleep(2.0 if event == "wait" else LIFETIME + 1)
     if event in ("tick", "wait", "stall"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.ledger import JobLedger
-from pipeline.pinning import pin_input
+from pipeline.pinning import pin_again, pin_input, source_files
 from pipeline.planner import InputError
 from pipeline.ports import World
 from pipeline.submit import DifferentJob, submit
@@ -112,3 +112,20 @@ def test_a_file_that_is_still_being_written_is_refused(source: Path) -> None:
     finally:
         stop.set()
         writer.join()
+
+
+def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
+    """Also when it takes the place of a file that was pinned."""
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):
+        pin_input(path)
+    path.unlink()
+    path.write_bytes(b"{}\n")
+    pinned = pin_input(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):
+        source_files(pinned)[0].open()
+    with pytest.raises(InputError, match=r"a\.jsonl: is no regular file"):
+        pin_again(pinned)

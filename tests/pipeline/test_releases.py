@@ -15,7 +15,7 @@ from pipeline.releases.book import RELEASES, ReleaseError
 from pipeline.releases.copies import ShadowCopies
 from pipeline.releases.news import ReleaseNews
 from pipeline.releases.shadow_client import LOOK_SECONDS, ShadowClient
-from pipeline.worker_api import WorkerLoad
+from pipeline.worker_api import RevokedShards
 from schemas.events import ReleaseEnded, read_event
 from schemas.job import Tier
 from schemas.releases import Drift
@@ -183,9 +183,9 @@ def test_given_a_candidate_at_work_when_the_release_ends_then_it_lets_go(house: 
     client = ShadowClient("candidate", house.world, release)
     work = client.take(0)
     assert work is not None
-    assert client.holding([work], WorkerLoad()) == frozenset()
+    assert client.find_revoked([work]) == RevokedShards()
     house.book.end(release, "rolled_back", "operator", house.world.clock.now())
-    assert client.holding([work], WorkerLoad()) == {"job-1"}
+    assert client.find_revoked([work]).to_release == {("job-1", work.shard)}
     assert client.take(LOOK_SECONDS) is None
     assert client.finished()
 

@@ -38,6 +38,7 @@ SHARDS = 12
 ROWS = 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(READERS))
 def test_readers_see_only_whole_parts_while_they_are_committed(name: str, tmp_path: Path) -> None:
     read, seen, errors, done = READERS[name], [0], [], threading.Event()

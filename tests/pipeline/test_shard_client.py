@@ -7,20 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import shard_client
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import ServiceUnavailable
-from pipeline.ledger import CLOSING, JobLedger, part_key
-from pipeline.ports import ShardTask, WorkerState, World
+from pipeline.ledger import CLOSING, JobLedger, part_key, work_key
+from pipeline.ports import ShardTask, StoreError, WorkerState, World
+from pipeline.records import AttemptRecord
 from pipeline.results import RowsMismatch, read_part
-from pipeline.shard_client import ShardClient
-from pipeline.worker_api import ShardReport, ShardWork, WorkerLoad
+from pipeline.shard_client import PASS_OVER_SECONDS, ShardClient
+from pipeline.worker_api import RevokedShards, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
 from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, plan_by_hand, report
 from tests.pipeline.simulation import simulated_world
+
+
+class Unforeseen(Exception):
+    """A mistake of ours, of a class that nothing catches by name."""
 
 
 @dataclass
@@ -153,12 +159,143 @@ def test_given_no_word_of_who_holds_what_a_shard_is_taken(bench: Bench, monkeypa
 
 def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_is_held(bench: Bench) -> None:
     client = bench.client("w")
-    assert bench.take(client) is not None
-    assert client.holding([]) == frozenset()
+    work = bench.take(client)
+    assert work is not None
+    client.send_heartbeat([])
     assert held(bench.beats) == {(bench.job, 1)}
     assert bench.take(client) is None
     bench.ledger.create_closing(Closing(kind="cancel", at=bench.world.clock.now()))
-    assert client.holding([]) == {bench.job}
+    assert client.find_revoked([work]).to_release == {(bench.job, 1)}
+
+
+def silent_for(bench: Bench, client: ShardClient, work: ShardWork, seconds: float) -> None:
+    """The worker's process stands still for so long, and goes on with a heartbeat."""
+    client.send_heartbeat([work])
+    bench.world.clock.sleep(seconds)
+
+
+def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revoked(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 11.0)
+    other = bench.take(two)
+    assert other is not None
+    # When the first goes on, then it must release the shard, whether the other has begun it or not
+    one.send_heartbeat([work])
+    assert one.find_revoked([work]) == RevokedShards(to_release=frozenset({(bench.job, 1)}))
+    two.begin(other)
+    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert two.find_revoked([other]) == RevokedShards(), "it was never silent"
+    # and once the other's part stands, there is nothing left to log.
+    assert two.commit(other, computed(other), report(other)) is True
+    assert one.find_revoked([work]) == RevokedShards(committed=frozenset({(bench.job, 1)}))
+
+
+def test_given_no_silence_or_one_that_nobody_used_then_nothing_is_revoked(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two", deaf=True)
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 9.0)
+    other = bench.take(two)
+    assert other is not None
+    two.begin(other)
+    one.send_heartbeat([work])
+    assert one.find_revoked([work]) == RevokedShards(), "the attempts differ, but this one was never silent"
+    silent_for(bench, one, work, 11.0)
+    one.send_heartbeat([work])
+    assert one.find_revoked([work]) == RevokedShards(), "the later attempt's worker is not alive"
+
+
+def test_given_two_workers_that_both_were_silent_then_the_later_attempt_goes_on(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 11.0)
+    other = bench.take(two)
+    assert other is not None
+    two.begin(other)
+    bench.world.clock.sleep(11.0)
+    one.send_heartbeat([work])
+    two.send_heartbeat([other])
+    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert two.find_revoked([other]) == RevokedShards()
+
+
+def test_given_a_silence_and_a_long_step_after_it_then_what_was_taken_over_is_still_found(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 11.0)
+    other = bench.take(two)
+    assert other is not None
+    two.begin(other)
+    # When heartbeats are repeated during a step that outlasts their lifetime
+    for _ in range(10):
+        one.send_heartbeat([])
+        two.send_heartbeat([other])
+        bench.world.clock.sleep(3.0)
+    one.send_heartbeat([work])
+    # Then the shard is revoked, and once that was looked at the silence is over
+    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    assert one.find_revoked([work]) == RevokedShards()
+
+
+def test_given_heartbeats_that_cant_be_sent_or_read_then_a_later_attempt_stands_for_its_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> list[WorkerState]:
+        raise ServiceUnavailable("Redis is away")
+
+    one, two = bench.client("one"), bench.client("two", deaf=True)
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 11.0)
+    monkeypatch.setattr(bench.beats, "beat", away)
+    monkeypatch.setattr(bench.beats, "workers", away)
+    one.send_heartbeat([work])
+    assert one.find_revoked([work]) == RevokedShards(), "nobody else has begun it"
+    other = bench.take(two)
+    assert other is not None
+    two.begin(other)
+    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+
+
+def test_given_records_of_a_later_version_after_a_silence_then_the_shard_is_released(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    silent_for(bench, one, work, 11.0)
+    assert bench.take(two) is not None
+    later = AttemptRecord(attempt=2, attempt_id="x", worker="two", session="s", started_at=bench.world.clock.now())
+    data = later.to_json().replace(b'"version": 1', b'"version": 2')
+    bench.world.store.create(bench.ledger.prefix + work_key(1, "attempt-0002.json"), data)
+    one.send_heartbeat([work])
+    assert one.find_revoked([work]).to_release == {(bench.job, 1)}
+    # nor is the shard blamed by a worker that can't go on with it.
+    one.release(work, 0)
+    assert bench.take(bench.client("three", deaf=True)) is None
+    assert bench.ledger.store.info(work_key(1, "attempt-0002.json")) is not None
+    assert bench.ledger.unreadable(1) == []
+
+
+def test_given_a_shard_that_was_released_meanwhile_when_its_job_is_forgotten_then_it_is_left_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question which shards are revoked is asked on another thread."""
+    monkeypatch.setattr("pipeline.shard_client.MOST_JOBS", 0)
+    client = bench.client("w")
+    work = bench.take(client)
+    assert work is not None
+    client.release(work, 0)
+    client._forget_jobs()
+    assert client.find_revoked([work]) == RevokedShards()
 
 
 def test_nothing_is_taken_from_a_job_that_closes(bench: Bench) -> None:
@@ -201,13 +338,76 @@ def test_a_shard_that_was_removed_with_its_job_is_passed_over(bench: Bench) -> N
     assert held(bench.beats) == {(bench.job, 2)}
 
 
-def test_a_shard_that_cant_be_read_is_not_held(bench: Bench) -> None:
+def test_given_a_shard_that_cant_be_read_then_that_is_recorded_and_the_worker_takes_the_next_one(bench: Bench) -> None:
     segment = bench.ledger.segment(0)
     assert segment is not None
     bench.world.store.delete(segment.shards[0].key)
-    with pytest.raises(Exception, match="no such object"):
-        bench.take(bench.client("w"))
-    assert held(bench.beats) == set()
+    client = bench.client("w")
+    bench.queue.put(QUEUE, ShardTask(bench.job, 1))
+    other = bench.take(client, shard=2)
+    assert other is not None
+    assert (other.shard, held(bench.beats)) == (2, {(bench.job, 2)})
+    (record,) = bench.ledger.unreadable(1)
+    assert (record.worker, "is missing, but the plan refers to it" in record.reason) == ("w", True)
+    assert bench.take(client, shard=1) is None
+    assert len(bench.ledger.unreadable(1)) == 1, "it isn't tried again at once"
+    bench.world.clock.sleep(PASS_OVER_SECONDS)
+    assert bench.take(client, shard=1) is None
+    assert len(bench.ledger.unreadable(1)) == 2
+
+
+def test_given_an_error_that_was_never_foreseen_then_it_is_counted_and_the_worker_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_ledger: JobLedger, _shard: object) -> None:
+        raise Unforeseen("planted")
+
+    client = bench.client("w")
+    with monkeypatch.context() as planted:
+        planted.setattr(shard_client, "read_table", broken)
+        assert bench.take(client) is None
+    assert bench.world.errors.counts() == {"worker": 1}
+    assert "Unforeseen" in bench.ledger.unreadable(1)[0].reason
+    assert bench.take(client, shard=2) is not None
+
+
+def test_given_a_store_that_fails_then_nothing_is_blamed_on_the_shard(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_key: str) -> bytes:
+        raise StoreError("the store is away")
+
+    client = bench.client("w")
+    with monkeypatch.context() as planted:
+        planted.setattr(bench.world.store, "read", away)
+        with pytest.raises(StoreError):
+            bench.take(client)
+    assert bench.ledger.unreadable(1) == []
+    assert bench.take(client) is not None
+
+
+def test_given_up_by_one_attempt_a_shard_is_recorded_and_free_for_another(bench: Bench) -> None:
+    one, two = bench.client("one"), bench.client("two")
+    work = bench.take(one)
+    assert work is not None
+    one.begin(work)
+    one.give_up(work, Unforeseen("planted"), generated=9)
+    assert bench.take(one) is None
+    assert [record.worker for record in bench.ledger.unreadable(1)] == ["one"]
+    assert [record.generated for record in bench.ledger.ended(1)] == [9]
+    assert bench.take(two) is not None
+
+
+def test_given_a_closing_that_cant_be_read_then_the_heartbeat_and_other_jobs_go_on(bench: Bench) -> None:
+    client = bench.client("w")
+    work = bench.take(client)
+    assert work is not None
+    bench.world.store.create(CLOSING, b"{")
+    client.send_heartbeat([work])
+    assert client.find_revoked([work]) == RevokedShards()
+    assert client.commit(work, computed(work), report(work)) is True
+    assert bench.take(client, shard=2) is None
+    assert bench.ledger.unreadable(2) == [], "it is not the shard's fault"
 
 
 def test_a_report_without_engine_time_is_fine(bench: Bench) -> None:
@@ -257,7 +457,7 @@ def test_what_a_worker_has_left_counts_the_rows_without_an_outcome(bench: Bench)
     one, two = bench.take(client, 1), bench.take(client, 2)
     assert one is not None
     assert two is not None
-    client.holding([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(bench.job, 1): 1 / 3}))
+    client.send_heartbeat([one, two], WorkerLoad(tokens_per_second=50.0, unfinished={(bench.job, 1): 1 / 3}))
     (state,) = bench.beats.workers()
     assert state.tokens_per_second == 50.0
     assert state.waiting_tokens == 12 + 12, "a third of three rows, and all of the one that nothing is said of"

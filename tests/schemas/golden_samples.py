@@ -23,7 +23,16 @@ from pipeline.gateway.keys import ApiKey, Scope
 from pipeline.gateway.papers import BatchOrder, BatchOutcome, Heard, Reader, StoredFile
 from pipeline.ledger import read_paper
 from pipeline.notices import Due, Wanted
-from pipeline.records import AttemptRecord, EndRecord, NoteRecord, PartSummary, RunRecord, Tombstone
+from pipeline.records import (
+    AttemptRecord,
+    EndRecord,
+    NoteRecord,
+    PartSummary,
+    PlanningFailure,
+    RunRecord,
+    Tombstone,
+    UnreadableRecord,
+)
 from pipeline.results import FOOTER_KEY
 from schemas.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
 from schemas.errors import RowError, RowErrorCode
@@ -117,6 +126,8 @@ PAPERS: dict[str, Paper] = {
     "note": NoteRecord(rows=(1, 2)),
     "end": EndRecord(attempt_id="a", generated=5, worked=WORKED),
     "run": RunRecord(started_at=NOON),
+    "planning-failure": PlanningFailure(attempt=1, error="MemoryError", at=NOON),
+    "unreadable": UnreadableRecord(worker="w", at=NOON, reason="no such object"),
     "tombstone": Tombstone(job="job-1", at=NOON),
     "kafka-batch": KafkaBatch(
         cluster="c", topic="t", partition=0, tenant="team-a", first=1, last=2, at=NOON, previous=0, sample=1,

@@ -151,7 +151,15 @@ def test_a_refused_row_says_what_where_and_as_which_status(code: RowErrorCode) -
         RowErrorCode.BATCH_CANCELLED: RowStatus.CANCELLED,
         RowErrorCode.SPEND_LIMIT: RowStatus.CANCELLED,
     }.get(code, RowStatus.FAILED)
-    assert (row.status, row.status_code, row.error_message) == (expected, STATUS_CODES[code], "line 7: is wrong")
+    said = (row.status, row.status_code, row.error_message)
+    assert said == (expected, STATUS_CODES[code], "line 7 of the input: is wrong")
+
+
+@pytest.mark.parametrize(("line", "where"), [(None, "line 7 of the input"), (7, "line 7 of the input"), (2, "line 2")])
+def test_planner_and_worker_name_a_line_alike(line: int | None, where: str) -> None:
+    # Given row 6, whose line a worker doesn't know, a planner does, or which is line 2 of another file of the input
+    error = RowError(RowErrorCode.INVALID_REQUEST, "is wrong", line=line)
+    assert ResultRow.refused(6, "id", error, created_at=NOW, finished_at=NOW).error_message == f"{where}: is wrong"
 
 
 def test_rows_become_a_table_of_the_fixed_schema() -> None:

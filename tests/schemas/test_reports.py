@@ -20,7 +20,7 @@ from tests.schemas.golden_samples import EVENTS, LANE, PAPERS, REQUEST, SUMMARY
 PAPERS_HERE: dict[str, Paper] = PAPERS | {"part-summary": SUMMARY}
 REPORTS = {
     "manifest", "progress", "attempt", "end", "run", "heartbeat", "canary-failure", "release-drift", "shadow-head",
-    "part-summary", "figures", "scaling",
+    "part-summary", "figures", "scaling", "unreadable", "planning-failure",
 }  # fmt: skip
 ORDERS_WITHIN = {
     "manifest": {"counts", "models"},

@@ -13,6 +13,7 @@ from websockets.sync.client import connect
 
 from pipeline.gateway.keys import Scope
 from tests.pipeline.gateway.http_house import http_house
+from tests.waiting import HANG_SECONDS
 
 CANARY = "kanarienvogel7261"
 ANSWER = "wellensittich9938 "
@@ -65,7 +66,7 @@ def test_prompts_answers_and_keys_are_in_no_log(tmp_path: Path, capfd: pytest.Ca
                 input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"note": CANARY},
                 extra_body={"tokenmill": {"on_invalid": on_invalid}},
             )  # fmt: skip
-            until = time.monotonic() + 20
+            until = time.monotonic() + HANG_SECONDS
             while client.batches.retrieve(batch.id).status not in ("completed", "failed"):
                 assert time.monotonic() < until
                 time.sleep(0.05)

@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 
+from tests.waiting import HANG_SECONDS
+
 PIECE = 65_536
 
 
@@ -79,7 +81,7 @@ class FaultyTcp:
     def _connect(self, client: socket.socket) -> None:
         self._open.wait()
         try:
-            server = socket.create_connection(("127.0.0.1", self.upstream_port), timeout=5)
+            server = socket.create_connection(("127.0.0.1", self.upstream_port), timeout=HANG_SECONDS)
         except OSError:
             _close(client)
             return

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import HANG_SECONDS
+
 READY_SECONDS = 30.0
 """A server that isn't ready after so long isn't going to be. Most take well under one."""
 
@@ -145,7 +147,7 @@ class ServerProcess(ABC):
         return self.log.read_bytes()[-most_bytes:].decode(errors="replace")
 
     def _await_readiness(self) -> None:
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while True:
             try:
                 if self.is_ready():

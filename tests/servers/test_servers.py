@@ -20,6 +20,7 @@ from tests.servers.plugin import started
 from tests.servers.process import MissingServer, ServerFailed, ServerProcess, script
 from tests.servers.redis import RedisServer
 from tests.servers.seaweedfs import SeaweedServer
+from tests.waiting import HANG_SECONDS
 
 START_ONE = """
 import sys
@@ -42,7 +43,7 @@ def lives(pid: int) -> bool:
 
 def ask(server: RedisServer, *words: str) -> bytes:
     """One command, one answer."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=2) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
         connection.sendall(" ".join(words).encode() + b"\r\n")
         connection.settimeout(0.5)
         return connection.recv(4096)
@@ -102,7 +103,7 @@ def test_given_tests_that_are_killed_then_their_servers_end(
     tests.kill()
     tests.wait()
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_SECONDS
     while lives(server):
         assert time.monotonic() < deadline, "the server outlived the tests"
         time.sleep(0.02)
@@ -152,7 +153,7 @@ def test_given_a_broker_on_s3_that_was_killed_when_it_starts_again_then_it_has_i
     # Idempotent producers may lose on this broker what it acknowledged before it was killed.
     producer = KafkaProducer(bootstrap_servers=durable_kafka_broker.bootstrap, enable_idempotence=False)
     for number in range(5):
-        producer.send(topic, b"%d" % number).get(timeout=10)
+        producer.send(topic, b"%d" % number).get(timeout=HANG_SECONDS)
     producer.close()
 
     durable_kafka_broker.restart()

@@ -9,7 +9,8 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,12 +65,23 @@ def memory_folder() -> Path | None:
 
 def simulate(scenario: Scenario) -> Outcome:
     """Run one history."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory_folder()))
     try:
-        return _simulate(scenario, folder)
+        with silent_logs():
+            return _simulate(scenario, folder)
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def silent_logs() -> Iterator[None]:
+    """Nothing is logged in the block. The configuration is the process's: it is restored for whoever comes after."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _simulate(scenario: Scenario, folder: Path) -> Outcome:
@@ -132,6 +144,7 @@ def _simulate(scenario: Scenario, folder: Path) -> Outcome:
     counters["rows blamed"], counters["blamed by coincidence"] = len(oracle.blamed), oracle.coincidences
     counters["port calls"] = machine.calls[""]
     counters["completed" if oracle.outcome == "completed" else f"ended as {oracle.outcome}"] += 1
+    counters["tokens sampled"] = watch.sampled
     counters["deaths"], counters["looks"], counters["parts"] = machine.deaths, oracle.looks, len(oracle.parts)
     return Outcome(scenario.seed, broken, machine.digest.hexdigest(), counters, seconds, machine.trace)
 

@@ -25,7 +25,7 @@ from tests.simulation.disk import Device, ProcessDisk
 from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
 from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
 from tests.simulation.scenario import Scenario
-from tests.simulation.threads import SecondThread
+from tests.simulation.threads import SecondThread, timer_of
 from tests.simulation.watch import Watch, row_of
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
@@ -152,12 +152,17 @@ class House:
             loaded = model.load(process, facts, lambda request: poisonous.get(row_of(request)), self.watch)
             process.threaded = self.scenario.threaded
             helper = SecondThread(process) if process.threaded else InTurn()
-            worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
+            heart = SecondThread(process) if process.threaded else InTurn()
+            worker = ShardWorker(
+                loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                heartbeat_timer=timer_of(process) if process.threaded else None,
+            )  # fmt: skip
             try:
                 worker.run(cast(Any, _Asked(process)))
             finally:
                 if isinstance(helper, SecondThread):
                     self.watch.waited(process, helper.longest)
+                heart.shutdown(cancel_futures=True)
                 helper.shutdown(cancel_futures=True)
 
     def cancel(self, process: Process) -> None:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta
 
 from greenlet import greenlet
 
+from pipeline.ports import StoreError
 from tests.simulation.scenario import Fault
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -259,7 +260,8 @@ class Machine:
             if process.dead:  # raised on the way out, by what tidies up
                 return
             name = type(error).__name__
-            full, broken = process.troubled and name == "StoreError", process.failing and name == "BrokenEngineError"
+            full = process.troubled and isinstance(error, StoreError)
+            broken = process.failing and name == "BrokenEngineError"
             if not (full or broken):
                 last = traceback.format_exc(limit=-6)
                 raise Broken(f"{process.name} (life {life}) failed: {name}: {error}\n{last}") from error

@@ -140,6 +140,8 @@ class ProcessQueue:
 class ProcessHeartbeats:
     """`Heartbeats` of one process."""
 
+    lifetime = LIFETIME
+
     def __init__(self, broker: Broker, process: Process) -> None:
         self._broker = broker
         self._process = process

@@ -13,7 +13,6 @@ SEED = 5
 """Three workers, a deadline that is left out, nine lines: 800 calls."""
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(47, marks=pytest.mark.slow)]
 )

@@ -21,7 +21,7 @@ SEEDS = range(20, 70)
 """In which everything that is looked for happens."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_is_broken() -> None:
     summary = run_seeds(SEEDS, processes=min(2, os.cpu_count() or 1))
     assert summary.broken == {}
@@ -43,11 +43,13 @@ def test_given_faults_of_every_kind_when_50_histories_are_over_then_no_promise_i
     assert summary.counters["deaths"] > len(SEEDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
 def test_a_history_that_once_broke_does_not_break_again(path: Path) -> None:
     assert simulate(Scenario.from_json(path.read_text())).broken is None
 
 
+@pytest.mark.slow
 def test_one_seed_is_one_history_to_the_byte() -> None:
     seed = 17
     assert draw(seed).faults

@@ -79,7 +79,6 @@ def test_each_planted_bug_still_applies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FOUND_AS)
 def test_each_planted_bug_is_found_within_1000_seeds(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path)

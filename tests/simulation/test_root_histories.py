@@ -22,6 +22,7 @@ def run(seeds: range) -> Summary:
     return run_seeds(seeds, kind="root", processes=min(2, os.cpu_count() or 1))
 
 
+@pytest.mark.slow
 def test_given_roots_where_all_can_fail_when_16_histories_are_over_then_no_promise_is_broken() -> None:
     summary = run(range(SEEDS))
     assert summary.broken == {}
@@ -32,7 +33,6 @@ def test_given_roots_where_all_can_fail_when_16_histories_are_over_then_no_promi
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 def test_given_faults_of_every_kind_when_400_histories_are_over_then_each_has_struck_and_nothing_is_broken() -> None:
     summary = run(range(MORE_SEEDS))
     assert summary.broken == {}

@@ -4,12 +4,14 @@ the first. So a snapshot on its way to the disk races with steps, heartbeats, co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from threading import Condition
 from typing import Any
 
 from tests.simulation.machine import Process
+from workers.heartbeats import TIMER_SECONDS, Timer
 
 
 class SteppedFuture(Future[Any]):
@@ -91,3 +93,25 @@ class SecondThread(Executor):
                 self._begun.popleft()
         finally:
             self._busy = False
+
+
+def timer_of(process: Process) -> Timer:
+    """A worker's heartbeat timer, as one more thread of its process."""
+
+    @contextmanager
+    def timer(task: Callable[[], None]) -> Iterator[None]:
+        over = False
+
+        def run() -> None:
+            process.sleep(TIMER_SECONDS)
+            while not over:
+                task()
+                process.sleep(TIMER_SECONDS)
+
+        process.start(run)
+        try:
+            yield
+        finally:
+            over = True
+
+    return timer

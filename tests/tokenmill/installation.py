@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from schemas.job import JobSettings, OnInvalid
 from schemas.limits import PlanSettings
 from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
+from tests.waiting import HANG_SECONDS
 
 ROWS_IN_SHARD = 4
 
@@ -63,6 +65,13 @@ class Installation:
         settings = JobSettings(plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD), on_invalid=on_invalid)
         submit(order(input=pin_input(source), settings=settings), self.ledger(job), self.world, job_id=job)
         return job
+
+    def await_plan(self, job: str) -> None:
+        """Until the job is planned: one that is cancelled before has no rows."""
+        until = time.monotonic() + HANG_SECONDS
+        while self.ledger(job).wanted_parts() is None:
+            assert time.monotonic() < until, "the job was not planned"
+            time.sleep(0.01)
 
     def start_dispatcher(self) -> None:
         settings = DispatchSettings(isolate=True, sweep_every=0.2, tick_every=0.01)
@@ -104,5 +113,5 @@ def installation(url: str, store: ObjectStore, scratch: Path, inputs: Path) -> I
     finally:
         made.stop.set()
         for thread in made.threads:
-            thread.join(30)
+            thread.join(HANG_SECONDS)
         structlog.reset_defaults()

@@ -13,9 +13,8 @@ from typing import Any
 
 from openai import OpenAI
 
-from tests.cluster.cluster import wait_for
+from tests.waiting import HANG_SECONDS, wait_for
 
-SECONDS = 120
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,7 +49,7 @@ class Processes:
             found = re.search(r"(http://[0-9.:]+)/v1", self.log(number).read_text())
             return None if found is None else found[1]
 
-        return wait_for(said, SECONDS, "it serves nothing") or ""
+        return wait_for(said, "it serves nothing") or ""
 
     def close(self) -> None:
         for number, process in enumerate(self.running):
@@ -61,7 +60,7 @@ class Processes:
 
 def ended(client: OpenAI, batch_id: str) -> Any:
     """The batch, once it has ended."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + HANG_SECONDS
     while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "failed", "expired", "cancelled"):
         assert time.monotonic() < until, batch
         time.sleep(0.1)

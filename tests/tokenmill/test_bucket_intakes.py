@@ -21,9 +21,11 @@ from pipeline.dead_letters import LETTERS
 from pipeline.ledger import JOBS, JobLedger
 from schemas.models import CatalogEntry, ModelPin
 from tests.servers.moto import MotoServer
+from tests.waiting import HANG_SECONDS
+
+pytestmark = pytest.mark.slow
 
 ROOT = str(Path(__file__).parents[2])
-SECONDS = 60
 FILES = 30
 
 
@@ -96,7 +98,7 @@ def test_given_two_intakes_one_killed_and_one_stopped_when_files_are_dropped_the
             return list(store.folders(JOBS))
 
         def wait_for(number: int) -> None:
-            until = time.monotonic() + SECONDS
+            until = time.monotonic() + HANG_SECONDS
             while len(jobs()) < number:
                 assert time.monotonic() < until, f"{len(jobs())} of {number} jobs"
                 time.sleep(0.05)
@@ -124,7 +126,7 @@ def test_given_two_intakes_one_killed_and_one_stopped_when_files_are_dropped_the
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
         for process in (second, third):
-            assert process.wait(timeout=30) == 0
+            assert process.wait(HANG_SECONDS) == 0
 
         found = [JobLedger(store, prefix).job() for prefix in jobs()]
         assert len(found) == FILES

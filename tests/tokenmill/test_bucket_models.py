@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.servers.moto import MotoServer
+from tests.waiting import HANG_SECONDS
 from tokenmill import bucket_models
 from tokenmill.errors import ModelError
 from tokenmill.models import ModelSource, cached, pull
@@ -100,7 +101,9 @@ def test_given_two_pulls_at_once_when_both_end_then_both_have_the_model(weights:
     together = threading.Barrier(2)
     found: list[ModelSource] = []
     pulls = [
-        threading.Thread(target=lambda: found.append(pull(weights.url, tmp_path, lambda _: bool(together.wait(20)))))
+        threading.Thread(
+            target=lambda: found.append(pull(weights.url, tmp_path, lambda _: bool(together.wait(HANG_SECONDS))))
+        )
         for _ in range(2)
     ]
     for one in pulls:

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import BUCKET, running_cluster, wait_for
+from tests.cluster.cluster import BUCKET, running_cluster
 from tests.cluster.doors import DOORS, all_done, answers, by_door, send, told
+from tests.waiting import wait_for
 
 ROWS = 200
-SECONDS = 240
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(600)
 def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
     place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
@@ -27,13 +26,13 @@ def test_a_file_sent_by_every_door_is_the_same_table_as_run_would_write(
     # Two intakes hear of everything, and each drop is told of twice more.
     processes = ("dispatcher-1", "dispatcher-2", "intake-1", "intake-2", "worker-1")
     with running_cluster(place / "cluster", (*engine, "--replicas", "2"), processes) as cluster:
-        wait_for(lambda: list(cluster.store().list("catalog/")), SECONDS, "no worker is up")
+        wait_for(lambda: list(cluster.store().list("catalog/")), "no worker is up")
         send(cluster, source)
         events = cluster.s3.client("sqs")
         for message in events.receive_message(QueueUrl=cluster.queue_url, MaxNumberOfMessages=10).get("Messages", []):
             for _ in range(2):
                 events.send_message(QueueUrl=cluster.queue_url, MessageBody=message["Body"])
-        wait_for(lambda: all_done(cluster, ROWS, refused=1), SECONDS, "the jobs did not end")
+        wait_for(lambda: all_done(cluster, ROWS, refused=1), "the jobs did not end")
         doors = by_door(cluster)
         assert len(doors) == DOORS
         for door, jobs in doors.items():

@@ -25,17 +25,16 @@ import yaml
 from kafka import KafkaProducer
 from packaging.requirements import Requirement
 
-from tests.cluster.cluster import wait_for
 from tests.servers.kafka import KafkaBroker
 from tests.servers.process import free_port
 from tests.servers.redis import RedisServer
 from tests.servers.seaweedfs import SeaweedServer
+from tests.waiting import HANG_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
 OURS = ("intake", "dispatcher", "gateway", "worker")
 IMAGES = {name: (ROOT / f"infra/images/{name}.Dockerfile").read_text() for name in ("control", "worker")}
-SECONDS = 120
 LINE = (
     '{"custom_id": "a", "method": "POST", "url": "/v1/completions", '
     '"body": {"model": "demo", "prompt": "x", "max_tokens": 4, "temperature": 0}}\n'
@@ -138,8 +137,12 @@ def compose(tmp_path: Path, model_folder: Path) -> Iterator[Compose]:
             print(f"-- {name}\n{(tmp_path / f'{name}.log').read_text()[-3000:]}")
 
 
+def test_given_each_service_then_its_memory_is_limited_and_so_is_what_redis_takes_of_it() -> None:
+    assert [name for name, service in SERVICES.items() if "mem_limit" not in service] == []
+    assert "--maxmemory" in SERVICES["redis"]["command"]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_given_the_commands_of_compose_when_they_run_then_drops_records_and_http_are_answered(compose: Compose) -> None:
     for _ in range(2):  # whoever starts it again finds all of it there
         ended = compose.run("setup", str(ROOT / SERVICES["setup"]["volumes"][0].partition(":")[0]))
@@ -147,7 +150,7 @@ def test_given_the_commands_of_compose_when_they_run_then_drops_records_and_http
     for name in OURS:
         compose.start(name)
     for name in OURS:
-        wait_for(lambda: compose.is_healthy(name), SECONDS, f"{name} is not healthy")  # noqa: B023 - it is asked at once
+        wait_for(lambda: compose.is_healthy(name), f"{name} is not healthy")  # noqa: B023 - it is asked at once
 
     key = compose.run("gateway", "-m", "tokenmill", "keys", "create", "--tenant", "default", "--json")
     assert key.returncode == 0, key.stderr
@@ -155,23 +158,23 @@ def test_given_the_commands_of_compose_when_they_run_then_drops_records_and_http
     body = {"model": "demo", "prompt": "x", "max_tokens": 4, "temperature": 0}
     assert httpx2.post(url, json=body).status_code == 401
     bearer = {"Authorization": f"Bearer {yaml.safe_load(key.stdout)['key']}"}
-    answer = wait_for(lambda: _answer(url, body, bearer), SECONDS, "no answer over HTTP")
+    answer = wait_for(lambda: _answer(url, body, bearer), "no answer over HTTP")
     text = answer["choices"][0]["text"]
 
     store = _client(compose)
     store.put_object(Bucket="tokenmill", Key="incoming/rows.jsonl", Body=LINE.encode())
-    wait_for(lambda: len(_outcomes(store)) == 1, SECONDS, "the drop was not answered")
+    wait_for(lambda: len(_outcomes(store)) == 1, "the drop was not answered")
     _send(compose, LINE)
-    wait_for(lambda: len(_outcomes(store)) == 2, SECONDS, "the record was not answered")
+    wait_for(lambda: len(_outcomes(store)) == 2, "the record was not answered")
     assert _texts(store) == [text, text]
 
     for process in compose.running.values():
         process.send_signal(signal.SIGTERM)
-    assert {name: process.wait(60) for name, process in compose.running.items()} == dict.fromkeys(OURS, 0)
+    assert {name: process.wait(HANG_SECONDS) for name, process in compose.running.items()} == dict.fromkeys(OURS, 0)
 
 
 def _answer(url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-    answer = httpx2.post(url, json=body, headers=headers, timeout=60)
+    answer = httpx2.post(url, json=body, headers=headers, timeout=HANG_SECONDS)
     return answer.json() if answer.status_code == 200 else None
 
 
@@ -196,7 +199,7 @@ def _texts(store: Any) -> list[str]:
 
 def _send(compose: Compose, line: str) -> None:
     producer = KafkaProducer(bootstrap_servers=compose.places["kafka:9092"], enable_idempotence=False)
-    producer.send("tokenmill.requests", line.strip().encode()).get(30)
+    producer.send("tokenmill.requests", line.strip().encode()).get(HANG_SECONDS)
     producer.close()
 
 
@@ -232,8 +235,10 @@ def test_given_what_images_hold_then_versions_are_pinned_and_allowed_by_the_proj
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     used = [
         project["optional-dependencies"][extra]
-        for extra in ("aws", "engine", "gateway", "kafka", "metrics", "redis", "tracing")
+        for extra in ("aws", "engine", "gateway", "gpu", "kafka", "metrics", "redis", "tracing")
     ]
     for line in [*project["dependencies"], *(one for extra in used for one in extra)]:
         wanted = Requirement(line)
+        if wanted.name == "triton":
+            continue  # torch pins its own
         assert pins[wanted.name] in wanted.specifier, line

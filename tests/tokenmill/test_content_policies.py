@@ -15,6 +15,9 @@ from openai import OpenAI
 from pipeline.adapters.folder import FolderStore
 from pipeline.catalog import Catalog
 from tests.tokenmill.test_gateway import Processes
+from tests.waiting import HANG_SECONDS
+
+pytestmark = pytest.mark.slow
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -213,7 +216,7 @@ def test_serve_ends_streams_and_withholds_answers_for_the_official_client(
     assert [entry.policies is not None for entry in Catalog(store).entries()] == [True]
     process = processes.running[served]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(HANG_SECONDS) == 0
     said = processes.log(served).read_text()
     assert "content refused" in said
     assert "alcon" not in said.replace(str(processes.place), "")

@@ -21,7 +21,10 @@ from pipeline.adapters.locks import RunLock
 from pipeline.checkpoints import read_history
 from pipeline.ledger import JobLedger
 from schemas.outcome import JobStatus
+from tests.waiting import HANG_SECONDS
 from tokenmill.cancellation import cancel_job
+
+pytestmark = pytest.mark.slow
 
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
@@ -66,7 +69,7 @@ def long_requests(chat: Chat) -> list[Any]:
 
 
 def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 240
+    until = time.monotonic() + HANG_SECONDS
     while not what():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "it doesn't come"
@@ -87,7 +90,6 @@ def status_of(out: Path) -> JobStatus:
         return JobLedger(store).status()
 
 
-@pytest.mark.timeout(1200)
 def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_finished(
     tokenmill: Cli, place: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
@@ -96,7 +98,7 @@ def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_
     wait_for(lambda: list(out.glob("results/part-00001.parquet")), process)
 
     ended = tokenmill("jobs", "cancel", out)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=HANG_SECONDS)
 
     rows = results(out)
     statuses = Counter(row["status"] for row in rows)
@@ -113,7 +115,6 @@ def test_given_a_live_run_when_cancelled_then_it_ends_the_job_and_keeps_what_is_
     assert status_of(out) is JobStatus.CANCELLED
 
 
-@pytest.mark.timeout(1200)
 def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_with_what_was_logged(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results, start: Start
 ) -> None:
@@ -142,7 +143,7 @@ def test_given_a_run_that_was_stopped_when_cancelled_then_it_is_ended_at_once_wi
     again = tokenmill("jobs", "cancel", out)
     assert (again.code, "was cancelled before" in again.err) == (0, True)
     rerun = start(path, "--json")
-    told, err = rerun.communicate(timeout=240)
+    told, err = rerun.communicate(timeout=HANG_SECONDS)
     assert rerun.returncode == 0, err
     assert '"status": "cancelled"' in told
     assert "jobs retry" in err
@@ -221,7 +222,7 @@ def test_given_a_deadline_when_it_passes_then_the_run_ends_well_and_says_what_ex
 ) -> None:
     out, path = place / "out", write_lines(*long_requests(chat))
     process = start(path, "--deadline", "3s")
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=HANG_SECONDS)
 
     statuses = Counter(row["status"] for row in results(out))
     assert process.returncode == 0, err

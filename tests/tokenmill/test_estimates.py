@@ -15,6 +15,8 @@ from pipeline.planner import sample
 from tokenmill.measured import MeasuredSpeed
 from workers.model_host import model_digest
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., Any]
 Write = Callable[..., Path]
 Chat = Callable[..., dict[str, Any]]
@@ -110,3 +112,22 @@ def test_given_a_measurement_of_rates_alone_when_steps_are_priced_then_batches_a
     eight, prompt = times.of(np.array([[8, 8, 500, 500], [8 + 2048, 0, 0, 9e6]], dtype=float)).tolist()
     assert eight == pytest.approx(8 / 100)
     assert prompt == pytest.approx(8 / 100 + 2048 / 1000)
+
+
+def test_given_rows_that_a_run_refuses_when_estimated_then_their_tokens_are_not_expected(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(chat("far", max_tokens=9999), chat("near", max_tokens=5))
+    found = estimated(tokenmill, path, model_folder)
+    assert (found["rows"], found["rejected"], found["unique"], found["max_tokens"]) == (2, 1, 1, 5)
+    ran = tokenmill(
+        "run", path, "--model", f"tiny={model_folder}", "-o", place / "out", "--dtype", "float32", "--json"
+    )  # fmt: skip
+    assert ran.json()["counts"]["failed"] == found["rejected"]
+
+
+def test_given_an_empty_input_when_estimated_then_it_says_so(tokenmill: Cli, place: Path, model_folder: Path) -> None:
+    (place / "empty.jsonl").write_text("\n")
+    ended = tokenmill("estimate", place / "empty.jsonl", "--model", f"tiny={model_folder}")
+    assert "the input holds no rows: nothing would be computed" in ended.err
+    assert "estimated from a sample" not in ended.out

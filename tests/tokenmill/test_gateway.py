@@ -14,11 +14,14 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.cluster.null_worker import Answers
 from tests.pipeline.gateway.receiver import Receiver
 from tests.servers.redis import RedisServer
-from tests.tokenmill.processes import SECONDS, Processes, as_jsonl, ended
+from tests.tokenmill.processes import Processes, as_jsonl, ended
+from tests.waiting import HANG_SECONDS, wait_for
+
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 
@@ -81,14 +84,14 @@ def test_serve_answers_the_official_client_as_run_would(
 
     made = tokenmill("keys", "create", "--root", "data", "--tenant", "acme", "--scope", "inference", "--json")
     key = json.loads(made.out)["key"]
-    wait_for(lambda: httpx2.get(f"{client.base_url}models").status_code == 401, 20, "it lets anybody in")
+    wait_for(lambda: httpx2.get(f"{client.base_url}models").status_code == 401, "it lets anybody in")
     client = client.with_options(api_key=key)
     assert client.chat.completions.create(**body).choices[0].message.content == alone["r0"]
     with pytest.raises(openai.PermissionDeniedError):
         client.files.list()
     process = processes.running[served]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(HANG_SECONDS) == 0
     said = processes.log(served).read_text()
     assert "number 3" not in said, "prompts are in the log"
     assert key not in said
@@ -141,7 +144,7 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     processes.start(*NULL_WORKER, *options)
     processes.start("-m", "tokenmill", "dispatcher")
     client = OpenAI(base_url=f"{processes.url(gateway)}/v1", api_key="none")
-    wait_for(lambda: client.models.list().data, SECONDS, "no worker is up")
+    wait_for(lambda: client.models.list().data, "no worker is up")
     bodies = [chat("", f"number {n}", max_tokens=100)["body"] for n in range(3)]
     going: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
     streams = [client.chat.completions.create(**body, **going) for body in bodies]
@@ -152,7 +155,7 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     file = client.files.create(file=("in.jsonl", as_jsonl([chat("r", "row")])), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1h")
     assert ended(client, batch.id).status == "completed"
-    wait_for(lambda: receiver.received, SECONDS, "nobody was told that it ended")
+    wait_for(lambda: receiver.received, "nobody was told that it ended")
     event = OpenAI(api_key="x", webhook_secret=told["secret"]).webhooks.unwrap(
         receiver.received[0].body, receiver.received[0].headers
     )
@@ -162,7 +165,7 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     texts = ["".join(chunk.choices[0].delta.content or "" for chunk in stream) for stream in streams]
     assert texts == Answers(model_folder).texts(bodies)
     assert {chunk.choices[0].delta.role for chunk in beginnings} == {"assistant"}
-    assert processes.running[gateway].wait(30) == 0
+    assert processes.running[gateway].wait(HANG_SECONDS) == 0
 
 
 def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: RedisServer, monkeypatch: Any) -> None:
@@ -171,7 +174,8 @@ def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: 
     assert (refused.code, "there is no API key" in refused.error) == (1, True)
     made = tokenmill("keys", "create", "--root", "root", "--label", "for tests", "--expires-in", "90d",
                       "--requests-per-minute", 60, "--tokens-per-minute", 9_000, "--running-requests", 4,
-                      "--running-jobs", 2)  # fmt: skip
+                      "--running-rows", 16, "--running-jobs", 2,
+                      "--stored-bytes", 1_000, "--stored-files", 5)  # fmt: skip
     assert re.fullmatch(r"tm-[0-9a-f]{16}-[0-9a-f]{64}\n", made.out)
     (listed,) = json.loads(tokenmill("keys", "list", "--root", "root", "--json").out)
     assert (listed["label"], listed["scopes"], listed["revoked"]) == (
@@ -180,7 +184,8 @@ def test_an_open_address_needs_a_key(place: Path, tokenmill: Any, redis_server: 
         False,
     )
     assert listed["limits"] == {
-        "requests_per_minute": 60, "tokens_per_minute": 9_000, "running_requests": 4, "running_jobs": 2,
+        "requests_per_minute": 60, "tokens_per_minute": 9_000, "running_requests": 4, "running_rows": 16,
+        "running_jobs": 2, "stored_bytes": 1_000, "stored_files": 5,
     }  # fmt: skip
     assert made.out[20:40] not in str(listed)
     assert tokenmill("keys", "revoke", listed["id"], "--root", "root").code == 0

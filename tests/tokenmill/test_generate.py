@@ -31,12 +31,13 @@ from schemas.job import Tier
 from schemas.lane import EndEvent, LaneRequest, TokensEvent
 from schemas.limits import PlanSettings
 from schemas.options import JobOptions
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.cluster.null_worker import Answers
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS, wait_for
 
-SECONDS = 60
-WAIT = 120
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 QUEUE = "tokenmill"
 
@@ -76,7 +77,7 @@ class House:
 
     def wait_for_model(self) -> None:
         with FolderStore(self.place / "root") as store:
-            wait_for(Catalog(store).entries, SECONDS, "no worker is up")
+            wait_for(Catalog(store).entries, "no worker is up")
 
     def ask(self, body: Any, *args: Any, task_id: str | None = None, **options: Any) -> AsyncResult:
         return self.caller.send_task("tokenmill.generate", [body, *args], options, queue=QUEUE, task_id=task_id)
@@ -124,28 +125,28 @@ def test_many_ask_at_once_and_a_revoked_one_gives_its_place_up(house: House, cha
     # Far more wait than the door has threads,
     bodies = [chat("", f"number {n}", max_tokens=12 + n % 5, ignore_eos=True)["body"] for n in range(120)]
     waiting = [house.ask(body) for body in bodies]
-    assert [content(one.get(timeout=WAIT)) for one in waiting] == Answers(house.model).texts(bodies)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
     assert house.redis.ttl(f"celery-task-meta-{waiting[0].id}") > 80_000
     # one that fails says why, as a body,
-    unknown = house.ask({**bodies[0], "model": "gpt-9"}).get(timeout=WAIT)
+    unknown = house.ask({**bodies[0], "model": "gpt-9"}).get(timeout=HANG_SECONDS)
     assert unknown["error"]["code"] == "model_not_found"
-    late = house.ask({**bodies[0], "max_tokens": 10_000}).get(timeout=WAIT)
+    late = house.ask({**bodies[0], "max_tokens": 10_000}).get(timeout=HANG_SECONDS)
     assert late["error"]["code"] == "context_length_exceeded"
     # and of one that is revoked nothing goes on: its rows are free within seconds.
     long = [house.ask(chat("", f"long {n}", max_tokens=400, ignore_eos=True)["body"], "interactive") for n in range(4)]
-    wait_for(lambda: len(house.begun()) == 4, WAIT, "they did not begin")
+    wait_for(lambda: len(house.begun()) == 4, "they did not begin")
     began = time.monotonic()
     for one in long:
         one.revoke()
-    wait_for(lambda: not house.begun(), WAIT, "they were not cancelled")
-    told = house.ask(bodies[0], "bulk").get(timeout=WAIT)
+    wait_for(lambda: not house.begun(), "they were not cancelled")
+    told = house.ask(bodies[0], "bulk").get(timeout=HANG_SECONDS)
     print(f"revoked, and another answered, within {time.monotonic() - began:.1f} s")
     assert content(told) == Answers(house.model).texts(bodies[:1])[0]
     with pytest.raises(TaskRevokedError):
-        long[0].get(timeout=WAIT)
+        long[0].get(timeout=HANG_SECONDS)
     for process in (worker, intake):
         process.send_signal(signal.SIGTERM)
-    assert (worker.wait(WAIT), intake.wait(WAIT)) == (0, 0)
+    assert (worker.wait(HANG_SECONDS), intake.wait(HANG_SECONDS)) == (0, 0)
 
 
 @pytest.mark.exhaustive
@@ -154,13 +155,13 @@ def test_answers_outlive_orderly_stops_of_worker_and_intake(house: House, chat: 
     house.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=150, ignore_eos=True)["body"] for n in range(6)]
     waiting = [house.ask(body) for body in bodies]
-    wait_for(lambda: len(house.begun()) == 6, WAIT, "they did not begin")
+    wait_for(lambda: len(house.begun()) == 6, "they did not begin")
     house.null_worker()
     for process in (first, intake):
         process.send_signal(signal.SIGTERM)
     house.intake()
-    assert [content(one.get(timeout=WAIT)) for one in waiting] == Answers(house.model).texts(bodies)
-    assert (first.wait(WAIT), intake.wait(WAIT)) == (0, 0)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
+    assert (first.wait(HANG_SECONDS), intake.wait(HANG_SECONDS)) == (0, 0)
 
 
 @pytest.mark.exhaustive
@@ -169,12 +170,12 @@ def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_answers(house
     house.wait_for_model()
     bodies = [chat("", f"number {n}", max_tokens=200, ignore_eos=True)["body"] for n in range(6)]
     waiting = [house.ask(body) for body in bodies]
-    begun = wait_for(lambda: len(house.begun()) == 6 and house.begun(), WAIT, "they did not begin")
+    begun = wait_for(lambda: len(house.begun()) == 6 and house.begun(), "they did not begin")
     victim = house.worker_of(next(iter(begun.values())))
     time.sleep(0.5)
     victim.kill()
     killed = time.monotonic()
-    assert [content(one.get(timeout=WAIT)) for one in waiting] == Answers(house.model).texts(bodies)
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in waiting] == Answers(house.model).texts(bodies)
     print(f"all answered {time.monotonic() - killed:.1f} s after the kill")
     house.wait_for_model()
 
@@ -200,9 +201,9 @@ def test_answers_are_those_of_run_while_bulk_work_fills_the_batch(
         job = house.place / "root/jobs/job-1"
         intake.accept(JobDraft(pin_uri(str(source)), JobOptions(tier=Tier.BULK), "default", "job-1"))
         (entry,) = Catalog(store).entries()
-    wait_for(lambda: list(job.glob("work/*/*-0*")), SECONDS, "the bulk job did not begin")
+    wait_for(lambda: list(job.glob("work/*/*-0*")), "the bulk job did not begin")
     told = [house.ask(line["body"]) for line in asked]
-    assert [content(one.get(timeout=WAIT)) for one in told] == alone
+    assert [content(one.get(timeout=HANG_SECONDS)) for one in told] == alone
     firsts = first_tokens(house, entry.pin.key, [{**line["body"], "ignore_eos": True} for line in asked[:-1]])
     print("first token while bulk fills the batch, ms:", " ".join(f"{1000 * seconds:.0f}" for seconds in firsts))
     assert max(firsts) < 2.0

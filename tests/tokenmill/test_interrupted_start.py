@@ -24,6 +24,14 @@ class Made:
 ''', globals())"""
 """Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
 
+FINALIZED = """exec('''
+class Late:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+Late()
+''', globals())"""
+"""Python swallows what a finalizer has raised, and prints a traceback."""
+
 INTERRUPTED = """
 import signal, sys
 def interrupt(event, details):
@@ -42,6 +50,7 @@ def as_console_script() -> str:
     return f"from {module} import {function}; sys.exit({function}())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "moment", "how"),
     [
@@ -51,6 +60,8 @@ def as_console_script() -> str:
         ("module", "tokenmill.commands.run", "exec('signal.raise_signal(signal.SIGINT)')"),
         ("script", "tokenmill.cli", WRAPPED),
         ("module", "schemas.job", WRAPPED),
+        ("module", "tokenmill.cli", FINALIZED),
+        ("module", "tokenmill.commands.run", FINALIZED),
         ("script", "torch", "exec('signal.raise_signal(signal.SIGINT)')"),
     ],
 )

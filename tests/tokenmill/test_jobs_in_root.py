@@ -29,9 +29,12 @@ from schemas.outcome import JobStatus
 from tests.pipeline.made_jobs import end_job, plan_by_hand
 from tests.servers.moto import MotoServer
 from tests.tokenmill.installation import Installation, installation
+from tests.waiting import HANG_SECONDS
 from tokenmill.cancellation import cancel_in_root
 from tokenmill.root import open_root
 from tokenmill.settings import read_settings
+
+pytestmark = pytest.mark.slow
 
 Cli = Callable[..., Any]
 REPOSITORY = str(Path(__file__).parents[2])
@@ -83,6 +86,7 @@ def test_given_an_open_job_when_cancelled_retried_watched_and_exported_then_each
 ) -> None:
     job = root.submit(10, "not json")
     root.start_dispatcher()
+    root.await_plan(job)
 
     cancelled = tokenmill("jobs", "cancel", job)
     twice = tokenmill("jobs", "cancel", job, "--json")
@@ -135,7 +139,7 @@ def test_given_a_job_that_is_computed_when_watched_then_its_progress_is_told_unt
     root.start_worker(permits)
 
     def let_go_on() -> None:
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_SECONDS
         while time.monotonic() < until and ((now := root.ledger(job).progress()) is None or now.shards_done < 1):
             time.sleep(0.02)
         time.sleep(0.6)  # some looks of the watcher
@@ -227,6 +231,7 @@ def test_given_options_of_engines_when_a_roots_job_is_retried_then_they_are_refu
     early = tokenmill("jobs", "retry", job)
     assert "the job has not ended" in early.error
     root.start_dispatcher()
+    root.await_plan(job)
     assert tokenmill("jobs", "cancel", job).code == 0
     for option in (("--model", "demo"), ("--chat-template", "x"), ("--output", "new"), ("--device", "auto")):
         refused = tokenmill("jobs", "retry", job, *option)
@@ -249,6 +254,7 @@ def test_given_a_retry_that_failed_as_a_whole_when_asked_for_again_then_there_is
     root, at = on_folder, ("--root", on_folder.url)
     job = root.submit(3)
     root.start_dispatcher()
+    root.await_plan(job)
     assert tokenmill("jobs", "cancel", job, *at).code == 0
     source = root.inputs / f"{job}.jsonl"
     away = source.rename(root.inputs / "away")
@@ -281,6 +287,7 @@ def test_given_a_jobs_folder_below_a_root_when_cancelled_then_it_is_the_roots_jo
     root = on_folder
     job = root.submit(3)
     root.start_dispatcher()
+    root.await_plan(job)
     folder = Path(root.url) / "jobs" / job
     done = tokenmill("jobs", "cancel", folder)
     assert done.code == 0, done.err
@@ -325,7 +332,7 @@ def test_given_a_watcher_when_stopped_by_ctrl_c_then_it_says_that_the_job_goes_o
     first = process.stderr.readline()
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
-    assert process.wait(30) == 130
+    assert process.wait(HANG_SECONDS) == 130
     assert first == f"{job}: validating\n"
     assert rest == f"{job}: no longer watched; the job goes on\n"
     assert on_folder.ledger(job).status() is JobStatus.VALIDATING

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.config import EngineConfig
 from pipeline.adapters.system import SystemClock
 from pipeline.lane_caller import answer
 from schemas.lane import EndEvent, ErrorEvent, LaneRequest, TokensEvent
+from tests.waiting import HANG_SECONDS
 from tokenmill.hints import hints_in_process
 from tokenmill.job_options import ChosenModel
 from tokenmill.models import ModelSource
@@ -18,9 +21,8 @@ from tokenmill.root import open_root
 from tokenmill.settings import read_settings
 from tokenmill.working import Worker, load_any
 
-WAIT = 30.0
 
-
+@pytest.mark.slow
 def test_a_caller_in_the_process_gets_the_text_that_run_gives(
     place: Path, model_folder: Path, chat: Any, write_lines: Any, tokenmill: Any, results: Any
 ) -> None:
@@ -47,5 +49,5 @@ def test_a_caller_in_the_process_gets_the_text_that_run_gives(
         assert isinstance(refused, ErrorEvent)
         assert "allows at most 8192" in refused.message, "the cap of the tier interactive"
         stop.set()
-        thread.join(WAIT)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()

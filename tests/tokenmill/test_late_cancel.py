@@ -13,6 +13,7 @@ Cli = Callable[..., Any]
 Write = Callable[..., Path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_given_a_job_that_lacks_only_its_manifest_when_cancelled_then_it_is_completed_and_the_exit_code_says_so(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, more: tuple[str, ...]

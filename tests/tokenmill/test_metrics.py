@@ -17,10 +17,13 @@ from openai import OpenAI
 
 from pipeline.metrics.table import METRICS
 from schemas.outcome import Usage
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.pipeline.metrics.scrapes import Scrape, scrape
 from tests.servers.redis import RedisServer
-from tests.tokenmill.test_gateway import CHAT, SECONDS, Processes, as_jsonl, ended
+from tests.tokenmill.test_gateway import CHAT, Processes, as_jsonl, ended
+from tests.waiting import HANG_SECONDS, wait_for
+
+pytestmark = pytest.mark.slow
 
 NAMES = {metric.name for metric in METRICS if metric.by != ("autoscale",)}
 SELDOM = {
@@ -48,11 +51,11 @@ def metrics_url(processes: Processes, number: int) -> str:
         found = re.search(r"url='?(http://[^\s']+/metrics)", plain)
         return None if found is None else found[1]
 
-    return wait_for(said, SECONDS, "it tells nothing") or ""
+    return wait_for(said, "it tells nothing") or ""
 
 
 def told_when(url: str, so: Callable[[Scrape], bool], **how: Any) -> Scrape:
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG_SECONDS
     while not so(found := scrape(url, **how)):
         assert time.monotonic() < until, [family.samples for family in found.families]
         time.sleep(0.1)
@@ -142,7 +145,7 @@ def test_each_process_of_an_installation_tells_what_it_knows_and_nothing_else(
     urls = {name: metrics_url(processes, number) for name, number in numbers.items() if name != "gateway"}
     urls["gateway"] = f"{gateway}/metrics"
     client = OpenAI(base_url=f"{gateway}/v1", api_key="none")
-    wait_for(lambda: client.models.list().data, SECONDS, "no worker is up")
+    wait_for(lambda: client.models.list().data, "no worker is up")
     file = client.files.create(
         file=("in.jsonl", as_jsonl([chat(f"r{n}", f"number {n}", max_tokens=9) for n in range(40)])), purpose="batch"
     )
@@ -204,14 +207,14 @@ def test_the_port_for_figures_answers_nothing_else_and_withstands_who_is_silent(
         one.close()
     told_when_it_can(url)
     processes.running[number].terminate()
-    assert processes.running[number].wait(30) == 0
+    assert processes.running[number].wait(HANG_SECONDS) == 0
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
 
 
 def told_when_it_can(url: str) -> None:
     """The places of those that went are free again, soon."""
-    until = time.monotonic() + 15
+    until = time.monotonic() + HANG_SECONDS
     while True:
         try:
             assert scrape(url).sum("tokenmill_build_info") == 1

@@ -21,7 +21,7 @@ import pytest
 from kafka import KafkaProducer
 from kafka.admin import KafkaAdminClient, NewTopic
 
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.infra.test_watching import NAMES, PROMETHEUS
 from tests.servers.kafka import KafkaBroker
 from tests.servers.process import MissingServer, free_port
@@ -29,8 +29,9 @@ from tests.servers.prometheus import PrometheusServer
 from tests.servers.redis import RedisServer
 from tests.tokenmill import dashboards
 from tests.tokenmill.processes import Processes
+from tests.waiting import HANG_SECONDS, wait_for
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.exhaustive
 
 FASTER = 60
 BY_PROMTOOL_ALONE = {"TokenmillCacheTooSmall"}
@@ -107,7 +108,7 @@ class House:
 
     def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
         self.signal(name, number)
-        self.processes.running[self.numbers[name]].wait(60)
+        self.processes.running[self.numbers[name]].wait(HANG_SECONDS)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         self.processes.running[self.numbers[name]].send_signal(number)
@@ -119,7 +120,7 @@ class House:
     def chat(self, tokens: int = 4, **how: Any) -> int:
         """Ask, and read to the end; the status."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens} | how
-        with httpx2.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=120) as answer:
+        with httpx2.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as answer:
             answer.read()
             return answer.status_code
 
@@ -130,14 +131,14 @@ class House:
             f"{self.url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}, timeout=60
         )
         asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        made = httpx2.post(f"{self.url}/v1/batches", json=asked | how, timeout=60)
+        made = httpx2.post(f"{self.url}/v1/batches", json=asked | how, timeout=HANG_SECONDS)
         assert made.status_code == 200, made.text
         return str(made.json()["id"])
 
     def is_firing(self, *names: str, seconds: float = SECONDS) -> None:
         left = set(names)
         try:
-            wait_for(lambda: not left.difference_update(self.watching.firing()) and not left, seconds, "")
+            wait_for(lambda: not left.difference_update(self.watching.firing()) and not left, "")
         except TimeoutError:
             raise AssertionError(f"{left} don't fire") from None
         print(f"fired: {', '.join(names)}")
@@ -149,10 +150,10 @@ class House:
 
     def has_no_backlog(self) -> None:
         """Wait until all jobs have ended."""
-        wait_for(lambda: not self.watching.ask("sum(tokenmill_backlog_tokens) > 0"), 180, "jobs don't end")
+        wait_for(lambda: not self.watching.ask("sum(tokenmill_backlog_tokens) > 0"), "jobs don't end")
 
     def is_silent(self, *names: str, seconds: float = SECONDS) -> None:
-        wait_for(lambda: not set(names) & self.watching.firing(), seconds, f"{names} still fire")
+        wait_for(lambda: not set(names) & self.watching.firing(), f"{names} still fire")
         print(f"ended: {', '.join(names)}")
 
 
@@ -215,7 +216,7 @@ def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House)
     house.start("autoscaler", "-m", "tokenmill", "autoscale", "--adapter", "http", "--interval", 1)
     engine = ("--dtype", "float32", "--threads", 1, "--speculate", "ngram")
     house.start("other", "-m", "tokenmill", "worker", "--model", f"other={house.model}", *engine)
-    wait_for(lambda: house.chat() == 200, SECONDS, "no worker answers")
+    wait_for(lambda: house.chat() == 200, "no worker answers")
     house.is_silent("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
 
     # All is well: each panel has what it asks for, but for those that say when they are empty.
@@ -227,17 +228,15 @@ def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House)
             assert house.watching.ask(text), text
         answers = dashboards.Answers(house.watching, dashboards.questions())
         count = len(answers.left)
-        wait_for(lambda: not any(one.seldom is None for one in answers.look()), SECONDS, str(answers.left))
-        wait_for(
-            lambda: not any("guess" in one.seldom for one in answers.look() if one.seldom), SECONDS, str(answers.left)
-        )
+        wait_for(lambda: not any(one.seldom is None for one in answers.look()), str(answers.left))
+        wait_for(lambda: not any("guess" in one.seldom for one in answers.look() if one.seldom), str(answers.left))
 
     # What comes in is wrong: half the rows of some jobs, another job as a whole, a record.
     house.has_no_backlog()
     bad = [row(f"r{number}", 4) for number in range(5)] + ["not json"] * 5
     house.batch(bad)
     producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
-    producer.send(f"{house.prefix}.requests", b"not json").get(30)
+    producer.send(f"{house.prefix}.requests", b"not json").get(HANG_SECONDS)
     producer.close()
     with Again(lambda: house.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
         incident("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
@@ -245,11 +244,11 @@ def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House)
 
     # Two workers share a job; one stands still until the other has its shards, and then goes on.
     house.start_worker(20, name="rival")
-    wait_for(lambda: house.workers() == 2, SECONDS, "there are no two workers")
+    wait_for(lambda: house.workers() == 2, "there are no two workers")
     house.batch([row(f"t{number}", 120) for number in range(3_000)])
     time.sleep(5)
     house.signal("worker", signal.SIGSTOP)
-    wait_for(lambda: house.workers() == 1, SECONDS, "it isn't missed")
+    wait_for(lambda: house.workers() == 1, "it isn't missed")
     time.sleep(3)
     house.signal("worker", signal.SIGCONT)
     incident("TokenmillWorkRepeats")
@@ -259,7 +258,7 @@ def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House)
 
     # The worker of a job is killed; another lives, and can't take its shards, which wait.
     house.batch([row(f"k{number}", 60) for number in range(3_000)])
-    wait_for(lambda: house.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), SECONDS, "no shard is held")
+    wait_for(lambda: house.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
     house.end("worker", signal.SIGKILL)
     incident("TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits")
     answers.look()
@@ -286,9 +285,9 @@ def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House)
     # Nothing is left to do; then one of the two models has something.
     incident("TokenmillIdleWorkers")
     idle = 'ALERTS{alertname="TokenmillIdleWorkers",alertstate="firing",model="tiny"}'
-    wait_for(lambda: house.watching.ask(idle), SECONDS, "it doesn't fire for each model")
+    wait_for(lambda: house.watching.ask(idle), "it doesn't fire for each model")
     with Again(house.chat):
-        wait_for(lambda: not house.watching.ask(idle), SECONDS, "it fires on")
+        wait_for(lambda: not house.watching.ask(idle), "it fires on")
     assert fired | BY_PROMTOOL_ALONE == set(NAMES)
     assert {one.panel for one in answers.left} == dashboards.OF_RELEASES
     print(f"{count - len(answers.left)} of {count} questions of dashboards had an answer; the others ask for releases")

@@ -28,11 +28,13 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.gateway.keys import ApiKeys, Scope
 from pipeline.ports import World
 from schemas.limits import RateLimits
-from tests.cluster.cluster import wait_for
 from tests.pipeline.gateway.witness import Witness
 from tests.servers.redis import RedisServer
-from tests.tokenmill.processes import SECONDS, Processes, as_jsonl, ended
+from tests.tokenmill.processes import Processes, as_jsonl, ended
+from tests.waiting import HANG_SECONDS, wait_for
 from tests.workers import tool_templates
+
+pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 ROWS = 24
@@ -79,7 +81,7 @@ def served(
     keys = make_keys(place / "root")
     processes = Processes(
         place, TOKENMILL_REDIS_URL=redis_server.url, TOKENMILL_ROOT=str(place / "root"),
-        TOKENMILL_GATEWAY__MAX_UPLOAD_BYTES="2000000", TOKENMILL_GATEWAY__DRAIN_SECONDS=str(SECONDS),
+        TOKENMILL_GATEWAY__MAX_UPLOAD_BYTES="2000000", TOKENMILL_GATEWAY__DRAIN_SECONDS=str(HANG_SECONDS),
         TOKENMILL_CHECKPOINT_SECONDS="0.2",
     )  # fmt: skip
     command = "-m", "tokenmill"
@@ -93,12 +95,12 @@ def served(
         witness = Witness(httpx2.get(f"{url}/openapi.json").json())
         seen = DefaultHttpxClient(event_hooks={"response": [lambda answer: judge(witness, answer)]})
         client = OpenAI(base_url=f"{url}/v1", api_key=keys["all"], http_client=seen)
-        wait_for(lambda: len(client.models.list().data) == 2, SECONDS, "the models are not served")
+        wait_for(lambda: len(client.models.list().data) == 2, "the models are not served")
         yield Served(processes, url, client, keys, witness)
         assert not witness.untrue, "\n".join(witness.untrue)
         for process in processes.running:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(SECONDS) for process in processes.running] == [0] * 4
+        assert [process.wait(HANG_SECONDS) for process in processes.running] == [0] * 4
 
 
 def make_keys(root: Path) -> dict[str, str]:
@@ -253,7 +255,7 @@ def test_a_batch_is_cancelled(served: Served) -> None:
     client = served.client
     file = client.files.create(file=("long.jsonl", lines(LONG, max_tokens=60, ignore_eos=True)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", SECONDS, "it does not begin")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", "it does not begin")
     asked = client.batches.cancel(batch.id)
     assert (asked.status, asked.cancelled_at) == ("cancelling", None)
     assert asked.cancelling_at is not None
@@ -465,7 +467,7 @@ def test_a_gateway_that_stops_refuses_what_is_new_and_ends_its_streams(served: S
         reader.start()
     lane = {"Authorization": f"Bearer {served.keys['all']}"}
     status = f"{served.url}/v1/status"
-    wait_for(lambda: httpx2.get(status, headers=lane).json()["lane"]["open"] == STREAMS, SECONDS, "they don't begin")
+    wait_for(lambda: httpx2.get(status, headers=lane).json()["lane"]["open"] == STREAMS, "they don't begin")
     process = served.processes.running[0]
     process.send_signal(signal.SIGTERM)
 
@@ -476,13 +478,13 @@ def test_a_gateway_that_stops_refuses_what_is_new_and_ends_its_streams(served: S
             return error
         return None
 
-    refused = wait_for(refusal, SECONDS, "it takes requests")
+    refused = wait_for(refusal, "it takes requests")
     assert refused is not None
     assert (refused.status_code, refused.code) == (503, "draining")
     assert refused.response.headers["retry-after"] == "1"
     for reader in readers:
-        reader.join(SECONDS)
+        reader.join(HANG_SECONDS)
     assert ends == ["length"] * STREAMS
-    assert process.wait(SECONDS) == 0
+    assert process.wait(HANG_SECONDS) == 0
     with pytest.raises(openai.APIConnectionError):
         client.models.list()

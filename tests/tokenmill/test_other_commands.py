@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,12 @@ def test_given_a_job_when_exported_then_the_lines_have_openai_form_and_the_asked
     assert lines[0]["response"]["status_code"] == 200
     assert lines[0]["response"]["body"]["choices"][0]["message"]["content"] is not None
     assert lines[1]["error"]["code"] == "invalid_json"
+    inside = tokenmill("jobs", "export", job, "--to", job / "results" / "x.jsonl")
+    errors = tokenmill("jobs", "export", job, "--to", place / "y.jsonl", "--errors-to", job / "results" / "x.jsonl")
+    assert "x.jsonl: lies among the job's results" in inside.error
+    assert "x.jsonl: lies among the job's results" in errors.error
+    assert not (job / "results" / "x.jsonl").exists()
+    assert not (place / "y.jsonl").exists()
     assert split.code == 0
     assert len((place / "good.jsonl").read_text().splitlines()) == 3
     assert len((place / "bad.jsonl").read_text().splitlines()) == 1
@@ -107,6 +114,20 @@ def test_given_an_input_when_estimated_then_tokens_add_up_and_nothing_is_written
 
 def test_given_the_devices_offered_when_compared_with_the_data_sheets_then_none_is_missing() -> None:
     assert sorted(DEVICES) == sorted(HARDWARE)
+
+
+@pytest.mark.parametrize("context", [128, 256])
+def test_given_a_small_context_when_measured_then_prompts_fit_it(
+    context: int, tokenmill: Cli, place: Path, model_folder: Path
+) -> None:
+    model = shutil.copytree(model_folder, place / "small")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    quick = ("--repeats", "1", "--batch", "2", "--rows", "20", "--dtype", "float32", "--threads", "1")
+    found = tokenmill("bench", "--model", model, *quick, "--json").json()
+    names = [result["name"] for result in found["results"]]
+    assert f"prefill, prompts of {context - 1} tokens" in names
+    assert found["pipeline_rows_per_second"] > 0
 
 
 def test_given_a_bench_when_it_ends_then_its_figures_are_told_and_estimate_uses_them(
@@ -219,3 +240,32 @@ def test_given_no_command_when_called_then_the_help_is_shown_and_the_exit_code_s
         ended = tokenmill(*arguments)
         assert ended.code == 2
         assert "Usage: tokenmill" in ended.out
+
+
+def test_given_results_that_are_damaged_then_show_run_and_verify_say_which_file_and_fail(
+    tokenmill: Cli, job: Path, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(chat("a"), "{", chat("b", text="longer first", max_tokens=30), chat("c"))
+    run = ("run", path, "--model", f"tiny={model_folder}", "--output", job)
+    assert "2 files with 4 rows are as committed" in tokenmill("jobs", "verify", job).out
+    assert tokenmill("jobs", "verify", job, "--json").json()["files"] == 2
+    part = job / "results/part-00001.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-9] + b"x" + whole[-8:])
+    assert tokenmill("jobs", "show", job).code == 0, "names and sizes are right"
+    verified = tokenmill("jobs", "verify", job)
+    assert (verified.code, "part-00001.parquet has other contents" in verified.err) == (1, True)
+    part.write_bytes(whole[: len(whole) // 2])
+    for command in (("jobs", "show", job), run, ("jobs", "verify", job)):
+        ended = tokenmill(*command)
+        assert (ended.code, "part-00001.parquet has" in ended.err) == (1, True)
+    part.unlink()
+    for command in (("jobs", "show", job), run, ("jobs", "verify", job)):
+        ended = tokenmill(*command)
+        assert (ended.code, "part-00001.parquet is missing (3 rows)" in ended.err) == (1, True)
+        assert ended.err.count("\n") <= 2, "one line that says what, where and what to do"
+    assert "completed" in tokenmill("jobs", "show", job).out, "what is known is shown all the same"
+    part.write_bytes(whole)
+    (job / "results/part-00007.parquet").write_bytes(whole)
+    ended = tokenmill("jobs", "show", job)
+    assert (ended.code, "part-00007.parquet is no part of this job" in ended.err) == (1, True)

@@ -23,9 +23,12 @@ from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN
 from tests.servers.faulty_http import Fault, FaultyHttp
+from tests.waiting import HANG_SECONDS
 from tokenmill import over_http
 from tokenmill.errors import UserError
 from tokenmill.over_http import Gateway
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -270,7 +273,7 @@ def test_one_message_is_answered(house: HttpHouse, tokenmill: Any) -> None:
 
 
 def test_a_talk_goes_along_and_ends_with_its_input(house: HttpHouse) -> None:
-    out, err = chatting(house, "--max-tokens", "2").communicate("one\n\ntwo\n", 60)
+    out, err = chatting(house, "--max-tokens", "2").communicate("one\n\ntwo\n", timeout=HANG_SECONDS)
     assert out.splitlines() == [words(2), words(2)], err
     asked = [one.body["messages"] for one in house.worker.asked.values()]
     assert [one["content"] for one in asked[1]] == ["one", words(2), "two"]
@@ -285,7 +288,7 @@ def test_an_interrupt_cancels_the_answer_and_not_the_talk(house: HttpHouse) -> N
     talk.stdin.flush()
     assert talk.stdout.read(4) == words(1)[:4]
     talk.send_signal(signal.SIGINT)
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_SECONDS
     while not house.worker.unwanted:
         assert time.monotonic() < until, "the worker still answers"
         time.sleep(0.01)

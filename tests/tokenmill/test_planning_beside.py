@@ -21,6 +21,7 @@ from schemas.limits import PlanSettings
 from schemas.models import ModelPin
 from schemas.outcome import Counts
 from schemas.plan import PlanSegment
+from tests.waiting import HANG_SECONDS
 from tokenmill import models
 from tokenmill.embedded import Output, open_output
 from tokenmill.engine_options import EngineOptions
@@ -30,6 +31,8 @@ from tokenmill.run_plan import RunPlan, load_model
 from tokenmill.tracker import RunTracker
 from tokenmill.wiring import JobRun, run_job
 from workers.model_host import LoadedModel
+
+pytestmark = pytest.mark.slow
 
 Cli = Callable[..., Any]
 Chat = Callable[..., dict[str, Any]]
@@ -60,7 +63,7 @@ class Told(RunTracker):
 def run(source: Path, place: Path, model_folder: Path, before_planning: Callable[[], object]) -> JobRun:
     plan = RunPlan(
         inputs=pin_input(source),
-        model=ChosenModel("tiny", models.ModelSource("tiny", model_folder, None, 0)),
+        models=(ChosenModel("tiny", models.ModelSource("tiny", model_folder, None, 0)),),
         output=place / "out",
         tier=Tier.STANDARD,
         settings=SETTINGS,
@@ -126,7 +129,7 @@ def test_the_planner_tells_of_each_segment_once(begun: tuple[Output, Job], place
             ended.set()
 
     with PlannerProcess(place / "out", output.lock, output.ledger, job.input, tell, ended.set) as planner:
-        assert ended.wait(240)
+        assert ended.wait(HANG_SECONDS)
         planner.check()
     assert told == list(output.ledger.segments(1))
     assert told[-1].end_row == ROWS
@@ -141,7 +144,7 @@ def test_given_a_changed_input_when_it_is_planned_then_the_planner_fails_once_wi
     with PlannerProcess(
         place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
-        assert failed.wait(240)
+        assert failed.wait(HANG_SECONDS)
         with pytest.raises(PipelineError, match="when the job was accepted; put the old file back"):
             planner.check()
     assert len(list(output.ledger.segments())) == 1
@@ -157,7 +160,7 @@ def test_given_an_input_rewritten_at_the_same_size_when_it_is_planned_then_the_p
     with PlannerProcess(
         place / "out", output.lock, output.ledger, job.input, lambda segment: None, failed.set
     ) as planner:
-        assert failed.wait(240)
+        assert failed.wait(HANG_SECONDS)
         with pytest.raises(
             PipelineError, match=rf"^{source}: was written or replaced .*; put the old file back and run again"
         ):

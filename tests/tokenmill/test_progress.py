@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from schemas.outcome import Counts, JobStatus, Manifest, Usage
+from tests.waiting import HANG_SECONDS
 from tokenmill.output import duration, size
 from tokenmill.progress import ProgressDisplay, RunSnapshot, describe
 from tokenmill.summary import last_line, summary_table
@@ -60,7 +61,7 @@ def test_given_no_terminal_when_shown_then_plain_lines_come_and_a_phase_is_said_
     snapshots = [RunSnapshot("planning"), RunSnapshot("planning"), RUNNING]
 
     with ProgressDisplay(console, lambda: snapshots.pop(0) if len(snapshots) > 1 else snapshots[0], interval=0.01):
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_SECONDS
         while "60/200" not in text.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
 

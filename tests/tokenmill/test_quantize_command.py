@@ -86,6 +86,17 @@ def test_given_json_then_the_report_is_the_one_in_the_folder(
     assert report["num_bytes"] == size < report["dense_bytes"]
 
 
+def test_given_columns_that_fill_no_group_then_no_checkpoint_is_written(
+    tokenmill: Cli, place: Path, model_folder: Path
+) -> None:
+    ended = tokenmill("quantize", model_folder, "--to", "int4", "--group", "128", "-o", place / "made")
+    assert (
+        "can't be quantized to int4: no linear layer has columns that fill whole groups of 128; take int8"
+        in ended.error
+    )
+    assert not (place / "made").exists()
+
+
 def test_given_no_text_then_quality_is_said_to_be_unmeasured(tokenmill: Cli, place: Path, model_folder: Path) -> None:
     ended = tokenmill("quantize", model_folder, "--to", "int8", "-o", place / "made")
     assert ended.code == 0, ended.err

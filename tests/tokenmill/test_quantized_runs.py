@@ -18,6 +18,8 @@ from tokenmill.engine_options import EngineOptions
 from tokenmill.measured import FILE, MeasuredSpeed, keep, recall, this_machine
 from tokenmill.options import KvDType, Quantize
 
+pytestmark = pytest.mark.slow
+
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
 Write = Callable[..., Path]

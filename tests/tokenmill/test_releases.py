@@ -30,12 +30,12 @@ from schemas.limits import PlanSettings
 from schemas.options import JobOptions
 from schemas.outcome import Manifest
 from schemas.releases import CanaryRecord, Release
-from tests.cluster.cluster import wait_for
 from tests.servers.process import MissingServer, free_port
 from tests.servers.prometheus import PrometheusServer
 from tests.servers.redis import RedisServer
 from tests.tokenmill import dashboards
 from tests.tokenmill.processes import Processes
+from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.errors import ModelError
 from tokenmill.job_options import ChosenModel
 from tokenmill.models import ModelSource
@@ -75,6 +75,7 @@ def world(place: Path) -> Iterator[World]:
         yield World(store, SystemClock(), SystemRandomness(), store.scratch)
 
 
+@pytest.mark.slow
 def test_given_a_record_that_says_otherwise_when_a_worker_starts_then_it_ends_with_71_and_is_in_no_catalog(
     processes: Processes, world: World, model_folder: Path, tokenmill: Any, place: Path
 ) -> None:
@@ -89,7 +90,7 @@ def test_given_a_record_that_says_otherwise_when_a_worker_starts_then_it_ends_wi
     # when a worker starts with these very weights
     number = processes.start("-m", "tokenmill", "worker", "--model", f"tiny={model_folder}", *ENGINE)
     # then
-    assert processes.running[number].wait(60) == 71
+    assert processes.running[number].wait(HANG_SECONDS) == 71
     (said,) = [line for line in processes.log(number).read_text().splitlines() if line.startswith("error: ")]
     assert "canary prompt 0: the log-probability of token 0 is off by 0.2" in said
     assert Catalog(world.store).entries() == []
@@ -137,7 +138,7 @@ class Installation:
     def answers(self, name: str) -> list[tuple[str, str]]:
         """Of a job, once it has ended."""
         manifest = self.root / "jobs" / name / "manifest.json"
-        wait_for(manifest.is_file, 120, f"{name} doesn't end")
+        wait_for(manifest.is_file, f"{name} doesn't end")
         assert json.loads(manifest.read_text())["status"] == "completed"
         return read_answers(manifest.parent)
 
@@ -146,9 +147,9 @@ class Installation:
         digest = model_digest(model)
         self.start("worker", "--candidate", "--model", f"tiny={model}", *ENGINE)
         versions = Catalog(self.world.store).versions
-        wait_for(lambda: any(entry.pin.digest == digest for entry in versions("tiny")), 60, "the candidate isn't up")
+        wait_for(lambda: any(entry.pin.digest == digest for entry in versions("tiny")), "the candidate isn't up")
         self.submit(job)
-        wait_for(lambda: self.parts(job), 60, "nothing is computed")
+        wait_for(lambda: self.parts(job), "nothing is computed")
         begun = self._tokenmill("release", "start", f"tiny@{digest[:20]}", "--root", self.root, "--json")
         assert (begun.code, begun.json()["number"]) == (0, number)
 
@@ -165,7 +166,7 @@ class Installation:
             last = self.book.last("tiny")
             return last if last is not None and last.outcome is not None else None
 
-        found = wait_for(ended, 120, "the release isn't decided")
+        found = wait_for(ended, "the release isn't decided")
         assert found is not None
         return found
 
@@ -220,13 +221,13 @@ class Watched:
         text = question.real.replace("[10s]", "[60s]")
         if self._here:
             wait_for(
-                lambda: any(one["metric"]["verdict"] == verdict for one in self._prometheus.ask(f"{text} > 0")), 30,
+                lambda: any(one["metric"]["verdict"] == verdict for one in self._prometheus.ask(f"{text} > 0")),
                 f"no panel shows that it was {verdict}",
-            )  # fmt: skip
+            )
 
     def saw_all(self) -> None:
         if self._here:
-            wait_for(lambda: not self._answers.look(), 30, f"unanswered: {self._answers.left}")
+            wait_for(lambda: not self._answers.look(), f"unanswered: {self._answers.left}")
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     house.start("worker", "--model", f"tiny={model_folder}", *ENGINE)
     house.start("dispatcher", TOKENMILL_METRICS__PORT=str(watched.port))
     catalog = Catalog(world.store)
-    wait_for(lambda: catalog.find("tiny"), 60, "no worker is up")
+    wait_for(lambda: catalog.find("tiny"), "no worker is up")
 
     # A bad one: caught, and gone without a trace in what anybody reads.
     begun = time.monotonic()
@@ -280,7 +281,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     watched.saw_end("promoted")
     assert house.answers("job-2") == alone["stable"]
     assert house.ran_meanwhile("job-2", second.release)
-    wait_for(lambda: catalog.find("tiny").pin.digest == model_digest(good), 10, "the name means the old version still")
+    wait_for(lambda: catalog.find("tiny").pin.digest == model_digest(good), "the name means the old version still")
 
     # New jobs run on it, computed by the worker that was its candidate; all that ran before was the old one's.
     house.submit("job-3")
@@ -297,7 +298,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     assert len(workers["job-1"]) == 1
     assert not workers["job-3"] & workers["job-1"]
     for standing in (first, second):
-        wait_for(lambda one=standing: not ShadowCopies(world.store, one.release).standing(), 30, "copies are left")
+        wait_for(lambda one=standing: not ShadowCopies(world.store, one.release).standing(), "copies are left")
 
     # A worker that does not answer as its version did doesn't serve, and is counted.
     canaries = Canaries(world.store)
@@ -308,7 +309,7 @@ def test_a_bad_version_is_rolled_back_and_a_good_one_promoted_while_jobs_run(
     kept = world.store.read(key)
     world.store.replace(key, record.model_copy(update={"answers": (wrong, *record.answers[1:])}).to_json())
     number = house.start("worker", "--model", f"tiny={good}", *ENGINE)
-    assert processes.running[number].wait(60) == 71
+    assert processes.running[number].wait(HANG_SECONDS) == 71
     world.store.replace(key, kept)
     watched.saw_all()
 

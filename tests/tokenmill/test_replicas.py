@@ -17,9 +17,12 @@ import pytest
 from pipeline.adapters.folder import FolderStore
 from pipeline.ledger import JobLedger
 from pipeline.results import read_part
+from tests.waiting import HANG_SECONDS
 from tokenmill.engine_options import EngineOptions
 from tokenmill.errors import UserError
 from tokenmill.replicas import environments
+
+pytestmark = pytest.mark.slow
 
 ROWS = 60
 Tokenmill = Callable[..., Any]
@@ -96,7 +99,7 @@ def test_what_dies_ends_the_run_and_the_same_command_goes_on(
     variables = {"TOKENMILL_PLAN__MAX_SHARD_ROWS": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
     environment = {**os.environ, **variables}
     process = subprocess.Popen([*run, *more], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 200
+    until = time.monotonic() + HANG_SECONDS
     while len(list((place / "out" / "results").glob("*.parquet"))) < 2:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "no parts appear"
@@ -105,14 +108,14 @@ def test_what_dies_ends_the_run_and_the_same_command_goes_on(
     ranks = [rank for replica in replicas for rank in children(replica, "engine.parallel.rank")]
     assert (len(replicas), len(ranks)) == (2, 2)
     os.kill((replicas if victim == "replica" else ranks)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1, err
     said = "was killed by SIGKILL" if victim == "replica" else "the engine lost a rank: rank 1"
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("error: replica ")
     for pid in (*replicas, *ranks):
         gone(pid)
-    again = subprocess.run(run, cwd=place, env=environment, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(run, cwd=place, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert again.returncode == 0, again.stderr
     assert [row["custom_id"] for row in results(place / "out")] == [f"r{n}" for n in range(40)]
     assert {row["status"] for row in results(place / "out")} == {"succeeded"}
@@ -127,7 +130,7 @@ def test_no_process_outlives_a_run_that_is_killed(place: Path, model_folder: Pat
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TOKENMILL_PLAN__MAX_SHARD_ROWS": "1"}
     process = subprocess.Popen(run, cwd=place, env=environment, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 100
+    until = time.monotonic() + HANG_SECONDS
     while not (ranks := children(process.pid, "engine.parallel.rank")):
         assert process.poll() is None
         assert time.monotonic() < until
@@ -145,7 +148,7 @@ def children(pid: int, module: str) -> list[int]:
 
 
 def gone(pid: int) -> None:
-    until = time.monotonic() + 15
+    until = time.monotonic() + HANG_SECONDS
     while Path(f"/proc/{pid}").exists():
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "Z":  # ended; whoever is to look at it is slow

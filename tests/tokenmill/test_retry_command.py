@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
 Write = Callable[..., Path]

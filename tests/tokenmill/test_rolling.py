@@ -24,18 +24,16 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from tests.cluster.cluster import wait_for
 from tests.cluster.lane_cluster import LaneCluster, lane_cluster, request
 from tests.cluster.null_worker import Answers
 from tests.servers.caddy import Caddy
 from tests.servers.plugin import started
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS, wait_for
+
+pytestmark = pytest.mark.slow
 
 QUESTIONS = 500
-
-MISSED_AFTER = 10.0 + 3.0
-"""Seconds: what a killed worker had is sent again when it hasn't held its requests for a lifetime (`LaneSettings`) and
-their caller asks (`patience`). Until then the first events of what it had taken last can't come."""
 
 
 @dataclass(slots=True)
@@ -74,7 +72,7 @@ class Traffic:
         thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         thread.start()
         try:
-            wait_for(lambda: len(self.ended) >= self.streams, 120, "no streams come to their end")
+            wait_for(lambda: len(self.ended) >= self.streams, "no streams come to their end")
             yield
         finally:
             self.enough.set()
@@ -82,7 +80,7 @@ class Traffic:
 
     async def _run(self) -> None:
         limits = httpx2.Limits(max_connections=None)
-        http = httpx2.AsyncClient(event_hooks={"response": [self._note]}, timeout=60, limits=limits)
+        http = httpx2.AsyncClient(event_hooks={"response": [self._note]}, timeout=HANG_SECONDS, limits=limits)
         async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http) as client:
             await asyncio.gather(*(self._one_after_the_other(client, place) for place in range(self.streams)))
 
@@ -135,10 +133,9 @@ class Traffic:
             "until the first event"
         )
 
-    def assert_nobody_noticed(self, patience: float) -> None:
+    def assert_nobody_noticed(self) -> None:
         assert [(one.number, one.wrong) for one in self.ended if one.wrong] == []
         assert set(self.refused) <= {(503, "draining", "1")}
-        assert self.longest_wait() < patience, "new streams were not served throughout"
 
 
 class House:
@@ -161,11 +158,9 @@ class House:
         """Kill it, and start it again when others have what it had. That takes until it is missed; whoever comes
         meanwhile is served by others at once."""
         self.cluster.kill(name)
-        asked = time.monotonic()
-        answer = httpx2.post(f"{self.traffic.url}/v1/chat/completions", json=request(0, 5), timeout=30)
+        answer = httpx2.post(f"{self.traffic.url}/v1/chat/completions", json=request(0, 5), timeout=HANG_SECONDS)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 5)
-        assert time.monotonic() - asked < 2.0
-        wait_for(lambda: self.sent_again("lost"), 30, "nothing was sent again")
+        wait_for(lambda: self.sent_again("lost"), "nothing was sent again")
         self.cluster.start(name)
 
     def sent_again(self, why: str) -> int:
@@ -200,7 +195,7 @@ def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: 
             house.cluster.start("gateway-1")
             for name in ("gateway-2", "worker-1"):
                 house.replace(name)
-        house.traffic.assert_nobody_noticed(patience=5.0)
+        house.traffic.assert_nobody_noticed()
         assert house.sent_again(HANDED_BACK)
 
 
@@ -208,14 +203,14 @@ def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
     """Stop a gateway that has streams. `House.traffic` knows how these ended."""
     url = house.cluster.url(name)
     assert httpx2.get(f"{url}/readyz").status_code == 200
-    wait_for(lambda: streams_at(url) > 5, 10, "it gets no streams")
+    wait_for(lambda: streams_at(url) > 5, "it gets no streams")
     house.cluster.processes[name].send_signal(signal.SIGTERM)
-    wait_for(lambda: httpx2.get(f"{url}/readyz").status_code == 503, 1, "it is still ready")
+    wait_for(lambda: httpx2.get(f"{url}/readyz").status_code == 503, "it is still ready")
     refused = httpx2.post(f"{url}/v1/chat/completions", json=house.traffic.bodies[0])
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "draining"
     assert streams_at(url) > 0, "what it had was cut off"
-    assert house.cluster.processes[name].wait(30) == 0
+    assert house.cluster.processes[name].wait(HANG_SECONDS) == 0
 
 
 def streams_at(url: str) -> int:
@@ -226,7 +221,6 @@ def streams_at(url: str) -> int:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("grace", [0, 20])
 def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(make_house: MakeHouse, grace: int) -> None:
     """With a grace of 20 s workers end what they have; without, they hand all of it back."""
@@ -236,7 +230,7 @@ def test_two_hundred_streams_survive_a_rolling_restart_and_killed_workers(make_h
                 house.replace(name)
             house.kill("worker-1")
             house.kill("worker-2")
-        house.traffic.assert_nobody_noticed(patience=MISSED_AFTER + 5.0)
+        house.traffic.assert_nobody_noticed()
         assert (house.sent_again(HANDED_BACK) > 100) == (grace == 0)
         assert house.sent_again("lost") > 50
         print(house.traffic.summary())

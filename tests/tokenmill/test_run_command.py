@@ -87,9 +87,7 @@ def test_given_every_kind_of_bad_line_when_run_then_good_rows_succeed_and_bad_ro
     for row in failed:
         assert row["error_message"]
         assert row["status_code"] >= 400
-        # What the worker finds, it finds by the row in the whole input.
-        whole = " of the input" if row["custom_id"] in ("tools", "long", "embed") else ""
-        assert row["error_message"].startswith(f"line {row['row'] + 1}{whole}: "), row
+        assert row["error_message"].startswith(f"line {row['row'] + 1} of the input: "), row
     good = [row for row in rows if row["status"] == "succeeded"]
     assert [row["custom_id"] for row in good] == [f"good-{index}" for index in range(len(bad) + 1)]
     assert all(row["text"] is not None and row["completion_tokens"] > 0 for row in good)
@@ -143,7 +141,7 @@ def test_given_few_long_requests_when_run_then_the_cache_is_no_larger_than_they_
     path = write_lines(chat("a", text="word " * 40, ignore_eos=True), chat("b", n=2, temperature=1.0))
     model = ChosenModel("tiny", models.ModelSource("tiny", model_folder, None, 0))
     plan = RunPlan(
-        inputs=pin_input(path), model=model, output=place / "out", tier=Tier.STANDARD,
+        inputs=pin_input(path), models=(model,), output=place / "out", tier=Tier.STANDARD,
         settings=JobSettings(), engine=EngineOptions(dtype="float32", threads=1),
     )  # fmt: skip
     told: list[tuple[int | None, int | None]] = []
@@ -178,6 +176,7 @@ def test_given_on_invalid_job_when_a_line_is_bad_then_the_job_is_refused_before_
     assert tokenmill(*arguments, "--on-invalid", "job").code == 0
 
 
+@pytest.mark.slow
 def test_given_a_finished_job_when_the_same_command_runs_again_then_nothing_is_computed_or_changed(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
 ) -> None:
@@ -222,6 +221,7 @@ def test_given_json_when_a_job_ends_then_stdout_is_one_document_with_its_outcome
     assert "cost" in ended.err
 
 
+@pytest.mark.slow
 def test_given_names_limits_and_a_template_when_run_then_each_option_is_obeyed(
     tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
@@ -336,3 +336,82 @@ def test_given_debug_when_something_fails_then_the_traceback_is_shown_too(tokenm
     assert ended.code == 1
     assert "Traceback" in ended.err
     assert ended.err.splitlines()[-1].startswith("error: nowhere.jsonl")
+
+
+@pytest.fixture(scope="module")
+def other_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, tiny_models: Any) -> Path:
+    """A model with the same tokenizer and other weights."""
+    folder = tmp_path_factory.mktemp("other") / "other"
+    tiny_models.make_tiny_model("llama", folder, vocab_size=300, seed=7)
+    for file in model_folder.glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    for file in model_folder.glob("*.jinja"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_given_several_models_when_run_then_each_row_is_answered_by_the_model_that_it_names(
+    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+) -> None:
+    lines = [chat(f"r{n}", f"question {n // 2}", model="ab"[n % 2], ignore_eos=True) for n in range(8)]
+    models = ("-m", f"a={model_folder}", "-m", f"b={other_model}")
+
+    both = tokenmill("run", write_lines(*lines), *models, "-o", place / "both", "--dtype", "float32", "--json")
+    texts = {row["custom_id"]: row["text"] for row in results(place / "both")}
+
+    assert both.code == 0, both.err
+    assert both.json()["counts"]["succeeded"] == 8
+    assert [one["model"] for one in both.json()["spending"]] == ["a", "b"]
+    for name, folder in (("a", model_folder), ("b", other_model)):
+        own = [line for line in lines if line["body"]["model"] == name]
+        alone = ("run", write_lines(*own), "-m", f"{name}={folder}", "-o", place / name, "--dtype", "float32")
+        assert tokenmill(*alone).code == 0
+        answers = {row["custom_id"]: row["text"] for row in results(place / name)}
+        assert answers == {row: text for row, text in texts.items() if row in answers}
+    assert texts["r0"] != texts["r1"], "the same question, to another model"
+
+
+def test_given_replicas_and_several_models_when_run_then_both_models_answer(
+    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+) -> None:
+    path = write_lines(*(chat(f"r{n}", f"question {n}", model="ab"[n % 2]) for n in range(6)))
+
+    ended = tokenmill(
+        "run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", place / "out", "--replicas", 2
+    )
+
+    assert ended.code == 0, ended.err
+    assert [row["status"] for row in results(place / "out")] == ["succeeded"] * 6
+
+
+def test_given_a_job_of_several_models_when_rows_are_retried_then_its_models_answer_or_those_named_in_their_place(
+    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
+) -> None:
+    long = chat("long", text="word " * 2000, model="b")
+    path = write_lines(chat("a", model="a"), long)
+    assert tokenmill("run", path, "-m", f"a={model_folder}", "-m", f"b={other_model}", "-o", place / "out").code == 0
+
+    retry = ("jobs", "retry", place / "out")
+    again = tokenmill(*retry, "-o", place / "again", "--include-invalid")
+    other = tokenmill(*retry, "-o", place / "other", "-m", f"b={model_folder}")
+    wrong = tokenmill(*retry, "-o", place / "wrong", "-m", f"c={model_folder}")
+
+    assert (again.code, other.code, wrong.code) == (0, 0, 1), again.err + other.err
+    assert "has the models a, b" in wrong.error
+    for out in ("again", "other"):
+        assert [(row["custom_id"], row["error_code"]) for row in results(place / out)] == [
+            ("long", "context_length_exceeded")
+        ]
+
+
+def test_given_one_name_for_two_models_when_run_then_it_is_refused_as_wrong_usage(
+    tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write
+) -> None:
+    path = write_lines(chat("a"))
+    twice = tokenmill("run", path, "-m", f"tiny={model_folder}", "-m", f"tiny={other_model}", "-o", place / "out")
+    single = tokenmill("estimate", path, "-m", f"tiny={model_folder}", "-m", f"b={other_model}")
+
+    assert (twice.code, single.code) == (2, 2)
+    assert "two models are named 'tiny'" in twice.error
+    assert "takes one model, not 2" in single.error
+    assert not (place / "out").exists()

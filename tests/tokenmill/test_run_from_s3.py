@@ -10,6 +10,8 @@ import pytest
 
 from tests.servers.moto import MotoServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket(s3_server: MotoServer, unique_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> str:

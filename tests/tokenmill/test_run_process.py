@@ -19,6 +19,10 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from tests.waiting import HANG_SECONDS
+
+pytestmark = pytest.mark.slow
+
 ROWS = 160
 ROWS_PER_PART = 4
 
@@ -66,7 +70,7 @@ def parts(out: Path) -> dict[str, str]:
 
 
 def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    until = time.monotonic() + 240
+    until = time.monotonic() + HANG_SECONDS
     while len(parts(out)) < count:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, "no parts appear"
@@ -86,7 +90,6 @@ def custom_ids(out: Path) -> dict[str, list[str | None]]:
     }
 
 
-@pytest.mark.timeout(1200)
 def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command_goes_on(
     place: Path, start: Start
 ) -> None:
@@ -96,7 +99,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     wait_for_parts(first, out, 4)
     seen = custom_ids(out)
     first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=240)
+    _, err = first.communicate(timeout=HANG_SECONDS)
     committed = parts(out)
 
     # While it ran, every reader saw whole parts, and no request twice but for the refused duplicate.
@@ -111,7 +114,7 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert not (out / "manifest.json").exists()
 
     second = start(FAST)
-    told, err = second.communicate(timeout=240)
+    told, err = second.communicate(timeout=HANG_SECONDS)
 
     # What was committed was not touched; everything is there once; every reader agrees.
     assert second.returncode == 0, err
@@ -130,7 +133,6 @@ def test_given_a_run_when_it_is_read_meanwhile_and_stopped_then_the_same_command
     assert f"{ROWS} of {ROWS + 2} rows succeeded, 2 failed" in err.splitlines()[-1]
 
 
-@pytest.mark.timeout(1200)
 def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_committed_parts_stand(
     place: Path, start: Start
 ) -> None:
@@ -138,11 +140,11 @@ def test_given_a_killed_run_when_the_same_command_runs_then_it_finishes_and_comm
     first = start(SLOWLY)
     wait_for_parts(first, out, 3)
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=240)
+    first.communicate(timeout=HANG_SECONDS)
     committed = parts(out)
 
     second = start(FAST)
-    _, err = second.communicate(timeout=240)
+    _, err = second.communicate(timeout=HANG_SECONDS)
 
     assert second.returncode == 0, err
     after = parts(out)

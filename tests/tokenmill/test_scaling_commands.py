@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ from pipeline.intake import Intake, JobDraft
 from pipeline.ports import WorkerState, World
 from schemas.models import CatalogEntry, ModelPin
 from schemas.options import JobOptions
-from tests.cluster.cluster import wait_for
 from tests.servers.redis import RedisServer
-from tests.tokenmill.processes import SECONDS, Processes
+from tests.tokenmill.processes import Processes
+from tests.waiting import HANG_SECONDS, wait_for
 
 PIN = ModelPin(name="owner/m", source="m", digest="sha256:" + "a" * 64, dtype="float32")
 TOKENS_PER_SECOND = 0.02
@@ -78,11 +77,11 @@ def metrics_url(processes: Processes, number: int) -> str:
         found = re.search(r"http://[0-9.:]+/metrics", processes.log(number).read_text())
         return None if found is None else found[0]
 
-    return wait_for(said, SECONDS, "it tells no figures") or ""
+    return wait_for(said, "it tells no figures") or ""
 
 
 def fetched(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=HANG_SECONDS) as answer:
         return json.load(answer) if answer.headers["Content-Type"] == "application/json" else answer.read().decode()
 
 
@@ -101,7 +100,7 @@ def test_given_http_when_keda_asks_for_a_pool_then_it_gets_the_number(processes:
                 raise
             return None
 
-    found = wait_for(answer, SECONDS, "nothing was decided")
+    found = wait_for(answer, "nothing was decided")
     assert found["desired"] == 8
     assert fetched(url.replace("/metrics", "/autoscale"))["pools"][0]["pool"] == "owner/m"
     assert 'tokenmill_desired_workers{pool="owner/m"} 8.0' in fetched(url)
@@ -144,9 +143,7 @@ def test_given_a_setting_that_is_missing_then_it_is_named(
 
 def test_given_a_pattern_when_it_is_simulated_then_there_are_figures_and_a_table(tokenmill: Any) -> None:
     arguments = ("simulate", "--pattern", "bursts", "--gpus", 4, "--hours", 6, "--seed", 3, "--price-per-hour", 2)
-    begun = time.monotonic()
     found = json.loads(tokenmill(*arguments, "--json").out)
-    assert time.monotonic() - begun < 30
     assert found["deadlines_met"] <= found["deadlines"] <= found["jobs"] == 72
     assert found["cost"] == pytest.approx(2 * found["worker_hours"])
     assert found["settings"]["scaling"]["most"] == 4

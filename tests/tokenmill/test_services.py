@@ -23,8 +23,10 @@ from pipeline.ports import World
 from schemas.limits import PlanSettings
 from schemas.options import JobOptions
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
 
-SECONDS = 120
+pytestmark = pytest.mark.slow
+
 ROOT = str(Path(__file__).parents[2])
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -52,7 +54,7 @@ def start(place: Path) -> Iterator[Start]:
 
 def wait_until(what: Callable[[], Any], *living: subprocess.Popen[str]) -> Any:
     """Its first true value; fails when it takes too long, or one of the processes ends."""
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + HANG_SECONDS
     while not (value := what()):
         assert time.monotonic() < until, "it took too long"
         assert all(process.poll() is None for process in living), "a process has ended"
@@ -93,7 +95,7 @@ def test_what_is_dropped_is_answered_as_run_would_and_the_end_is_orderly(
     tiers = {json.loads((job / "job.json").read_text())["tier"] for job in root.glob("jobs/*")}
     assert tiers == {"standard", "bulk"}
     served.send_signal(signal.SIGTERM)
-    assert served.wait(30) == 0
+    assert served.wait(HANG_SECONDS) == 0
     # Started again it finds nothing to do: the same files are no new jobs, also when their results have gone.
     brief = {"TOKENMILL_RETENTION__EVERY": "1s", "TOKENMILL_RETENTION__OUTPUTS": "1s"}
     again = start("serve", "--data", "data", "--port", 0, "--settle", 0.2, *engine, **brief)
@@ -141,7 +143,7 @@ def test_two_workers_and_two_dispatchers_lose_nothing_when_one_of_each_is_killed
     told = [(row["custom_id"], row["text"]) for row in results(place / "root/jobs/job-1")]
     assert told == [(row["custom_id"], row["text"]) for row in results(place / "alone")]
     workers[1].send_signal(signal.SIGTERM)
-    assert workers[1].wait(30) == 0
+    assert workers[1].wait(HANG_SECONDS) == 0
 
 
 def test_a_worker_without_a_redis_says_so(tokenmill: Any, place: Path) -> None:

@@ -23,9 +23,10 @@ from pipeline.simulator.worker_model import Decoding, WorkerModel
 from schemas.job import Tier
 from schemas.limits import PlanSettings
 from schemas.scaling import ScalingLimits
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.servers.redis import RedisServer
 from tests.tokenmill.test_null_workers import Cluster, finished_at
+from tests.waiting import wait_for
 
 STEP_MS = 50
 BATCH = 16
@@ -45,7 +46,6 @@ JOBS = (
     TracedJob(at=14, rows=170, prompt_tokens=PROMPT, output_tokens=30),
     TracedJob(at=14, rows=40, prompt_tokens=PROMPT, output_tokens=100, tier=Tier.BULK),
 )
-SECONDS = 120
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_given_a_trace_when_two_real_workers_do_it_then_their_throughput_is_the_
     worker = (*NULL_WORKER, "--model", f"tiny={model_folder}", "--max-num-seqs", BATCH, "--step-ms", STEP_MS)
     for name in ("one", "two"):
         cluster.start(name, *worker)
-    wait_for(lambda: Catalog(cluster.world.store).entries(), SECONDS, "no model is served")
+    wait_for(lambda: Catalog(cluster.world.store).entries(), "no model is served")
     heartbeats = RedisHeartbeats(RedisSettings(redis_server.url), lifetime=12.0)
-    wait_for(lambda: len(heartbeats.workers()) == 2, SECONDS, "the workers aren't up")
+    wait_for(lambda: len(heartbeats.workers()) == 2, "the workers aren't up")
     heartbeats.close()
     begun, folders = time.time(), []
     for number, job in enumerate(JOBS):
@@ -88,7 +88,7 @@ def test_given_a_trace_when_two_real_workers_do_it_then_their_throughput_is_the_
         time.sleep(max(0.0, begun + job.at - time.time()))
         folders.append(cluster.submit(source, f"job-{number}", ROWS_IN_SHARD, tier=job.tier))
     for folder in folders:
-        wait_for((folder / "manifest.json").exists, SECONDS, "a job did not end")
+        wait_for((folder / "manifest.json").exists, "a job did not end")
     real = [finished_at(folder).timestamp() - begun for folder in folders]
     expected = simulated()
     tokens = sum(job.rows * job.output_tokens for job in JOBS)

@@ -15,6 +15,8 @@ from engine import config
 from schemas.settings import check_speculate
 from tests.engine.speculative import eagle_heads as heads
 
+pytestmark = pytest.mark.slow
+
 Chat = Callable[..., dict[str, Any]]
 Cli = Callable[..., Any]
 Write = Callable[..., Path]
@@ -49,6 +51,9 @@ def test_given_speculation_when_run_then_answers_are_the_same_and_the_manifest_c
     manifest = json.loads((place / "out/manifest.json").read_text())
     engine, usage = manifest["engine"], manifest["usage"]
     assert engine["speculate"] == method
+    if method == "auto":
+        assert usage["drafted"] == 0, "nine short answers end before a trial has paid"
+        return
     assert usage["drafted"] > usage["accepted"] >= 0
     drafted = [value for name, value in engine.items() if name.startswith("drafted_")]
     assert sum(drafted) == usage["drafted"]

@@ -37,7 +37,7 @@ def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_re
 
     manifest = limited.json()
     assert limited.code == 0
-    assert "has reached its spending limit; what was finished is kept" in limited.err
+    assert f"has reached its spending limit of 1e-09 and cost {manifest['cost']:.4g}: what was under way" in limited.err
     assert rows(place / "out") == {None: ROWS_PER_PART, "spend_limit": ROWS - ROWS_PER_PART}
     assert (manifest["status"], manifest["counts"]["cancelled"]) == ("cancelled", ROWS - ROWS_PER_PART)
     assert manifest["cost"] == pytest.approx(manifest["busy_seconds"] / 100)
@@ -52,6 +52,34 @@ def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_re
     assert same["counts"]["succeeded"] == ROWS_PER_PART, "a retry may cost as much as the first job might"
     again = tokenmill(*retry, "--fresh", "--max-cost", "1000", "--json").json()
     assert (again["status"], again["counts"]["succeeded"]) == ("completed", ROWS - ROWS_PER_PART)
+
+
+def test_given_a_tiny_limit_when_a_job_would_fit_one_shard_then_a_small_part_of_it_shows_what_it_costs_and_it_ends(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    """Given requests that share a prompt, which would all be one shard without a limit."""
+    shared = "the same words for each of them, " * 12
+    given = 150
+    path = write_lines(*(chat(f"r{n}", f"{shared}{n}", max_tokens=100, ignore_eos=True) for n in range(given)))
+    run = ("run", path, "-m", f"tiny={model_folder}", "--price-per-hour", "36", "--max-cost", "1e-6", "--json")
+
+    manifest = tokenmill(*run, "-o", place / "out").json()
+
+    assert (manifest["status"], manifest["ended_by"]) == ("cancelled", "spend")
+    assert 0 < manifest["counts"]["succeeded"] <= 40, "some 4,000 tokens, of more than a hundred a row"
+    assert sum(rows(place / "out").values()) == given
+
+
+def test_given_a_job_smaller_than_what_shows_its_cost_then_the_summary_says_that_it_cost_more_than_its_limit(
+    tokenmill: Cli, place: Path, model_folder: Path, chat: Chat, write_lines: Write
+) -> None:
+    run = ("run", write_lines(chat("a")), "-m", f"tiny={model_folder}", "--price-per-hour", "36", "-o", place / "out")
+
+    ended = tokenmill(*run, "--max-cost", "1e-9")
+
+    assert ended.code == 0
+    assert "more than its limit of 1e-09" in ended.err
+    assert "cost limit" in ended.err
 
 
 def test_given_a_limit_and_no_price_then_nothing_is_begun(tokenmill: Cli, place: Path, job: tuple[object, ...]) -> None:

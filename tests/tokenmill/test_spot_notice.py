@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.servers.instance_metadata import MetadataServer
+from tests.waiting import HANG_SECONDS
 from tokenmill.instance_metadata import ENDPOINT_VARIABLE
 from tokenmill.spot_notice import watch_for_notice
 
@@ -38,5 +39,5 @@ def test_without_a_metadata_service_work_goes_on(metadata: MetadataServer, monke
     assert watching.is_alive()
     assert not stop.is_set()
     stop.set()
-    watching.join(10)
+    watching.join(HANG_SECONDS)
     assert not watching.is_alive()

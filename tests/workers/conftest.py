@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.together import InTurn
-from pipeline.worker_api import CheckpointWork, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.inputs import InputFile, InputRef
 from schemas.job import Job, JobSettings, Tier
@@ -73,6 +73,16 @@ def sentencepiece_tokenizer() -> Any:
     state = json.loads(rust.to_str())
     state["added_tokens"] = state["added_tokens"][: len(SPECIALS)]  # the byte tokens are ordinary ones
     return _wrap(RustTokenizer.from_str(json.dumps(state)), TEMPLATE)
+
+
+def word_piece_tokenizer() -> Any:
+    """A tokenizer as BERT has: its decoder puts a blank before each word but the first."""
+    rust = RustTokenizer(models.WordPiece(unk_token="<pad>"))
+    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    rust.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIALS, show_progress=False)
+    rust.train_from_iterator(CORPUS, trainer)
+    return _wrap(rust, TEMPLATE)
 
 
 def _wrap(rust: RustTokenizer, template: str | None) -> Any:
@@ -145,9 +155,11 @@ class MemorySink:
         self.usages: dict[int, Usage] = {}
         self.begun: list[int] = []
         self.released: list[int] = []
+        self.given_up: dict[int, Exception] = {}
         self.held: list[list[int]] = []
         self.loads: list[WorkerLoad] = []
         self.closing: frozenset[str] = frozenset()
+        self.committed_elsewhere: set[tuple[str, int]] = set()
         self.checkpoints: dict[int, list[Checkpoint]] = {}
         self.notes: list[tuple[int, list[int]]] = []
         self._lost = lost
@@ -182,10 +194,18 @@ class MemorySink:
     def release(self, work: ShardWork, generated: int, busy_seconds: float) -> None:
         self.released.append(work.shard)
 
-    def holding(self, shards: Sequence[ShardWork], load: WorkerLoad) -> frozenset[str]:
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
+        self.given_up[work.shard] = error
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
         self.held.append([work.shard for work in shards])
         self.loads.append(load)
-        return self.closing
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        names = ((work.job.id, work.shard) for work in shards)
+        return RevokedShards(
+            frozenset(name for name in names if name[0] in self.closing), frozenset(self.committed_elsewhere)
+        )
 
     @property
     def rows(self) -> dict[int, ResultRow]:
@@ -249,6 +269,7 @@ def kit() -> SimpleNamespace:
         TEMPLATE=TEMPLATE,
         byte_level_tokenizer=byte_level_tokenizer,
         sentencepiece_tokenizer=sentencepiece_tokenizer,
+        word_piece_tokenizer=word_piece_tokenizer,
         InTurn=InTurn,
         FakeClock=FakeClock,
         ListSource=ListSource,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.detokenizer import IncrementalDetokenizer, StopStringWatcher
-from workers.tokenizer import TokenIds, Tokenizer
+from workers.tokenizer import NOTHING_SHOWN, TokenIds, Tokenizer
 
 PROMPT = np.array([1, 50, 60, 70, 80], dtype=np.int32)
 PIECES = ["a", "b", " ", "\n", "STOP", "ST", "OP", "日本", "語", "🎉", "é", "<end>", "The quick", "##", "#", "\n\nQ:"]
@@ -65,8 +67,126 @@ def test_stops_where_reading_everything_again_would(
 
 
 @pytest.fixture(scope="module")
-def kits(byte_level: Tokenizer, sentencepiece: Tokenizer) -> dict[str, Tokenizer]:
-    return {"byte_level": byte_level, "sentencepiece": sentencepiece}
+def kits(byte_level: Tokenizer, sentencepiece: Tokenizer, kit: Any) -> dict[str, Tokenizer]:
+    return {
+        "byte_level": byte_level,
+        "sentencepiece": sentencepiece,
+        "word_pieces": Tokenizer(kit.word_piece_tokenizer()),
+    }
+
+
+def bytes_of_answer(tokenizer: Tokenizer, prompt: TokenIds, ids: list[int]) -> bytes:
+    """What the answer's tokens stand for, read from the vocabulary's spellings."""
+    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
+
+    def of(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id) or ""
+        if token_id in tokenizer.special_ids:
+            return b""
+        if tokenizer.byte_level:
+            return bytes(alphabet[char] for char in token)
+        return bytes([int(token[3:5], 16)]) if token.startswith("<0x") else token.replace("▁", " ").encode()
+
+    raw = b"".join(map(of, ids))
+    begins = not tokenizer.byte_level and not any(map(of, prompt[-4:].tolist()))
+    return raw.removeprefix(b" ") if begins else raw
+
+
+TOKENS = st.lists(st.integers(0, 401), max_size=60)  # an id beyond the vocabulary stands for nothing
+HARD_BYTES = [0x80, 0xBF, 0xF0, 0x9F, 0x98, 0xE4, 0xB8, 0xAD, 0xED, 0xA0, 0xC3, 0xA9, 0xFF, 0x41, 0x20]
+
+
+@st.composite
+def byte_tokens(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of one byte each, which are characters, parts of them or none."""
+    ids = {}
+    for token_id in range(tokenizer.size):
+        if token_id not in tokenizer.added_tokens and len(raw := tokenizer.token_bytes[token_id]) == 1:
+            ids.setdefault(raw[0], token_id)
+    return [ids[byte] for byte in draw(st.lists(st.sampled_from(HARD_BYTES), max_size=30)) if byte in ids]
+
+
+def test_the_beginning_of_a_surrogate_is_pending_as_it_is_read(kits: dict[str, Tokenizer]) -> None:
+    tokenizer = kits["byte_level"]
+    ids = [next(i for i in range(4, 400) if tokenizer.token_bytes[i] == bytes([byte])) for byte in b"\xed\xbfA"]
+    detokenizer = IncrementalDetokenizer(tokenizer, PROMPT)
+    assert [detokenizer.push(token_id) for token_id in ids[:2]] == ["", ""]
+    assert detokenizer.pending == tokenizer.decode(ids[:2]) == "\ufffd\ufffd"
+    assert detokenizer.push(ids[2]) == tokenizer.decode(ids) == "\ufffd\ufffdA"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_pieces"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_stream_is_always_a_beginning_of_the_final_text(
+    kits: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    # Given any tokens after any prompt, UTF-8 or not
+    tokenizer = kits[kind]
+    ids = data.draw(TOKENS if kind == "word_pieces" else TOKENS | byte_tokens(tokenizer))
+    prompt = np.array(data.draw(st.lists(st.integers(0, 399), max_size=5)), dtype=np.int32)
+    (final,) = tokenizer.decode_answers([prompt], [ids])
+    # When they come one by one, or several at once, then what was given out begins the final text at every moment
+    for detokenizer, cut in ((IncrementalDetokenizer(tokenizer, prompt), size) for size in (1, 3, 100)):
+        streamed = ""
+        for at in range(0, len(ids), cut):
+            streamed += detokenizer.push_all(ids[at : at + cut])
+            assert final.startswith(streamed)
+        # And with what an incomplete character leaves, it is the final text
+        assert streamed + detokenizer.pending == final
+    # And the text is that of the tokens' bytes
+    if kind != "word_pieces":
+        assert final == bytes_of_answer(tokenizer, prompt, ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out", "expected"),
+    [
+        ("中文字符串", 1, " 中文字符\ufffd"),
+        ("🎉🎊", 1, " 🎉\ufffd"),
+        ("🎉🎊", 3, " 🎉\ufffd"),
+        ("한국어 안녕", 1, " 한국어 안\ufffd"),
+        ("한국어 안녕", 3, " 한국어 안"),
+    ],
+)
+def test_a_cut_answer_keeps_its_whole_characters(
+    kits: dict[str, Tokenizer], text: str, left_out: int, expected: str
+) -> None:
+    # Given characters that are runs of byte tokens, when the answer ends within one, then the others are there
+    tokenizer = kits["sentencepiece"]
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    assert tokenizer.decode_answers([PROMPT], [ids[:-left_out]]) == [expected]
+    detokenizer = IncrementalDetokenizer(tokenizer, PROMPT)
+    assert detokenizer.push_all(ids[:-left_out].tolist()) == expected.removesuffix("\ufffd")
+
+
+def test_a_character_behind_many_broken_bytes_is_streamed_whole(kits: dict[str, Tokenizer]) -> None:
+    tokenizer = kits["byte_level"]
+    raw = b"\x80" * 9 + "中".encode() + b"\xbf"
+    ids = [next(i for i in range(4, 400) if tokenizer.token_bytes[i] == bytes([byte])) for byte in raw]
+    detokenizer = IncrementalDetokenizer(tokenizer, PROMPT)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert pieces == ["\ufffd"] * 9 + ["", "", "中", "\ufffd"]
+    assert tokenizer.decode_answers([PROMPT], [ids]) == ["".join(pieces)]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+def test_whole_texts_are_what_the_tokenizer_library_reads(kits: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = kits[kind]
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def test_the_character_that_stands_for_broken_bytes_can_be_a_stop(kits: dict[str, Tokenizer]) -> None:
+    # Given an emoji of four tokens, when it isn't whole yet, then it is not taken for broken bytes
+    tokenizer = kits["byte_level"]
+    ids = ids_of(tokenizer, ["a", "🦀", "b"], cut_up=True)
+    assert len(ids) > 4
+    assert watch(tokenizer, ids, ["\ufffd"], 0) is None
+    # And what is broken is a stop once that is certain
+    assert watch(tokenizer, [*ids[:-2], *ids[-1:], *ids], ["\ufffd"], 0) == (len(ids) - 1, "a")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
@@ -104,14 +224,19 @@ class MeasuringTokenizer(Tokenizer):
 
     longest = 0
 
-    def decode(self, ids: list[int] | TokenIds) -> str:
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
         self.longest = max(self.longest, len(ids))
         return super().decode(ids)
 
+    def join_bytes(self, ids: Sequence[int], shown: Mapping[int, str] = NOTHING_SHOWN) -> bytes:
+        self.longest = max(self.longest, len(ids))
+        return super().join_bytes(ids, shown)
 
-def test_the_cost_of_a_token_does_not_grow(kit: Any) -> None:
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_piece"])
+def test_the_cost_of_a_token_does_not_grow(kit: Any, kind: str) -> None:
     # Given a long answer with broken bytes, special tokens and text
-    tokenizer = MeasuringTokenizer(kit.byte_level_tokenizer())
+    tokenizer = MeasuringTokenizer(getattr(kit, f"{kind}_tokenizer")())
     watcher = StopStringWatcher(tokenizer, PROMPT, ["never to be seen"])
     broken = tokenizer.encode_batch(["日"], add_special_tokens=False)[0].tolist()[:1]
     for token_id in broken * 300 + [2] * 300 + list(range(100, 130)) * 10:

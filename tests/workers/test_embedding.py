@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
@@ -28,6 +29,7 @@ from pipeline.lane_caller import answer as call
 from pipeline.worker_api import ShardWork
 from schemas.lane import EndEvent, ErrorEvent, LaneRequest
 from schemas.results import RowStatus
+from tests.waiting import HANG_SECONDS
 from workers.errors import BrokenEngineError
 from workers.lane_server import LaneServer
 from workers.model_host import LoadedModel, model_digest
@@ -94,6 +96,23 @@ def test_each_text_gets_its_vector(embeds: LoadedModel, embedding_model: Path, a
     assert rows[4].cached_tokens == rows[2].prompt_tokens
 
 
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_blanks_at_the_ends_are_text_as_in_sentence_transformers(
+    family: str, include_prompt: bool, tiny_encoders: Any, tmp_path: Path, answer: Any
+) -> None:
+    # Given a byte-level tokenizer, for which a blank is a token of its own, and a prompt that ends in one
+    prompts = {"query": "query: "}
+    folder = tiny_encoders.make_embedding_model(
+        family, tmp_path, prompts=prompts, default_prompt="query", include_prompt=include_prompt
+    )
+    texts = ["a", "  blanks  ", "a\n", "\ta b", "The quick brown fox "]
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(texts, batch_size=1)
+    # When texts with blanks at their ends are embedded, then the vectors are the library's
+    rows = answer(LoadedModel.load(folder, name="tiny", config=CONFIG), *({"input": text} for text in texts))
+    np.testing.assert_allclose(np.stack([rows[at].embedding for at in range(len(texts))]), theirs, atol=1e-5)
+
+
 def test_several_texts_of_a_request_are_all_in_the_response(embeds: LoadedModel, answer: Any) -> None:
     ids = embeds.tokenizer.encode_batch([TEXTS[1]], add_special_tokens=True)[0].tolist()
     rows = answer(embeds, {"input": [*TEXTS, ids]}, *({"input": text} for text in TEXTS))
@@ -121,9 +140,9 @@ def test_vectors_can_be_cut(embeds: LoadedModel, answer: Any) -> None:
     assert "dimensions is 33, but the model's vectors have 32" in rows[2].error_message
 
 
-def test_blanks_go_and_prompts_come_before(embeds: LoadedModel, embedding_model: Path, answer: Any) -> None:
+def test_blanks_stay_and_prompts_come_before(embeds: LoadedModel, embedding_model: Path, answer: Any) -> None:
     rows = answer(embeds, {"input": " a river? \n"}, {"input": "a river?", "prompt_name": "query"})
-    np.testing.assert_allclose(rows[0].embedding, vector_of(embedding_model, embeds, "a river?"), atol=1e-5)
+    np.testing.assert_allclose(rows[0].embedding, vector_of(embedding_model, embeds, " a river? \n"), atol=1e-5)
     np.testing.assert_allclose(rows[1].embedding, vector_of(embedding_model, embeds, "query: a river?"), atol=1e-5)
 
 
@@ -233,7 +252,7 @@ def test_prompts_can_be_left_out_of_the_mean(tiny_encoders: Any, tmp_path: Path,
     )
     model = LoadedModel.load(folder, name="tiny", config=CONFIG)
     row = answer(model, {"input": "a river?"})[0]
-    (prompt,) = model.tokenizer.encode_batch(["query:"], add_special_tokens=True)
+    (prompt,) = model.tokenizer.encode_batch(["query: "], add_special_tokens=True)
     (ids,) = model.tokenizer.encode_batch(["query: a river?"], add_special_tokens=True)
     reference = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -321,7 +340,7 @@ def test_requests_on_the_lane_get_the_same_vectors(embeds: LoadedModel, answer: 
         thread.start()
         ends = {name: list(call(lane, asked, SystemClock(), CALL))[-1] for name, asked in asks.items()}
         stop.set()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
     rows = answer(embeds, {"input": TEXTS[0]}, {"input": TEXTS})
     for at, name in enumerate(("one", "many")):
         assert isinstance(ends[name], EndEvent)

@@ -21,7 +21,8 @@ from pipeline.lane_caller import CallSettings, answer
 from schemas.figures import PaceWeights, WorkerFigures
 from schemas.job import Tier
 from schemas.lane import EndEvent, LaneRequest
-from workers import shard_worker
+from tests.waiting import HANG_SECONDS
+from workers import heartbeats
 from workers.figures import BesideFigures, Ended, FiguresReader
 from workers.lane_server import LaneServer
 from workers.model_host import LoadedModel
@@ -34,7 +35,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture
 def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers beat with every turn."""
-    monkeypatch.setattr(shard_worker, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeats, "HEARTBEAT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_requests_of_the_lane_count_with_their_tier(kit: Any, model: LoadedModel
 
 
 def told_when(sink: Any, so: Callable[[WorkerFigures], bool]) -> WorkerFigures:
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_SECONDS
     while True:
         figures: WorkerFigures = sink.loads[-1].figures
         if so(figures):

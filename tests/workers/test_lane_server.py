@@ -27,7 +27,8 @@ from pipeline.lane import START, LaneSettings
 from pipeline.lane_caller import CallSettings, answer
 from pipeline.worker_api import BY_URGENCY, ShardWork
 from schemas.job import Tier
-from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
+from tests.waiting import HANG_SECONDS
 from workers.errors import BrokenEngineError
 from workers.lane_answers import LaneAnswer
 from workers.lane_requests import LaneReader, LaneRules
@@ -43,7 +44,6 @@ SPEC = ModelSpec(
     max_position=512, windows=(None,), eos_token_ids=(2,), num_parameters=0, dtype=torch.float32,
 )  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-WAIT = 10.0
 CALL = CallSettings(patience=0.2, look=0.02)
 CLOCK = SystemClock()
 
@@ -128,7 +128,7 @@ class Worker:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(WAIT)
+        self.thread.join(HANG_SECONDS)
         assert not self.thread.is_alive()
 
 
@@ -314,8 +314,75 @@ def test_a_standard_request_is_admitted_in_the_next_step_although_bulk_fills_the
     assert runner.steps - steps <= 5
     assert isinstance(list(events)[-1], EndEvent)
     worker.stop.set()
-    worker.thread.join(WAIT)
+    worker.thread.join(HANG_SECONDS)
     assert worker.sink.released == [1], "the shard is given back, not lost"
+
+
+def test_another_tenants_chat_is_answered_beside_a_flood(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    # Given more requests of one tenant than the worker has room for, whose answers take hundreds of steps,
+    model, runner = host(max_num_seqs=4, step_seconds=0.002)
+    work(model)
+    chat = kit.chat("quick", max_tokens=2, ignore_eos=True)
+    before = request(model, chat, "before", tenant="b", tier=Tier.INTERACTIVE)
+    assert isinstance(told(lane, before)[-1], EndEvent)
+    for number in range(30):
+        body = kit.chat("long", max_tokens=300, ignore_eos=True, n=8)
+        lane.send(request(model, body, f"flood {number}", tenant="a", tier=Tier.INTERACTIVE))
+    wait_until(lambda: model.engine.num_running == 3)
+    # when another one asks, then it is answered before any of these ends.
+    for number in range(3):
+        steps = runner.steps
+        asked = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)
+        assert isinstance(told(lane, asked)[-1], EndEvent)
+        assert runner.steps - steps < 250
+    for number in range(30):
+        lane.cancel(request(model, {}, f"flood {number}", tenant="a"))
+
+
+def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host()
+    go_on, prepare = threading.Event(), LaneReader.prepare
+
+    def slow(self: LaneReader, asked: LaneRequest) -> Any:
+        assert asked.id != "slow" or go_on.wait(HANG_SECONDS)
+        return prepare(self, asked)
+
+    monkeypatch.setattr(LaneReader, "prepare", slow)
+    work(model)
+    body = kit.chat("x", max_tokens=2)
+    for name in ("slow", "behind", "cancelled"):
+        lane.send(request(model, body, name, tenant="a"))
+    for number in range(3):
+        assert isinstance(told(lane, request(model, body, f"r{number}", tenant="b"))[-1], EndEvent)
+    lane.cancel(request(model, body, "cancelled", tenant="a"))
+    assert lane.read({"behind": START}, 0) == []
+    go_on.set()
+    for name in ("slow", "behind"):
+        wait_until(lambda name=name: isinstance((lane.read({name: START}, 0) or [None])[-1], EndEvent))
+
+
+def test_what_waits_to_be_prepared_is_handed_back_when_the_worker_ends(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host()
+    begun, go_on, prepare = threading.Event(), threading.Event(), LaneReader.prepare
+
+    def slow(self: LaneReader, asked: LaneRequest) -> Any:
+        begun.set()
+        assert go_on.wait(HANG_SECONDS)
+        return prepare(self, asked)
+
+    monkeypatch.setattr(LaneReader, "prepare", slow)
+    worker = work(model, grace=0.0)
+    for name in ("first", "second"):
+        lane.send(request(model, kit.chat("x", max_tokens=2), name))
+    assert begun.wait(HANG_SECONDS)
+    worker.stop.set()
+    wait_until(lambda: isinstance((lane.read({"second": START}, 0) or [None])[-1], HandBackEvent))
+    go_on.set()
+    wait_until(lambda: bool(lane.read({"first": START}, 0)))
 
 
 def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
@@ -326,7 +393,7 @@ def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: 
     for one in asked:
         lane.send(one)
     found = {}
-    until = time.monotonic() + WAIT
+    until = time.monotonic() + HANG_SECONDS
     while len(found) < len(asked) and time.monotonic() < until:
         for event in lane.read({one.id: START for one in asked if one.id not in found}, 0.1):
             if isinstance(event, EndEvent):
@@ -377,7 +444,6 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_can_and_another_goes_on_
     for events, so_far in zip(begun, heard, strict=True):
         so_far += list(events)
     print(f"all ended {time.monotonic() - began:.1f} s after the stop")
-    assert time.monotonic() - began < WAIT
     assert [alike(response(events)) for events in heard] == alone
     assert {event.attempt for event in heard[0]} == {1}
     attempts = [event.attempt for event in heard[1]]
@@ -445,11 +511,11 @@ def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_
     lane_events: list[LaneEvent] = []
     caller = threading.Thread(target=lambda: lane_events.extend(events))
     caller.start()
-    worker.thread.join(WAIT)
+    worker.thread.join(HANG_SECONDS)
     assert isinstance(worker.error, BrokenEngineError)
     model, _ = host()
     work(model, "sound")
-    caller.join(WAIT)
+    caller.join(HANG_SECONDS)
     assert not caller.is_alive()
     assert response(lane_events)["usage"]["completion_tokens"] == 5
 
@@ -520,7 +586,7 @@ def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
 
 
 def wait_until(there: Callable[[], Any]) -> None:
-    until = time.monotonic() + WAIT
+    until = time.monotonic() + HANG_SECONDS
     while not there():
         assert time.monotonic() < until, "it did not come"
         time.sleep(0.01)

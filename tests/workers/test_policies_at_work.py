@@ -23,6 +23,7 @@ from schemas.errors import RowErrorCode
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from schemas.results import RowStatus
+from tests.waiting import HANG_SECONDS
 from tests.workers import tool_templates
 from workers.content_policies import ALLOWED, NO_POLICIES, Answer, Policies, Prompt, Verdict
 from workers.content_rules import Rules
@@ -283,7 +284,7 @@ def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
         yield ask
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     assert not model.engine.has_work
 

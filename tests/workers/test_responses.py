@@ -15,7 +15,7 @@ from engine.request import Choice, Completion, FinishReason, Request, SamplingPa
 from schemas.errors import RowError, RowErrorCode
 from schemas.requests import ChatBody, CompletionBody, parse_body
 from schemas.results import ResultRow, RowStatus
-from workers.logprobs import TokenTexts
+from workers.logprobs import TokenTexts, completion_logprobs
 from workers.responses import Envelope, ResponseBuilder
 from workers.rows import ComputedRow, PreparedRow, RefusedRow, RowName
 from workers.tokenizer import Tokenizer
@@ -159,6 +159,20 @@ def test_sentencepiece_tokens_have_their_bytes_too(sentencepiece: Tokenizer) -> 
     texts = TokenTexts(sentencepiece)
     ids = ids_of(sentencepiece, "The 語🎉").tolist()
     assert b"".join(texts.bytes_of(token_id) for token_id in ids).decode() == " The 語🎉"
+
+
+def test_the_likelier_of_two_tokens_with_one_spelling_counts(sentencepiece: Tokenizer) -> None:
+    # Given a letter, and the byte that is the same letter and less likely
+    texts = TokenTexts(sentencepiece)
+    twins = [i for i in range(sentencepiece.size) if texts.spelling_of(i) == "A"]
+    assert len(twins) == 2
+    top = np.array([[-0.1, -3.0, -9.0]], np.float32)
+    logprobs = TokenLogprobs(np.array([-0.1], np.float32), np.array([[twins[1], 300, twins[0]]], np.int32), top)
+    # When both are among the likeliest, then the value is the likelier one's
+    written = completion_logprobs(texts, [(np.array([twins[1]], np.int32), logprobs)], 3)
+    (tops,) = written["top_logprobs"]
+    assert tops["A"] == pytest.approx(-0.1)
+    assert len(tops) == 2
 
 
 def test_echo_scores_the_prompt(build: Any, kit: Any) -> None:

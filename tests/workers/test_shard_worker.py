@@ -23,16 +23,19 @@ from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from pipeline.adapters.system import SystemClock
-from pipeline.ports import PipelineError
+from pipeline.ports import StoreError
+from pipeline.together import InTurn
 from pipeline.worker_api import ShardWork
 from schemas.errors import RowErrorCode
 from schemas.job import Tier
 from schemas.models import ModelPin
 from schemas.results import RowStatus
+from tests.waiting import HANG_SECONDS
 from workers.errors import BrokenEngineError, ModelMismatchError
 from workers.model_host import LoadedModel
 from workers.progress import WorkerProgress
 from workers.settings import WorkerSettings
+from workers.shard_state import ShardReader
 from workers.shard_worker import ShardWorker
 from workers.tokenizer import Tokenizer
 from workers.translate import ModelLimits
@@ -478,11 +481,47 @@ def test_a_job_pinned_to_another_model_is_refused_whole(host: Any, work_off: Any
 def test_a_failing_sink_ends_the_run(host: Any, work_off: Any, kit: Any) -> None:
     class FullDisk(kit.MemorySink):  # type: ignore[misc]
         def commit(self, *args: Any) -> bool:
-            raise PipelineError("disk full")
+            raise StoreError("disk full")
 
     model, _ = host()
-    with pytest.raises(PipelineError, match="disk full"):
+    with pytest.raises(StoreError, match="disk full"):
         work_off(model, [kit.make_work([kit.chat(max_tokens=2)])], sink=FullDisk())
+
+
+class Unforeseen(Exception):
+    """A mistake of ours, of a class that nothing catches by name."""
+
+
+def test_given_a_shard_whose_part_cant_be_made_then_it_is_given_up_and_the_others_are_committed(
+    host: Any, work_off: Any, kit: Any
+) -> None:
+    class Picky(kit.MemorySink):  # type: ignore[misc]
+        def commit(self, work: Any, *args: Any) -> bool:
+            if work.shard == 1:
+                raise Unforeseen("planted")
+            return bool(super().commit(work, *args))
+
+    model, _ = host()
+    shards = [kit.make_work([kit.chat(max_tokens=2)], shard=n, first_row=n) for n in (1, 2)]
+    _, sink = work_off(model, shards, sink=Picky())
+    assert (list(sink.parts), list(sink.given_up)) == ([2], [1])
+
+
+def test_given_a_shard_that_cant_be_prepared_then_it_is_given_up_and_the_others_are_committed(
+    host: Any, work_off: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ShardReader.prepare
+
+    def broken(reader: ShardReader, work: Any) -> Any:
+        if work.shard == 1:
+            raise Unforeseen("planted")
+        return real(reader, work)
+
+    monkeypatch.setattr(ShardReader, "prepare", broken)
+    model, _ = host()
+    shards = [kit.make_work([kit.chat(max_tokens=2)], shard=n, first_row=n) for n in (1, 2)]
+    _, sink = work_off(model, shards)
+    assert (list(sink.parts), list(sink.given_up)) == ([2], [1])
 
 
 def test_it_lives_while_it_works(host: Any, work_off: Any, kit: Any) -> None:
@@ -491,6 +530,103 @@ def test_it_lives_while_it_works(host: Any, work_off: Any, kit: Any) -> None:
     model, _ = host(clock=clock, on_step=lambda: clock.sleep(0.5))
     _, sink = work_off(model, [kit.make_work([kit.chat(max_tokens=60)], shard=4)], clock=clock)
     assert len([held for held in sink.held if held == [4]]) >= 9
+
+
+@pytest.mark.parametrize("blocked", ["checkpoint", "commit", "release", "give_up"])
+def test_given_a_store_that_keeps_a_write_waiting_then_heartbeats_are_still_sent(
+    blocked: str, host: Any, kit: Any
+) -> None:
+    # Given a write that is not through before three heartbeats were sent after it began
+    clock, beats = kit.FakeClock(), threading.Condition()
+    stop = threading.Event()
+
+    class Slow(kit.MemorySink):  # type: ignore[misc,name-defined]
+        def send_heartbeat(self, *args: Any) -> None:
+            super().send_heartbeat(*args)
+            with beats:
+                beats.notify_all()
+
+        def wait(self, what: str) -> None:
+            if what != blocked:
+                return
+            then = len(self.held)
+            for _ in range(3000):  # a guard against hanging
+                clock.sleep(1.0)
+                with beats:
+                    if len(self.held) >= then + 3:
+                        return
+                    beats.wait(0.02)
+            raise AssertionError("heartbeats wait for the write")
+
+        def checkpoint(self, *args: Any) -> None:
+            super().checkpoint(*args)
+            self.wait("checkpoint")
+
+        def commit(self, work: Any, *args: Any) -> bool:
+            if blocked == "give_up" and work.shard == 1:
+                raise Unforeseen("planted")
+            won: bool = super().commit(work, *args)
+            self.wait("commit")
+            return won
+
+        def release(self, *args: Any) -> None:
+            super().release(*args)
+            self.wait("release")
+
+        def give_up(self, *args: Any) -> None:
+            super().give_up(*args)
+            self.wait("give_up")
+
+    def on_step() -> None:
+        clock.sleep(0.5)
+        if blocked == "release" and len(sink.held) > 3:
+            stop.set()
+
+    sink = Slow()
+    model, _ = host(clock=clock, on_step=on_step)
+    shards = [kit.make_work([kit.chat(max_tokens=100)], shard=n, first_row=n) for n in (1, 2)]
+    shards[0] = kit.make_work([kit.chat(max_tokens=2)], shard=1) if blocked in ("commit", "give_up") else shards[0]
+    ShardWorker(model, kit.ListSource(shards), sink, clock).run(stop)
+    assert stop.is_set() or sorted([*sink.parts, *sink.given_up]) == [1, 2]
+
+
+def test_given_a_part_that_cant_be_made_when_the_worker_is_told_to_stop_then_its_shard_is_given_up(
+    host: Any, kit: Any
+) -> None:
+    stop = threading.Event()
+
+    class Picky(kit.MemorySink):  # type: ignore[misc]
+        def commit(self, *args: Any) -> bool:
+            stop.set()
+            raise Unforeseen("planted")
+
+    model, _ = host()
+    sink = Picky()
+    work = kit.make_work([kit.chat(max_tokens=2)])
+    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=InTurn()).run(stop)
+    assert (list(sink.given_up), sink.released) == ([1], [])
+
+
+def test_given_a_shard_that_another_worker_committed_then_it_is_dropped_without_a_checkpoint(
+    host: Any, kit: Any, work_off: Any
+) -> None:
+    clock, sink = kit.FakeClock(), kit.MemorySink()
+    steps = 0
+
+    def on_step() -> None:
+        nonlocal steps
+        clock.sleep(0.5)
+        steps += 1
+        if steps == 8:
+            sink.committed_elsewhere.add(("job-1", 1))
+
+    model, _ = host(clock=clock, on_step=on_step)
+    shards = [kit.make_work([kit.chat(max_tokens=100)], shard=n, first_row=n) for n in (1, 2)]
+    settings = WorkerSettings(checkpoint_seconds=1e9)
+    progress, _ = work_off(model, shards, sink=sink, clock=clock, settings=settings)
+    assert (sink.released, list(sink.parts)) == ([1], [2])
+    assert not [point for point in sink.checkpoints[1] if point.head.final], "what stands needs no log"
+    assert progress.counts.completion_tokens == 100
 
 
 def test_times_are_wall_times(host: Any, work_off: Any, kit: Any) -> None:
@@ -531,7 +667,7 @@ def test_a_shard_that_takes_long_to_prepare_holds_up_no_log(host: Any, kit: Any)
     class Slow(kit.ListSource):  # type: ignore[misc]
         def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
             if self.taken:
-                assert logged.wait(30), "the log waits for the shard"
+                assert logged.wait(HANG_SECONDS), "the log waits for the shard"
             work: ShardWork | None = super().take(timeout, tiers)
             return work
 

@@ -16,7 +16,7 @@ from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, StepOutput, StepPlan
 from pipeline.checkpoints import ShardHistory
-from pipeline.ports import PipelineError
+from pipeline.ports import StoreError
 from pipeline.worker_api import HEARTBEAT_SECONDS, ShardWork
 from workers.model_host import LoadedModel
 from workers.settings import WorkerSettings
@@ -130,13 +130,13 @@ def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_i
 def test_given_a_part_that_cant_be_written_then_its_attempt_says_that_it_ended(host: Any, kit: Any) -> None:
     class Full(kit.MemorySink):  # type: ignore[misc]
         def commit(self, work: ShardWork, *args: Any) -> bool:
-            raise PipelineError("the disk is full")
+            raise StoreError("the disk is full")
 
         def checkpoint(self, *args: Any) -> None:
-            raise PipelineError("the disk is full")
+            raise StoreError("the disk is full")
 
     clock, sink = kit.FakeClock(), Full()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=3)])])
-    with pytest.raises(PipelineError, match="full"):
+    with pytest.raises(StoreError, match="full"):
         ShardWorker(host(clock, lambda: None), source, sink, clock, ONE, helper=kit.InTurn()).run()
     assert sink.released == [1]

@@ -29,6 +29,7 @@ from schemas.errors import RowErrorCode
 from schemas.job import Tier
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 from schemas.results import RowStatus
+from tests.waiting import HANG_SECONDS
 from tests.workers import tool_templates
 from workers import translate
 from workers.constraints import grammar_of
@@ -159,7 +160,7 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
         yield ask
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(HANG_SECONDS)
     assert errors == []
     assert not thread.is_alive()
     assert not model.engine.has_work
@@ -256,3 +257,15 @@ def test_given_a_row_that_nobody_foresaw_then_it_is_a_failed_row_and_the_job_goe
     (line,) = [line for line in logs if line.get("request") == "job-1/1"]
     assert what in line["event"]
     assert "badly" not in repr(logs)
+
+
+def test_given_a_request_that_nobody_foresaw_then_it_ends_with_an_error_and_the_next_is_answered(
+    host: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host()
+    planted(monkeypatch, translate, "grammar_of", lambda body, _: "badly" in str(body))
+    with capture_logs(), served(kit, model) as ask:
+        (event,) = ask("r1", badly(kit))
+        assert isinstance(event, ErrorEvent)
+        assert (event.code, event.status) == ("engine_error", 500)
+        assert isinstance(ask("r2", other(kit))[-1], EndEvent)

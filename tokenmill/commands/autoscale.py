@@ -54,13 +54,15 @@ def autoscale(
     TOKENMILL_CLOUDWATCH__NAMESPACE does this by itself; several may run.
     """
     from pipeline.backlog_figures import BacklogLook
+    from pipeline.metrics.sources import unforeseen
     from pipeline.scaling.autoscaler import Autoscaler
+    from pipeline.together import AT_ONCE
     from tokenmill.errors import UserError
-    from tokenmill.hints import heartbeats_on_servers
+    from tokenmill.hints import workers_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together
-    from tokenmill.root import open_root
+    from tokenmill.processes import run_together, wait_for_stop
+    from tokenmill.root import open_root, requests_at_once
     from tokenmill.scaling import Printed, Served
     from tokenmill.stopping import until_told
 
@@ -83,15 +85,20 @@ def autoscale(
     options = settings.autoscale
     if interval is not None:
         options = options.model_copy(update={"every_seconds": interval})
-    with until_told() as stop, open_root(root_url, settings) as root, heartbeats_on_servers(settings) as heartbeats:
-        look = BacklogLook(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second)
+    with (
+        until_told() as stop,
+        open_root(root_url, settings) as root,
+        workers_on_servers(settings) as (heartbeats, lane),
+        requests_at_once(root, AT_ONCE) as readers,
+    ):
+        look = BacklogLook(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
         scaler = Autoscaler(root.world, look, heartbeats, options, targets, keep=not dry_run)
         if once:
             scaler.once()
             return
         documents = served.document if "http" in chosen else None
-        with metrics_served(settings, metrics_port, served.tell, documents=documents):
-            run_together(stop, scaler.run, {})
+        with metrics_served(settings, metrics_port, served.tell, unforeseen(root.world.errors), documents=documents):
+            run_together(stop, root.world, wait_for_stop, {"autoscaler": scaler.run})
 
 
 def _cloudwatch(settings: Settings) -> ScalingTarget:

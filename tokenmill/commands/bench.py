@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def bench(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'.")] = "demo",
+    model: Annotated[
+        list[str], typer.Option("--model", "-m", metavar="MODEL", help="As in 'tokenmill run'. One only.")
+    ] = ["demo"],  # noqa: B006 - typer reads it, nobody writes
     dtype: Annotated[DType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="As in 'tokenmill run'.")] = "none",
     kv_dtype: Annotated[KvDType, typer.Option(help="As in 'tokenmill run'.")] = "auto",
@@ -46,7 +48,7 @@ def bench(
     log_to_stderr()
     settings = read_settings()
     cache = settings.model_cache
-    chosen = job_options.choose_model(model, cache)
+    chosen = job_options.choose_model(job_options.only_model(model), cache)
     path = model_path(chosen.source.path)
     output.say("measuring scheduler and pipeline")
     results = [measure.scheduler()]

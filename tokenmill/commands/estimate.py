@@ -104,7 +104,7 @@ def estimate(
         settings, tier="standard", seed=0, on_invalid="row", limit=limit, max_output_tokens=None
     )
     inputs = job_options.read_input(input_)
-    chosen = job_options.choose_model(model, settings.model_cache)
+    chosen = job_options.choose_model(job_options.only_model(model), settings.model_cache)
     path = model_path(chosen.source.path)
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
@@ -131,7 +131,9 @@ def estimate(
         output.print_json({**asdict(amount), "workers": team, "times": times})
         return
     _show(amount, times)
-    if speed is None:
+    if not amount.rows:
+        output.say("the input holds no rows: nothing would be computed")
+    elif speed is None:
         output.say("no time for this machine yet: 'tokenmill bench --model MODEL' measures it")
 
 
@@ -153,7 +155,7 @@ class _Rehearsals:
     @classmethod
     def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
         """In a temporary place, which is gone afterwards."""
-        from engine.models.load import is_encoder
+        from engine.models.load import describe_model, is_encoder
         from pipeline.adapters.folder import FolderStore
         from pipeline.adapters.system import SystemClock, SystemRandomness
         from pipeline.planner import ShardSample, measure, open_source
@@ -162,16 +164,16 @@ class _Rehearsals:
         from tokenmill.inputs import open_input
         from tokenmill.job_options import template_tokens, token_counter
 
-        clock, sample = SystemClock(), ShardSample()
+        clock, sample, encoder = SystemClock(), ShardSample(), is_encoder(path)
         job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
         with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder, FolderStore(Path(folder)) as store:
             world = World(store, clock, SystemRandomness(), Path(folder))
             source = open_source(open_input(inputs).files(), inputs.format, wanted.limits, pin.name)
             planned = measure(
                 source, job, world, counter=token_counter(path), exact=exact, template=template_tokens(path),
-                sample=sample,
+                sample=sample, max_model_len=None if encoder else describe_model(path).spec.max_position,
             )  # fmt: skip
-        return cls(planned, job, path, sample, is_encoder(path))
+        return cls(planned, job, path, sample, encoder)
 
     def amount(self, options: EngineOptions) -> InputEstimate:
         """What planning finds, with the tokens that one worker's tokenizer and prefix cache would find."""

@@ -41,7 +41,7 @@ def export(
     With --merged each line of JOB is there once: an answer if one of the jobs has it, else the last reason why not.
     """
     from pipeline.export import export
-    from tokenmill.places import check_alone, locate, look_at
+    from tokenmill.places import check_alone, local_results, locate, look_at
 
     if url is not None:
         from tokenmill import jobs_over_http
@@ -58,11 +58,14 @@ def export(
             else f"{job}: more than one job is given; --merged joins them"
         )
     settings = read_settings()
+    places = [locate(given, root_url, settings) for given in [job, *(retries or ())]]
+    for place in places:
+        results = local_results(place)
+        for file in (to, errors_to):
+            if results is not None and file is not None and file.resolve().is_relative_to(results):
+                raise UserError(f"{file}: lies among the job's results, which programs read as one; name another place")
     with ExitStack() as stack:
-        first, *others = [
-            stack.enter_context(look_at(locate(given, root_url, settings), settings))
-            for given in [job, *(retries or ())]
-        ]
+        first, *others = [stack.enter_context(look_at(place, settings)) for place in places]
         done = export(first, to, errors_to=errors_to, in_input_order=in_input_order, retries=others)
     if as_json:
         output.print_json({"to": to, "errors_to": errors_to, "succeeded": done.succeeded, "others": done.others})

@@ -11,6 +11,7 @@ from tokenmill import output
 from tokenmill.commands.cancel import cancel
 from tokenmill.commands.export import export
 from tokenmill.commands.retry import retry
+from tokenmill.commands.verify import verify
 from tokenmill.errors import EXIT_USAGE, InputError, UserError
 from tokenmill.options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
 from tokenmill.settings import read_settings
@@ -79,11 +80,13 @@ def list_jobs(
 def show_job(
     job: JobGiven, root_url: RootUrl = None, url: GatewayUrl = None, as_json: Json = False, _debug: Debug = False
 ) -> None:
-    """Show how a job stands, or how it ended."""
+    """Show how a job stands, or how it ended.
+
+    Exit code 1: the job has ended, and files of its results are missing or cut. 'jobs verify' compares their contents.
+    """
     from pipeline.jobs import summarize_job
-    from tokenmill.job_views import document, facts
+    from pipeline.verifying import ResultsDamaged, check_files
     from tokenmill.places import locate, look_at
-    from tokenmill.summary import summary_table
 
     if url is not None:
         from tokenmill import jobs_over_http
@@ -97,6 +100,21 @@ def show_job(
     with look_at(place, settings) as ledger:
         # A dispatcher keeps the cache of a root's job fresh; to count it anew might be to read thousands of objects.
         summary = summarize_job(ledger, exact=place.folder is not None)
+        damage: ResultsDamaged | None = None
+        try:
+            if summary.manifest is not None:
+                check_files(ledger, summary.manifest)
+        except ResultsDamaged as error:
+            damage = error
+    _show(summary, as_json=as_json)
+    if damage is not None:
+        raise damage
+
+
+def _show(summary: JobSummary, *, as_json: bool) -> None:
+    from tokenmill.job_views import document, facts
+    from tokenmill.summary import summary_table
+
     if as_json:
         output.print_json(document(summary))
         return
@@ -145,6 +163,7 @@ def watch_job(
 app.command("cancel", short_help="End a job before its time.")(cancel)
 app.command("retry", short_help="Answer the rows that got no answer, as a new job.")(retry)
 app.command("export", short_help="Results as JSONL.")(export)
+app.command("verify", short_help="Compare results with the manifest.")(verify)
 
 
 def _jobs(

@@ -43,8 +43,17 @@ def create(
     running_requests: Annotated[
         int | None, typer.Option(min=1, help="Most requests to a model that are under way at once.")
     ] = None,
+    running_rows: Annotated[
+        int | None, typer.Option(min=1, help="Most answers that are under way at once; a request with n has n.")
+    ] = None,
     running_jobs: Annotated[
         int | None, typer.Option(min=1, help="Make no batch when the tenant has so many open ones.")
+    ] = None,
+    stored_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Take no upload when the tenant's files would have more bytes.")
+    ] = None,
+    stored_files: Annotated[
+        int | None, typer.Option(min=1, help="Take no upload when the tenant has so many files.")
     ] = None,
     root_url: RootUrl = None,
     as_json: Json = False,
@@ -68,7 +77,10 @@ def create(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             running_requests=running_requests,
+            running_rows=running_rows,
             running_jobs=running_jobs,
+            stored_bytes=stored_bytes,
+            stored_files=stored_files,
         )
         key, text = ApiKeys(root.world).create(
             tenant, scopes, expires_at=expires, label=label, max_tokens=max_tokens, limits=limits

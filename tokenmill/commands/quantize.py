@@ -35,7 +35,8 @@ def quantize(
     to: Annotated[
         Target,
         typer.Option(
-            help="int8: weights and activations (W8A8); int4: weights in groups; fp8: weights and activations."
+            help="int8: weights and activations (W8A8); int4: weights in groups, which costs much quality unless "
+            "--method gptq and --asymmetric are given; fp8: weights and activations."
         ),
     ],
     out: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder for the checkpoint.")],
@@ -153,6 +154,7 @@ def _write(
     import torch
 
     from engine.engine import resolve_device, resolve_dtype
+    from engine.errors import UnsupportedModel
     from engine.quantizing import gptq_weights, smoothing_factors, write_quantized
 
     if threads is not None:
@@ -170,7 +172,13 @@ def _write(
         by = smoothing_factors(path, texts, resolve_dtype("auto", resolve_device("auto")))
     elif method == "gptq":
         ready = gptq_weights(path, texts, scheme, lambda done, of: output.say(f"{done} of {of} products calibrated"))
-    return write_quantized(path, folder, scheme, by, ready, progress)
+    written = write_quantized(path, folder, scheme, by, ready, progress)
+    if not written.modules:
+        raise UnsupportedModel(
+            f"{path} can't be quantized to {scheme.target}: no linear layer has columns that fill whole groups of "
+            f"{scheme.rounding.group}; take int8"
+        )
+    return written
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

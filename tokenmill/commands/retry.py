@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pipeline.retry import Retry, Wishes
     from schemas.inputs import InputFile, InputRef
     from schemas.job import Job
+    from schemas.models import ModelPin
     from schemas.results import RowStatus
     from tokenmill.engine_options import EngineOptions
     from tokenmill.job_options import ChosenModel
@@ -89,7 +90,14 @@ def retry(
         str | None, typer.Option("--input", metavar="INPUT", help="Where the input lies now, if it was moved.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Another model than answered in JOB.")
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Another model than answered in JOB; NAME=MODEL says in place of which, where JOB has several. May be "
+            "repeated.",
+        ),
     ] = None,
     tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: as in JOB.")] = None,
     deadline: Deadline = None,
@@ -162,10 +170,11 @@ def retry(
     from tokenmill.prices import check_limit, price_of_worker
     from tokenmill.running import execute
 
-    first = _first(out, new, statuses, include_invalid=include_invalid, other_model=model is not None)
-    pin = first.job.models[0]
+    first = _first(out, new, statuses, include_invalid=include_invalid, other_model=bool(model))
+    pin, dtypes = first.job.models[0], {pin.dtype for pin in first.job.models}
+    own = pin.dtype if len(dtypes) == 1 else "auto"  # as the job was begun: each model has the dtype that suits it
     engine = engine_options(
-        settings, dtype or pin.dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
+        settings, dtype or own, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
         quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
         replicas,
     )  # fmt: skip
@@ -185,7 +194,7 @@ def _plan(
     wishes: Wishes,
     engine: EngineOptions,
     input_: str | None,
-    model: str | None,
+    model: list[str] | None,
     chat_template: Path | None,
     *,
     fresh: bool,
@@ -206,7 +215,7 @@ def _plan(
     wanted = retried_settings(first, wishes.max_output_tokens)
     return RunPlan(
         inputs=_same_input(job, input_),
-        model=_model(job, model, settings.model_cache),
+        models=_models(job, model or [], settings.model_cache, same_template=chat_template is None),
         output=new.expanduser(),
         tier=tier,
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
@@ -220,7 +229,6 @@ def _plan(
         deadline=wishes.deadline,
         max_cost=limit_of_retry(job, wishes),
         retry_of=job.id,
-        digest=job.models[0].digest if model is None and chat_template is None else None,
     )
 
 
@@ -253,10 +261,7 @@ def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_inv
     if new.expanduser().resolve() == out.resolve():
         raise UserError(f"--output {new}: is the first job, whose results are never changed; name another folder")
     with FolderStore(out, read_only=True) as store:
-        ledger = find_ledger(store)
-        if len(ledger.job().models) != 1:
-            raise UserError(f"{out}: the job has several models; only jobs of one can be tried again here")
-        return choose_rows(ledger, statuses, include_invalid=include_invalid, other_model=other_model)
+        return choose_rows(find_ledger(store), statuses, include_invalid=include_invalid, other_model=other_model)
 
 
 def _same_input(job: Job, given: str | None) -> InputRef:
@@ -274,16 +279,26 @@ def _bytes_of(file: InputFile) -> tuple[int, str | None, str | None]:
     return file.size, file.sha256, None if file.sha256 is not None else file.etag
 
 
-def _model(job: Job, given: str | None, cache: Path) -> ChosenModel:
-    """The model given, under the name that the requests use, or the one that the job is pinned to."""
+def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> tuple[ChosenModel, ...]:
+    """The models that the job is pinned to, or those given in their place, under the names that the requests use."""
     from tokenmill import job_options
     from tokenmill.models import ModelSource
 
-    pin = job.models[0]
-    if given is not None:
-        chosen = job_options.choose_model(given, cache)
-        return job_options.ChosenModel(pin.name, chosen.source) if chosen.name == given else chosen
-    path = Path(pin.source)
-    if not path.exists():
-        raise ModelError(f"{path}: the model that answered in {job.id} is not there any more; give --model")
-    return job_options.ChosenModel(pin.name, ModelSource(pin.name, path, pin.revision, 0))
+    chosen = job_options.choose_models(given, cache)
+    if len(job.models) == 1 and len(chosen) == 1:
+        (pin,), (one,) = job.models, chosen
+        return (job_options.ChosenModel(pin.name, one.source) if one.name == given[0] else one,)
+    names = [pin.name for pin in job.models]
+    for one in chosen:
+        if one.name not in names:
+            raise UserError(f"--model {one.name}: {job.id} has the models {', '.join(names)}; give NAME=MODEL of those")
+    others = {one.name: one for one in chosen}
+
+    def pinned(pin: ModelPin) -> ChosenModel:
+        path = Path(pin.source)
+        if not path.exists():
+            raise ModelError(f"{path}: {pin.name}, which answered in {job.id}, is not there any more; give --model")
+        digest = pin.digest if same_template else None
+        return job_options.ChosenModel(pin.name, ModelSource(pin.name, path, pin.revision, 0), digest)
+
+    return tuple(others.get(pin.name) or pinned(pin) for pin in job.models)

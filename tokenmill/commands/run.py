@@ -23,7 +23,7 @@ from tokenmill.options import (
     MaxNumBatchedTokens,
     MaxNumSeqs,
     MaxOutputTokens,
-    Model,
+    Models,
     OnInvalid,
     OutputTo,
     PricePerHour,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 def run(
     input_: Input,
-    model: Model,
+    model: Models,
     out: OutputTo,
     tier: Annotated[Tier, typer.Option(help="How urgent the job is.")] = "standard",
     deadline: Deadline = None,
@@ -100,7 +100,7 @@ def run(
 
 def _plan(
     input_: str,
-    model: str,
+    model: list[str],
     out: Path,
     tier: Tier,
     engine: EngineOptions,
@@ -131,7 +131,7 @@ def _plan(
     inputs = job_options.read_input(input_, None if fresh else out.expanduser())
     return RunPlan(
         inputs=inputs,
-        model=job_options.choose_model(model, settings.model_cache),
+        models=job_options.choose_models(model, settings.model_cache),
         output=out.expanduser(),
         tier=JobTier(tier),
         settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),

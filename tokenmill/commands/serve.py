@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +128,7 @@ def serve(
         price = price_of_worker(settings, price_per_hour)
         figures = DispatchFigures()
         told = sources.all_of(sources.dispatching(figures, root.world.clock), sources.prices(hints.heartbeats, price))
-        gateway = Gateway(root, settings, hints, host, port, dispatching=told)
+        gateway = Gateway(root, settings, hints, host, port, dispatching=told, batch_rows=max_num_seqs)
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
         work = Worker(root, hints, loads, settings, switch_after, policies, price)
@@ -137,11 +136,11 @@ def serve(
         tell(
             f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order"
         )
-        dispatching = service.dispatcher_part(root, hints, settings, figures, price)
+        dispatching = service.dispatcher_part(root, hints, settings, figures, price, "serve", log_format)
         keeping = service.housekeeping_part(root, hints, settings)
         parts = {"dispatcher": dispatching, "folder": folders, "housekeeping": keeping}
         with metrics_served(settings, metrics_port, *gateway.sources):
-            run_together(stop, work, parts | gateway.parts)
+            run_together(stop, root.world, work, parts | gateway.parts)
 
 
 def worker(
@@ -220,7 +219,7 @@ def dispatcher(
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
     from tokenmill.prices import price_of_worker
-    from tokenmill.processes import run_together
+    from tokenmill.processes import run_together, wait_for_stop
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
     from tokenmill.tracing import traces_of
@@ -236,17 +235,24 @@ def dispatcher(
         tell(f"dispatching for {root.url}")
         price = price_of_worker(settings, price_per_hour)
         figures = DispatchFigures()
-        dispatching = service.dispatcher_part(root, hints, settings, figures, price)
+        dispatching = service.dispatcher_part(root, hints, settings, figures, price, log_format=log_format)
         told = (
             sources.dispatching(figures, root.world.clock),
             sources.workers(hints.heartbeats, each=False),
             sources.prices(hints.heartbeats, price),
+            sources.unforeseen(root.world.errors),
         )
         keeper = ReleaseKeeper(root.world)
-        others = {"housekeeping": service.housekeeping_part(root, hints, settings), "releases": keeper.run}
+        parts = {
+            "dispatcher": dispatching,
+            "housekeeping": service.housekeeping_part(root, hints, settings),
+            "releases": keeper.run,
+        }
         telling = service.backlog_part(root, hints, settings)
+        if telling is not None:
+            parts["backlog"] = telling
         with metrics_served(settings, metrics_port, *told, sources.releases(lambda: keeper.figures)):
-            run_together(stop, dispatching, others if telling is None else others | {"backlog": telling})
+            run_together(stop, root.world, wait_for_stop, parts)
 
 
 def intake(
@@ -265,7 +271,7 @@ def intake(
     from tokenmill.doors import door_parts
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together
+    from tokenmill.processes import run_together, wait_for_stop
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
     from tokenmill.tracing import traces_of
@@ -279,8 +285,11 @@ def intake(
     ):
         parts = door_parts(root, settings)
         tell(f"taking in for {root.url}: {', '.join(parts)}")
-        with metrics_served(settings, metrics_port, sources.intake(root.came_in, root.world.letters)):
-            run_together(stop, _wait, parts)
+        with metrics_served(
+            settings, metrics_port, sources.intake(root.came_in, root.world.letters),
+            sources.unforeseen(root.world.errors),
+        ):  # fmt: skip
+            run_together(stop, root.world, wait_for_stop, parts)
 
 
 def gateway(
@@ -299,7 +308,7 @@ def gateway(
     from tokenmill.hints import hints_on_servers
     from tokenmill.logs import log_to_stderr
     from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together
+    from tokenmill.processes import run_together, wait_for_stop
     from tokenmill.root import open_root
     from tokenmill.stopping import until_told
     from tokenmill.tracing import traces_of
@@ -316,28 +325,18 @@ def gateway(
         served = Gateway(root, settings, hints, host, port, shared)
         tell(f"serving {served.url}/v1 for {root.url}")
         with metrics_served(settings, metrics_port, *served.sources):
-            run_together(stop, _wait, served.parts)
+            run_together(stop, root.world, wait_for_stop, served.parts)
 
 
 def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
-    """What loads each of the models. Raises `UserError` for a name twice, and where one can't be found."""
+    """What loads each of the models. Raises what `choose_models` and `read_template` raise."""
     from tokenmill.engine_options import pace_config
-    from tokenmill.errors import UserError
-    from tokenmill.job_options import choose_model, read_template
+    from tokenmill.job_options import choose_models, read_template
     from tokenmill.working import load_any
 
     options = replace(options, pace=pace_config(settings))
-    chosen = [choose_model(model, settings.model_cache) for model in models]
-    names = [one.name for one in chosen]
-    if len(set(names)) != len(names):
-        raise UserError(f"two models are called {max(names, key=names.count)}; give them names with NAME=MODEL")
+    chosen = choose_models(models, settings.model_cache)
     template = read_template(chat_template)
     return [partial(load_any, one, options.config(), template) for one in chosen]
-
-
-def _wait(stop: threading.Event) -> None:
-    """The main thread's part where all others are on threads of their own; signals get through to it."""
-    while not stop.wait(1.0):
-        pass

@@ -32,7 +32,7 @@ export function charts(signal) {
     }
     backlog.add([status.backlog.tokens]);
     held.add(["running", "waiting"].map((name) => (told.length ? told.reduce((all, figures) => all + inTiers(figures, name), 0) : null)));
-    waiting.add([status.lane.waiting]);
+    waiting.add([status.lane?.waiting ?? null]);
   });
   return place;
 }
@@ -54,9 +54,11 @@ export function workersView(signal) {
     h("h2", {}, "Backlog"),
     table("Backlog by model and tier", ["Model", "Tier", "#Jobs", "#Tokens left"], kinds));
   follow(signal, place, (status, headers) => {
-    const { open, waiting } = status.lane;
-    const { answered = 0, cached = 0 } = status.answers;
-    say(lane, `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Answers since it began: ${count(answered + cached)}, of which ${count(cached)} were there from before.`);
+    const { open, waiting } = status.lane ?? {};
+    const { answered = 0, cached = 0 } = status.answers ?? {};
+    say(lane, status.lane
+      ? `Callers that this gateway answers now: ${count(open)}, of which ${count(waiting)} wait for the first token. Answers since it began: ${count(answered + cached)}, of which ${count(cached)} were there from before.`
+      : "Samples of the workers need a key with the scope metrics: they add up the work of all tenants.");
     const most = headers.get("x-ratelimit-limit-requests");
     limits.hidden = most === null;
     if (most !== null) say(limits, `You have ${count(Number(headers.get("x-ratelimit-remaining-requests")))} of ${count(Number(most))} requests a minute left.`);
@@ -99,16 +101,16 @@ const number = (name, ...children) => h("td", { className: "number", dataset: { 
 const inTiers = (figures, name) => Object.values(figures.tiers).reduce((sum, tier) => sum + tier[name], 0);
 
 function workerRow(worker) {
-  const state = worker.draining ? "draining" : isBusy(worker) ? "busy" : "idle";
+  const state = worker.draining ? "draining" : worker.name === null ? "alive" : isBusy(worker) ? "busy" : "idle";
   const { figures } = worker;
   const used = figures?.kv_blocks ? figures.kv_blocks_used / figures.kv_blocks : null;
   const hits = figures?.prefix_queried ? figures.prefix_hits / figures.prefix_queried : null;
   const steps = figures?.steps.counts.reduce((sum, of) => sum + of, 0);
   return h("tr", {},
-    h("td", { className: "mono" }, worker.name),
+    h("td", { className: "mono" }, worker.name ?? "–"),
     h("td", {}, h("span", { className: `status ${state}` }, state)),
     h("td", {}, worker.models.join(", ") || "–"),
-    number("Shards", count(worker.shards)),
+    number("Shards", worker.shards === null ? "–" : count(worker.shards)),
     number("Requests", figures ? `${count(inTiers(figures, "running"))} + ${count(inTiers(figures, "waiting"))} waiting` : "–"),
     number("KV cache", percent(used), used === null ? null : h("meter", { min: 0, max: 1, value: used, "aria-hidden": "true" })),
     number("Prefix hits", percent(hits)),

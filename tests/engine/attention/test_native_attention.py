@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from tests.native_paths import PATHS, native_path
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 64, 32
 CPU = torch.device("cpu")
+Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def backend(path: str, num_blocks: int, *, threads: int = 2, kv_kind: Kind | None = None) -> NativeAttention:
@@ -140,3 +141,20 @@ def test_half_precision_is_refused_by_name() -> None:
     layout = KVLayout((CacheGroup((0,), None, 4),), 16, 1, 8)
     with pytest.raises(EngineError, match=r"computes in bfloat16 and float32, not torch.float16; use paged-sdpa"):
         make_backend("native", layout, torch.float16, CPU, native_path("avx2"))
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        (r"q of \[20, 6, 64\] in BF16, but the model gives \[20, 3, 64\]", lambda q, k, v: (q[:, :3], k, v)),
+        (r"k of \[20, 2, 64\] in BF16, but the model gives \[20, 1, 64\]", lambda q, k, v: (q, k[:, :1], v[:, :1])),
+        (r"k of \[20, 2, 64\] in BF16, but the model gives \[20, 4, 64\]", lambda q, k, v: (q, k.repeat(1, 2, 1), v)),
+        (r"v of \[20, 2, 64\] in BF16, but the model gives \[20, 2, 32\]", lambda q, k, v: (q, k, v[..., :32])),
+        (r"v of \[20, 2, 64\] in BF16, but the model gives \[19, 2, 64\]", lambda q, k, v: (q, k, v[:19])),
+        (r"q of \[20, 6, 64\] in BF16, but .* torch\.float32", lambda q, k, v: (q.float(), k, v)),
+    ],
+)
+def test_tensors_of_another_shape_are_refused_before_a_kernel_reads_them(named: str, change: Change) -> None:
+    attention = backend("avx2", 10)
+    with pytest.raises(EngineError, match=named):
+        attend(attention, batch_of([[1]], [0], [20]), change(*inputs(20, seed=6)))

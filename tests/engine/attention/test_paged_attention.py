@@ -63,6 +63,7 @@ def poison(backend: object, layout: KVLayout) -> None:
             store[1:] = STALE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST_BACKENDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @settings(max_examples=10, deadline=None)

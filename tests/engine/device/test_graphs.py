@@ -85,6 +85,7 @@ def load(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_graph_gives_the_same_answers(family: str, ahead: bool, recorder: Rerun, tiny_model: TinyModel) -> None:

@@ -146,6 +146,7 @@ def check_idle(engine: Engine) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("blocks", [200, 30])
 def test_a_step_ahead_gives_the_same_answers(family: str, blocks: int, tiny_model: TinyModel) -> None:
@@ -370,6 +371,7 @@ class Cramped:
         return self._inner.result(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("room", [13, 3, 1])
 def test_a_step_without_room_costs_no_row(room: int, ahead: bool, llama: Path) -> None:

@@ -11,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
+from engine import Engine, EngineConfig
 from engine.errors import CorruptWeights, UnsupportedModel
+from engine.models.config import usable
 from engine.models.hf import TransformersModel
 from engine.models.hf_check import check_against_eager
 from engine.models.load import describe_model, load_model
+from tests.engine.oracle import check_equal, engine_answers, greedy_answer
 
 CPU = torch.device("cpu")
-FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe")
+FALLBACK = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite", "mixtral", "qwen3-moe", "jetmoe")
 
 
 def load(path, **options):
@@ -100,6 +103,63 @@ def test_attention_that_is_not_ours_to_replace_is_refused_by_name(class_name, na
         load(tmp_path)
 
 
+def test_keys_that_a_model_repeats_itself_are_cached_as_it_makes_them(tiny_model, prompts):
+    # Given JetMoE, whose attention gets as many key-value heads as queries, more than its config names
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("jetmoe"), dtype=torch.float32).eval()
+    asked = [ids.tolist() for ids in prompts]
+    want = [greedy_answer(model, prompt, 4, (2,)) for prompt in asked]
+    # When the paged cache holds them, then the answers are transformers'
+    engine = Engine.load(tiny_model("jetmoe"), EngineConfig(dtype="float32", max_model_len=64, threads=1))
+    assert engine.spec.num_kv_heads == 4
+    assert check_equal(want, engine_answers(engine, asked, 4)) == 0
+
+
+@pytest.mark.parametrize("said", [2, 8])
+def test_heads_that_the_config_does_not_tell_are_refused(said, tmp_path):
+    # Given a model of one key-value head whose config says more
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64, "n_inner": 80, "num_key_value_heads": said}
+    config = transformers.GPTBigCodeConfig(vocab_size=257, bos_token_id=1, eos_token_id=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    # When it is loaded, then the line says both
+    named = rf"GPTBigCodeAttention 0 makes 8 query and 1 key-value heads of 8, but its config says 8 and {said} of 8"
+    with pytest.raises(UnsupportedModel, match=named):
+        load(tmp_path)
+
+
+def test_models_whose_config_or_code_raises_are_refused_in_one_line(tiny_models, tmp_path):
+    # Given a config that raises where it is asked for a value that differs by layer (Gemma 4's)
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    sizes = {**tiny_models._SHAPE, **layers, "head_dim": 12, "global_head_dim": 24, "hidden_size_per_layer_input": 0}
+    AutoModelForCausalLM.from_config(transformers.Gemma4TextConfig(**sizes)).save_pretrained(tmp_path / "gemma4")
+    # When it is read or loaded, then it is refused, and so is a model without a decoder beneath its head
+    for read in (describe_model, load):
+        with pytest.raises(UnsupportedModel, match=r"config\.json can't be used: 'head_dim' is a per-layer") as caught:
+            read(tmp_path / "gemma4")
+        assert "\n" not in str(caught.value)
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+    sizes = {**tiny_models._SHAPE, **layers, "head_dim": 12, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    AutoModelForCausalLM.from_config(transformers.Llama4TextConfig(**sizes)).save_pretrained(tmp_path / "llama4")
+    with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM is not supported: its decoder can't be called"):
+        load(tmp_path / "llama4")
+
+
+@pytest.mark.parametrize("error", [AttributeError("no\nsuch"), KeyError("x"), RuntimeError("two\nlines"), OSError()])
+def test_what_reading_a_config_raises_is_one_line(error, tmp_path):
+    with pytest.raises(UnsupportedModel) as caught, usable(tmp_path):
+        raise error
+    assert str(caught.value).startswith(f"{tmp_path} can't be used: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), CorruptWeights("x")]
+)
+def test_failed_allocations_and_own_errors_pass(error, tmp_path):
+    with pytest.raises(type(error)) as caught, usable(tmp_path):
+        raise error
+    assert caught.value is error
+
+
 def test_rotation_by_length_is_capped_at_the_original_context(tiny_models, tmp_path, prompts, run, oracle):
     # Given a Phi 3 whose rotary frequencies switch at 32 tokens
     rope = {
@@ -139,7 +199,7 @@ def test_a_model_that_disagrees_with_transformers_is_refused(tiny_model):
 
 def test_a_window_that_the_config_does_not_tell_is_refused(tiny_model, prompts):
     model = load(tiny_model("phi3"))
-    model._slot.windows = (None, None, None)
+    model._slot.spec = replace(model.spec, windows=(None, None, None))
     with pytest.raises(UnsupportedModel, match="Phi3Attention 0 has a window of 8, but its config says None"):
         model.forward(prompts[0], torch.arange(45), lambda layer, q, k, v, scale: q, None)
 

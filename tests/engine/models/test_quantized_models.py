@@ -58,6 +58,7 @@ def off_by(ours: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((ours - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LINEAR)
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("of", ["torch", "native"])

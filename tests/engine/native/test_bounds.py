@@ -16,6 +16,8 @@ import pytest
 from engine.native.build import INSTRUCTION_SETS
 from tests.native_paths import native_path
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 
 GUARDED = """

@@ -21,6 +21,7 @@ from engine.errors import EngineError
 from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build, default_cache
 from engine.native.choice import native_library
 from engine.native.library import CHOICES, NativeLibrary, load_library
+from tests.waiting import HANG_SECONDS
 
 CPU = torch.device("cpu")
 FAST = EngineConfig(dtype="float32", threads=1)
@@ -118,6 +119,7 @@ def test_a_compiler_that_is_not_there_is_named(cache: Path, monkeypatch: pytest.
         build()
 
 
+@pytest.mark.slow
 def test_what_was_built_is_taken_again_and_needs_no_compiler(
     cache: Path, quick_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +170,7 @@ def test_two_processes_that_build_at_once_both_get_a_library_that_works(cache: P
         builder.start()
     got = [results.get(timeout=120) for _ in builders]
     for builder in builders:
-        builder.join(30)
+        builder.join(HANG_SECONDS)
     assert got[0] == got[1]
     assert [str(file) for file in cache.iterdir()] == [got[0][0]]
 

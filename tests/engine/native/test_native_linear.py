@@ -62,6 +62,7 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return native_path(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_weights(name: str, shape: tuple[int, int], library: NativeLibrary) -> None:
@@ -85,6 +86,7 @@ def test_a_weight_that_is_packed_in_several_pieces_is_whole(name: str, library: 
     assert off_by(product(NativeLinear.dense(library, kind, weight, bias), x), exact(x, weight, bias, kind)) < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
@@ -111,6 +113,7 @@ def test_threads_change_no_bit(name: str, threads: int, library: NativeLibrary) 
     assert torch.equal(argmax(ours, x)[0], argmax(theirs, x)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_argmax_is_that_of_the_products(name: str, shape: tuple[int, int], library: NativeLibrary) -> None:

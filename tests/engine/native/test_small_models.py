@@ -109,6 +109,7 @@ def assert_same_logits(path: Path, prompts: list[list[int]], patch: pytest.Monke
     assert sum(map(len, small)) > sum(map(len, prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", [*FOLDERS, *FILES])
 def test_logits_are_those_of_the_dequantized_model(

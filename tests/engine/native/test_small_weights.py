@@ -45,6 +45,7 @@ def product(linear: NativeLinear, x: Tensor) -> Tensor:
     return linear.product(x, Workspace.for_linear(linear.library, linear.in_features, len(x), reorders=linear.reorders))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MADE)
 def test_products_are_those_of_the_dequantized_weight(name: str, dtype: str, library: NativeLibrary) -> None:
@@ -69,6 +70,7 @@ def test_every_number_of_rows_gives_the_same_bits(name: str, dtype: str, library
         assert torch.equal(linear.product(x[:rows], space), want[:rows]), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_threads_change_no_bit(name: str, library: NativeLibrary) -> None:
     weight = random_weight(MADE[name], 257, 194, 16)

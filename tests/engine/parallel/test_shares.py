@@ -104,6 +104,13 @@ def test_columns_are_what_they_were(form: str, two_level: bool, k: int, group: i
         assert torch.equal(part.dequantize(), whole.dequantize()[:, first:end])
 
 
+def test_sizes_that_a_model_can_be_cut_into_are_named(tiny_model: Callable[[str], Path]) -> None:
+    opened = open_model(tiny_model("llama"))
+    assert opened.decoder is not None
+    with pytest.raises(UnsupportedModel, match=r"4 attention heads can't .* by 3 devices; .* sizes allow: 1, 2, 4$"):
+        Share(opened.decoder, 0, 3)
+
+
 def test_columns_in_an_order_of_their_own_are_refused() -> None:
     from dataclasses import replace  # noqa: PLC0415
 

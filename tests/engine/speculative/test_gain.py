@@ -15,7 +15,8 @@ from engine.engine import Engine
 from engine.request import Request, SamplingParams, as_token_ids
 from engine.speculative.base import Ask, Draft
 from engine.speculative.gain import Gain
-from engine.speculative.lengths import FixedLengths
+from engine.speculative.lengths import AdaptiveLengths, FixedLengths
+from engine.speculative.trial_budget import SHARE, TrialBudget
 
 
 def test_it_is_what_stayed_less_what_the_time_would_have_brought() -> None:
@@ -81,10 +82,11 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_models: Any) -> 
         "engine.device.loop.time", SimpleNamespace(perf_counter=lambda: now.seconds, monotonic=lambda: now.seconds)
     )
 
-    def timed() -> Engine:
+    def timed(rows: int = 4) -> Engine:
         config = EngineConfig(
-            dtype="float32", max_model_len=256, cache=CacheConfig(block_size=16, num_blocks=60),
-            schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64), speculation=SpeculationConfig("off"),
+            dtype="float32", max_model_len=256, cache=CacheConfig(block_size=16, num_blocks=40 + 5 * rows),
+            schedule=ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=128),
+            speculation=SpeculationConfig("off"),
         )  # fmt: skip
         engine = Engine.load(folder, config)
         execute = engine._runner.execute
@@ -132,3 +134,43 @@ def test_without_guesses_nothing_is_said(timed: Any) -> None:
     engine = timed()
     list(engine.run(asks(2)))
     assert engine.stats().speculation.gained_per_second is None
+
+
+class AllWrong(EveryOther):
+    """Guesses tokens of which none is right."""
+
+    def _guess(self, ask: Ask) -> Any:
+        answer = self._answers[ask.request.request_id]
+        done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
+        return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: ask.most]
+
+
+def drafted_by_budget(engine: Engine, proposer: Any, count: int) -> Any:
+    """The speculation of a job of so many requests, as `auto` has it with this proposer."""
+    engine.scheduler.speculate(proposer, AdaptiveLengths(engine.max_num_seqs, 8), TrialBudget())
+    assert sum(1 for _ in engine.run(asks(count))) == count
+    return engine.stats().speculation
+
+
+def test_given_a_small_job_then_nothing_is_drafted_that_could_not_pay_before_its_end(timed: Any) -> None:
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(16).run(asks(13))}
+    engine = timed(16)
+    assert drafted_by_budget(engine, EveryOther(engine, answers), 13).drafted == 0
+
+
+def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) -> None:
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(asks(40))}
+    engine = timed(2)
+    stats = drafted_by_budget(engine, EveryOther(engine, answers), 40)
+    assert stats.accepted > 200
+    assert stats.gained > 100
+
+
+def test_given_a_large_job_whose_drafts_are_all_wrong_then_they_lose_no_more_than_their_share(timed: Any) -> None:
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(asks(40))}
+    engine = timed(2)
+    stats = drafted_by_budget(engine, AllWrong(engine, answers), 40)
+    generated = engine.stats().generated
+    assert stats.drafted > 0
+    # One step may pass the budget, by all that it drafted.
+    assert -stats.gained <= SHARE * generated + 2 * 8

@@ -95,6 +95,7 @@ def likely_and_unlikely(params: SamplingParams) -> list[list[int]]:
     return [[int(order[-1]), int(np.argsort(second)[-1])], [int(order[-3]), int(np.argsort(second)[-2])]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_given_any_settings_when_drafts_are_checked_then_tokens_come_as_often_as_the_target_says(name: str) -> None:
     params = SETTINGS[name]

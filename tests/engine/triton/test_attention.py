@@ -102,6 +102,7 @@ def test_agrees_with_the_oracle(dtype: torch.dtype, device: torch.device, upcast
     compare(device, upcast, seed=1, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 16), ((9, 3), 24), ((6, 1), 64)])
 def test_heads_share_keys_in_any_number(
     heads: tuple[int, int], head_dim: int, device: torch.device, upcast: bool
@@ -109,6 +110,7 @@ def test_heads_share_keys_in_any_number(
     compare(device, upcast, seed=2, heads=heads, head_dim=head_dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 5, 37])
 def test_windows_hide_what_is_behind_them(window: int, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=3, window=window)
@@ -119,6 +121,7 @@ def test_blocks_have_any_size(block_size: int, device: torch.device, upcast: boo
     compare(device, upcast, seed=4, block_size=block_size, window=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 60])
 def test_keys_of_few_long_sequences_are_split(
     window: int | None, device: torch.device, upcast: bool, monkeypatch: pytest.MonkeyPatch

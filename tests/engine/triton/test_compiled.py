@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
 from tests.engine.triton.compiling import SHARED
+from tests.waiting import HANG_SECONDS
 
 
 def compiled(part: str, capability: int, cache: Path) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def compiled(part: str, capability: int, cache: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.engine.triton.compiling", part, str(capability)],
         env=environment | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=600, check=False,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -40,6 +41,7 @@ def test_attention_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     assert [each for each in found if each["shared"] > SHARED[capability]] == []
 
 
+@pytest.mark.slow
 def test_steps_of_any_size_share_a_few_kernels(tmp_path: Path) -> None:
     """One for decoding rows and one for chunks, whatever the addresses, widths and numbers of a step are divisible by;
     and graphs take the same ones."""

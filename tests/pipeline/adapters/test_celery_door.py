@@ -37,6 +37,7 @@ from schemas.lane import EndEvent
 from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
 
 WAIT = 40.0
 
@@ -84,7 +85,7 @@ class House:
         of_test = {"first_wait": 0.1, "longest_wait": 0.3, "pause": 0.1, "timeout": 2.0, "visibility_timeout": 5.0}
         of_test |= settings
         chosen = CeleryDoorSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
-        self.start(CeleryDoor(tasks, chosen, self.world.random, generating).run)
+        self.start(CeleryDoor(tasks, chosen, self.world, generating).run)
 
     def start(self, part: Callable[[threading.Event], None]) -> None:
         self.threads.append(threading.Thread(target=part, args=(self.stop,)))
@@ -94,7 +95,7 @@ class House:
         return self.caller.send_task(f"tokenmill.{name}", args, options, queue=queue or self.queue, task_id=task_id)
 
     def ask(self, name: str, *args: Any, **options: Any) -> Any:
-        return self.call(name, *args, **options).get(timeout=WAIT)
+        return self.call(name, *args, **options).get(timeout=HANG_SECONDS)
 
     def jobs(self) -> list[str]:
         return [prefix.split("/")[1] for prefix in self.world.store.folders("jobs/")]
@@ -102,7 +103,7 @@ class House:
     def close(self) -> None:
         self.stop.set()
         for thread in self.threads:
-            thread.join(WAIT)
+            thread.join(HANG_SECONDS)
         assert not any(thread.is_alive() for thread in self.threads)
         self.caller.close()
 
@@ -183,7 +184,7 @@ def test_the_same_task_delivered_thrice_and_at_two_doors_at_once_is_one_job(hous
         house.call("submit", requests(3), task_id="the-task")
     house.door()
     house.door()
-    first = house.call("submit", requests(3), task_id="the-task").get(timeout=WAIT)
+    first = house.call("submit", requests(3), task_id="the-task").get(timeout=HANG_SECONDS)
     client = redis.Redis.from_url(house.url)
     eventually(lambda: client.llen(house.queue) == 0 and client.hlen(f"{house.queue}.unacked") == 0)
     assert house.jobs() == [first]
@@ -202,7 +203,7 @@ def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks
     client.hset("unacked", stranger, dead)
     client.zadd("unacked_index", {stranger: time.time() - 60})
     house.door(visibility_timeout=1.0)
-    assert sent.get(timeout=WAIT) == house.jobs()[0]
+    assert sent.get(timeout=HANG_SECONDS) == house.jobs()[0]
     time.sleep(0.3)
     assert client.hexists("unacked", stranger)
     client.hdel("unacked", stranger)
@@ -264,7 +265,7 @@ def test_the_queue_says_whose_task_it_is_and_nothing_in_a_message_does(house: Ho
     forged = json.loads(client.lpop(f"{house.queue}-nobody"))
     forged["properties"]["delivery_info"] = {"exchange": "", "routing_key": house.queue, "priority": 0}
     client.lpush(other, json.dumps(forged))
-    assert JobLedger(house.world.store, f"jobs/{sent.get(timeout=WAIT)}/").job().tenant == "acme"
+    assert JobLedger(house.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
 
 
 def test_without_room_the_task_is_tried_again_and_at_last_the_caller_is_told(house: House) -> None:
@@ -274,14 +275,14 @@ def test_without_room_the_task_is_tried_again_and_at_last_the_caller_is_told(hou
     waiting = house.call("submit", requests(6))
     eventually(lambda: waiting.state == "FAILURE")
     with pytest.raises(Exception, match="no_room: too much is queued already; submit again when some of it is done"):
-        waiting.get(timeout=WAIT)
+        waiting.get(timeout=HANG_SECONDS)
     assert house.jobs() == [first]
     patient = f"{house.queue}-patient"
     house.door({patient: "default"}, intake=full, tries=1_000)
     waiting = house.call("submit", requests(6), queue=patient)
     eventually(lambda: waiting.state == "RETRY")
     house.world.store.delete(f"active/{first}")
-    assert waiting.get(timeout=WAIT) != first
+    assert waiting.get(timeout=HANG_SECONDS) != first
 
 
 def test_a_waiting_task_can_be_revoked(house: House) -> None:
@@ -310,7 +311,7 @@ def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: 
     finally:
         client.config_set("maxmemory", "0")
     house.world.store.delete(f"active/{first}")
-    assert waiting.get(timeout=WAIT) != first
+    assert waiting.get(timeout=HANG_SECONDS) != first
 
 
 def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(house: House) -> None:
@@ -321,11 +322,11 @@ def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_i
     (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
     assert (one.tier.value, one.body) == ("bulk", body)
     lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
-    assert sent.get(timeout=WAIT) == {"id": "cmpl-1"}
+    assert sent.get(timeout=HANG_SECONDS) == {"id": "cmpl-1"}
     linked = house.caller.signature("tokenmill.generate", args=[body]).set(queue=house.queue)
     linked.link(house.caller.signature("theirs.next").set(queue="theirs"))
     with pytest.raises(Exception, match="nothing can be linked to"):
-        linked.apply_async().get(timeout=WAIT)
+        linked.apply_async().get(timeout=HANG_SECONDS)
 
 
 def test_a_job_is_cancelled_by_its_id(house: House) -> None:
@@ -381,14 +382,14 @@ def answered_over_stalls(house: House, results: RedisServer) -> str:
     waiting = house.call("submit", requests(6))
     eventually(lambda: waiting.state == "RETRY")
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(lambda: AsyncResult(waiting.id, app=house.caller).get(timeout=WAIT))
+        told = pool.submit(lambda: AsyncResult(waiting.id, app=house.caller).get(timeout=HANG_SECONDS))
         for _ in range(4):  # too long to store that it waits, too short to keep from storing that it failed
             results.pause()
             time.sleep(0.6)
             results.resume()
             time.sleep(0.1)
         house.world.store.delete(f"active/{first}")
-        job: str = told.result(timeout=WAIT)
+        job: str = told.result(HANG_SECONDS)
     return job
 
 
@@ -397,7 +398,7 @@ def test_the_door_can_be_told_to_stop_while_its_broker_is_away(house: House, red
     house.door()
     time.sleep(0.5)
     house.stop.set()
-    house.threads[0].join(10)
+    house.threads[0].join(HANG_SECONDS)
     assert not house.threads[0].is_alive()
 
 

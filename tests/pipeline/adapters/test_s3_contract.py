@@ -11,6 +11,8 @@ from tests.pipeline.contracts.s3_store_contract import S3StoreContract
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
 
+pytestmark = pytest.mark.slow
+
 
 class TestS3StoreOnMoto(S3StoreContract):
     @pytest.fixture

@@ -4,14 +4,16 @@ each call is one more view of the same, at first empty, place. Times are real, a
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker, OpenLane
+from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker, OpenLane, Shares
 from schemas.lane import (
     EndEvent,
     ErrorEvent,
@@ -22,6 +24,7 @@ from schemas.lane import (
     TokensEvent,
     position_of,
 )
+from tests.waiting import HANG_SECONDS
 
 LIFETIME = 0.6
 MODEL = "0123456789abcdef"
@@ -84,11 +87,21 @@ class LaneContract:
     def test_who_waits_for_events_or_requests_is_woken(self, make_lane: MakeLane, lane: OpenLane) -> None:
         worker = lane.worker("w1")
         threading.Timer(0.2, lane.send, [request()]).start()
-        began = time.monotonic()
         assert [one.id for one in worker.take([MODEL], 1, 20.0)] == ["r1"]
         threading.Timer(0.2, worker.emit, [[tokens("r1", 0)]]).start()
         assert told(lane, "r1", timeout=20.0) == [tokens("r1", 0)]
-        assert time.monotonic() - began < 5.0
+
+    def test_requests_wait_until_a_worker_begins_to_answer_them_or_nobody_wants_them(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        assert lane.waiting([MODEL, "other"]) == {MODEL: 0, "other": 0}
+        for name in ("r1", "r2", "r3"):
+            lane.send(request(name))
+        assert lane.waiting([MODEL, "other"]) == {MODEL: 3, "other": 0}
+        worker.take([MODEL], 1, 2.0)
+        worker.emit([tokens("r1", 0)])
+        lane.cancel(request("r2"))
+        assert lane.waiting([MODEL]) == {MODEL: 1}
 
     def test_many_requests_are_read_at_once(self, lane: OpenLane, worker: LaneWorker) -> None:
         names = [f"r{number}" for number in range(30)]
@@ -128,6 +141,92 @@ class LaneContract:
         for _ in range(2):
             assert worker.emit([tokens("r1", 0), tokens("r1", 1)]) == frozenset()
         assert told(lane, "r1") == [tokens("r1", 0), tokens("r1", 1)]
+
+    # -- tenants beside each other
+
+    def test_behind_a_flood_of_one_tenant_another_is_next(self, lane: OpenLane, worker: LaneWorker) -> None:
+        for number in range(30):
+            lane.send(request(f"a{number}", tenant="a"))
+        first = worker.take([MODEL], 4, 2.0)
+        assert [one.id for one in first] == ["a0", "a1", "a2", "a3"]
+        lane.send(request("b0", tenant="b"))
+        assert [one.id for one in worker.take([MODEL], 2, 2.0, Shares({"a": 4}))] == ["b0", "a4"]
+
+    def test_a_tenant_with_its_share_waits_until_the_worker_holds_fewer(
+        self, lane: OpenLane, worker: LaneWorker
+    ) -> None:
+        for number in range(5):
+            lane.send(request(f"a{number}", tenant="a"))
+        assert len(worker.take([MODEL], 5, 2.0, Shares({}, most_each=3))) == 3
+        assert worker.take([MODEL], 5, 0.1, Shares({"a": 3}, most_each=3)) == []
+        lane.send(request("b0", tenant="b"))
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, Shares({"a": 3}, most_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, Shares({"a": 2, "b": 1}, most_each=3))] == ["a3"]
+
+    def test_a_worker_at_its_share_of_one_tenant_is_woken_by_another(self, lane: OpenLane, worker: LaneWorker) -> None:
+        lane.send(request("a0", tenant="a"))
+        threading.Timer(0.3, lane.send, [request("b0", tenant="b")]).start()
+        assert [one.id for one in worker.take([MODEL], 5, 60.0, Shares({"a": 3}, most_each=3))] == ["b0"]
+
+    def test_several_workers_give_each_tenant_its_turn(self, lane: OpenLane) -> None:
+        for number in range(8):
+            for tenant in "ab":
+                lane.send(request(f"{tenant}{number}", tenant=tenant))
+        one, two = lane.worker("w1"), lane.worker("w2")
+        taken = [found.id for _ in range(4) for worker in (one, two) for found in worker.take([MODEL], 2, 0.1)]
+        for at in range(0, 16, 2):
+            assert {name[0] for name in taken[at : at + 2]} == {"a", "b"}, taken
+        for tenant in "ab":
+            assert [name for name in taken if name[0] == tenant] == [f"{tenant}{number}" for number in range(8)]
+
+    def test_a_request_that_comes_back_from_a_dead_worker_keeps_its_place(self, lane: OpenLane) -> None:
+        dies, lives = lane.worker("dies"), lane.worker("lives")
+        for number in range(3):
+            lane.send(request(f"a{number}", tenant="a"))
+        assert [one.id for one in dies.take([MODEL], 1, 2.0)] == ["a0"]
+        time.sleep(LIFETIME * 1.3)
+        assert [one.id for one in lives.take([MODEL], 3, 2.0)] == ["a0", "a1", "a2"]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whatever_is_sent_taken_and_cancelled_tenants_are_served_by_what_is_held(
+        self, make_lane: MakeLane, seed: int
+    ) -> None:
+        """Each request that is taken is the oldest of its tenant, of which the worker held no more than of any other
+        tenant that waited and was below its share."""
+        lane, rng = make_lane(LaneSettings(lifetime=600.0)), random.Random(seed)
+        workers = {name: lane.worker(name) for name in ("w1", "w2")}
+        held: dict[str, Counter[str]] = {name: Counter() for name in workers}
+        waiting: dict[str, list[LaneRequest]] = {}
+        for number in range(150):
+            for _ in range(rng.choice((0, 1, 1, 3))):
+                tenant = rng.choice("aaaaabcde")
+                sent = request(f"r{number}-{rng.getrandbits(40)}", tenant=tenant)
+                lane.send(sent)
+                waiting.setdefault(tenant, []).append(sent)
+            if rng.random() < 0.2 and (cancelled := [one for mine in waiting.values() for one in mine]):
+                chosen = rng.choice(cancelled)
+                lane.cancel(chosen)
+                waiting[chosen.tenant].remove(chosen)
+            name, most, each = rng.choice(sorted(workers)), rng.randint(1, 3), rng.randint(2, 6)
+            here = held[name]
+            for taken in workers[name].take([MODEL], most, 0, Shares(dict(here), each)):
+                assert taken == waiting[taken.tenant].pop(0)
+                others = [here[tenant] for tenant, mine in waiting.items() if mine]
+                assert here[taken.tenant] <= min([*others, each - 1])
+                here[taken.tenant] += 1
+                most -= 1
+            assert not most or all(here[tenant] >= each for tenant, mine in waiting.items() if mine)
+            if here and rng.random() < 0.6:
+                here[rng.choice(sorted(here.elements()))] -= 1
+                held[name] = +here
+
+    def test_one_tenant_can_not_take_all_the_room_to_wait(self, make_lane: MakeLane) -> None:
+        lane = make_lane(LaneSettings(lifetime=LIFETIME, most_waiting=16))
+        for number in range(14):
+            lane.send(request(f"a{number}", tenant="a"))
+        with pytest.raises(LaneFull, match="14 requests of this tenant wait"):
+            lane.send(request("a14", tenant="a"))
+        lane.send(request("b0", tenant="b"))
 
     # -- cancelling, deadlines
 
@@ -288,7 +387,7 @@ class LaneContract:
             lane.send(one)
         with pytest.raises(LaneFull):
             lane.send(request("r2"))
-        until = time.monotonic() + 5
+        until = time.monotonic() + HANG_SECONDS
         while lane.lost(late) != {"r0", "r1"}:  # nobody wants them any more
             assert time.monotonic() < until
             time.sleep(0.02)

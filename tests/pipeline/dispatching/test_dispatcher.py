@@ -54,7 +54,7 @@ def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[
         if not worker.client.commit(work, computed(work, mark=work.attempt_id), report(work)):
             return 7 * work.table.num_rows
     elif event == "beat" and not worker.stalled:
-        worker.client.holding(worker.works)
+        worker.client.send_heartbeat(worker.works)
     elif event == "lose":
         house.queue.lose(chaos.randrange(100))
     elif event == "repeat":
@@ -89,6 +89,8 @@ def give_back(workers: list[Worker]) -> int:
 
 class Forgetful:
     """Heartbeats on a server that can be emptied."""
+
+    lifetime = LIFETIME
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -187,7 +189,7 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
     server.forget()
     put_at = []
     for _ in range(20):
-        client.holding([work])
+        client.send_heartbeat([work])
         house.dispatcher.tick()
         put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
         house.queue.tasks.clear()
@@ -212,7 +214,7 @@ def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: Hous
     client, work = taken(house, [[0]], "slow")
     for _ in range(100):
         house.world.clock.sleep(3.0)
-        client.holding([work])
+        client.send_heartbeat([work])
         house.dispatcher.tick()
     assert house.queue.put_count == 1
 
@@ -366,7 +368,7 @@ def test_given_a_large_fleet_then_its_queue_holds_a_shard_for_each_four_workers(
     plan_by_hand(house.ledger, world, [[row] for row in range(9)])
     house.dispatcher.add(house.ledger)
     for number in range(workers):
-        house.client(f"w{number}").holding([])
+        house.client(f"w{number}").send_heartbeat([])
     house.dispatcher.tick()
     client = house.client("taking")
     assert sum(client.take(0) is not None for _ in range(9)) == waiting

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.adapters.folder import FolderStore
@@ -16,16 +19,20 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatching.foreman import Foreman, ForemanSettings
+from pipeline.dispatching.foreman import Foreman, ForemanSettings, InProcessPlanner, JobPlanner
+from pipeline.inputs import open_pinned
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
+from pipeline.planning import PlanningCancelled, PlanOutcome, plan_job
 from pipeline.ports import Lease, WorkerState, World
+from pipeline.retry import choose_rows
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.job import Closing, JobSettings, OnInvalid
-from schemas.limits import PlanSettings
+from schemas.limits import Limits, PlanSettings
 from schemas.outcome import JobStatus, Manifest
 from tests.pipeline.made_jobs import MODELS, computed, order, report
+from tests.waiting import HANG_SECONDS
 
 SETTINGS = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
 
@@ -53,6 +60,59 @@ class Table:
         return OneSide()
 
 
+class Failing(InProcessPlanner):
+    """Planning some jobs raises what nobody foresaw."""
+
+    def __init__(self, world: World, errors: Mapping[str, Exception]) -> None:
+        super().__init__(world, open_pinned)
+        self.errors = errors
+        self.tried: list[str] = []
+
+    def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+        self.tried.append(ledger.name)
+        if ledger.name in self.errors:
+            raise self.errors[ledger.name]
+        return super().plan(ledger, in_time=in_time)
+
+
+class Slow(InProcessPlanner):
+    """Planning a tenant's jobs takes until it is released."""
+
+    def __init__(self, world: World, tenant: str) -> None:
+        super().__init__(world, open_pinned)
+        self.released = threading.Event()
+        self.planned: list[str] = []
+        self._tenant = tenant
+
+    def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+        if ledger.job().tenant == self._tenant:
+            self.released.wait(HANG_SECONDS)
+        self.planned.append(ledger.name)
+        return super().plan(ledger, in_time=in_time)
+
+
+class Endless(InProcessPlanner):
+    """Planning takes until it is cancelled; before, `begin` is called."""
+
+    def __init__(self, world: World, begin: Callable[[JobLedger], object] = lambda _: None) -> None:
+        super().__init__(world, open_pinned)
+        self.begun, self.tried = threading.Event(), 0
+        self._begin = begin
+        self._cancelled = threading.Event()
+
+    def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+        self.tried += 1
+        if self._cancelled.is_set():
+            return super().plan(ledger, in_time=in_time)
+        self.begun.set()
+        assert self._cancelled.wait(HANG_SECONDS)
+        self._begin(ledger)
+        raise PlanningCancelled("cancelled")
+
+    def cancel(self, job: str) -> None:
+        self._cancelled.set()
+
+
 class Root:
     """A folder with many jobs, and all that works on them in threads."""
 
@@ -72,13 +132,18 @@ class Root:
         settings = JobSettings(plan=PlanSettings(max_shard_rows=7, segment_rows=20), on_invalid=on_invalid)
         submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
-    def foreman(self, lease: Lease | None = None) -> Foreman:
+    def foreman(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> Foreman:
         settings = DispatchSettings(isolate=True, patience=0.5, sweep_every=0.2)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
-        return Foreman(self.world, dispatcher, settings=SETTINGS, lease=lease)
+        return Foreman(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
 
-    def start_foreman(self, lease: Lease | None = None, stop: threading.Event | None = None) -> None:
-        self._start(lambda: self.foreman(lease).run(stop or self.stop))
+    def start_foreman(
+        self,
+        lease: Lease | None = None,
+        stop: threading.Event | None = None,
+        planner: JobPlanner | None = None,
+    ) -> None:
+        self._start(lambda: self.foreman(lease, planner).run(stop or self.stop))
 
     def start_worker(self, name: str) -> None:
         def work() -> None:
@@ -112,7 +177,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
         yield root
         root.stop.set()
         for thread in root.threads:
-            thread.join(30)
+            thread.join(HANG_SECONDS)
 
 
 def lines(count: int, name: str = "") -> list[str]:
@@ -144,7 +209,7 @@ def test_jobs_that_come_at_any_time_are_planned_and_ended(root: Root) -> None:
         assert (manifest.status, manifest.counts.total) == (JobStatus.COMPLETED, total)
         assert manifest.counts.failed == failed
         assert manifest.usage.repeated == 0
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG_SECONDS
     while list(root.world.store.list("active/")) and time.monotonic() < until:
         time.sleep(0.01)
     assert list(root.world.store.list("active/")) == []
@@ -170,7 +235,7 @@ def test_a_damaged_job_is_left_alone_and_the_others_go_on(root: Root) -> None:
     root.submit("unreadable", lines(3))
     (root.folder / "root/jobs/unreadable/job.json").write_text("{")
     root.start_foreman()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while root.ledger("damaged").wanted_parts() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     root.world.store.create("jobs/damaged/results/part-00099.parquet", b"foreign")
@@ -192,7 +257,7 @@ def test_a_marker_that_was_lost_is_made_again(root: Root) -> None:
 def test_when_who_leads_ends_another_takes_over(root: Root) -> None:
     table, first = Table(), threading.Event()
     root.start_foreman(table.lease("a"), first)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while table.holder is None and time.monotonic() < deadline:
         time.sleep(0.01)
     root.start_foreman(table.lease("b"))
@@ -235,7 +300,7 @@ def test_a_job_that_would_be_late_is_refused_if_it_asked_for_that(
 def test_a_job_that_is_removed_while_it_is_open_holds_up_nobody(root: Root) -> None:
     root.submit("removed", lines(30))
     root.start_foreman()
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG_SECONDS
     while root.ledger("removed").wanted_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.1)  # its first shards are on the queue
@@ -246,12 +311,12 @@ def test_a_job_that_is_removed_while_it_is_open_holds_up_nobody(root: Root) -> N
     assert root.outcome("good").status is JobStatus.COMPLETED
 
 
-def test_a_job_whose_shard_is_lost_is_left_alone_and_the_others_go_on(root: Root) -> None:
+def test_a_cancelled_job_whose_shard_is_lost_ends_with_a_row_for_each_line(root: Root) -> None:
     """Its closer asks for the shard at each look; what it raises must not end the look at all other jobs."""
     root.submit("lost", lines(3))
     stop = threading.Event()
     root.start_foreman(stop=stop)
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG_SECONDS
     while root.ledger("lost").wanted_parts() is None and time.monotonic() < until:
         time.sleep(0.01)
     stop.set()
@@ -263,4 +328,171 @@ def test_a_job_whose_shard_is_lost_is_left_alone_and_the_others_go_on(root: Root
     root.start_foreman()
     root.start_worker("w")
     assert root.outcome("good").status is JobStatus.COMPLETED
-    assert root.ledger("lost").manifest() is None
+    lost = root.outcome("lost")
+    assert (lost.status, lost.counts.total, lost.counts.cancelled) == (JobStatus.CANCELLED, 3, 3)
+
+
+UNFORESEEN = {"bad": RecursionError("nested"), "worse": MemoryError(), "worst": OSError("Couldn't deserialize")}
+
+
+def test_whatever_planning_raises_is_that_jobs_and_ends_it_after_three_tries(root: Root) -> None:
+    planner = Failing(root.world, UNFORESEEN)
+    for name in (*UNFORESEEN, "good"):
+        root.submit(name, lines(5))
+    root.start_worker("w")
+    root.start_foreman(planner=planner)
+    for name, error in UNFORESEEN.items():
+        outcome = root.outcome(name)
+        assert outcome.status is JobStatus.FAILED
+        assert [each.code for each in outcome.errors] == ["planning_failed"]
+        assert f"failed 3 times, the last time with: {type(error).__name__}" in outcome.errors[0].message
+        assert planner.tried.count(name) == 3
+    assert root.outcome("good").status is JobStatus.COMPLETED
+    root.submit("later", lines(5))
+    assert root.outcome("later").status is JobStatus.COMPLETED
+
+
+def test_given_slow_plans_of_one_tenant_when_another_submits_a_job_then_it_is_planned_meanwhile(root: Root) -> None:
+    planner, names = Slow(root.world, "slow"), [f"slow-{number}" for number in range(6)]
+    for name in names:
+        root.submit(name, lines(3), tenant="slow")
+    root.submit("good", lines(3), tenant="good")
+    root.start_worker("w")
+    root.start_foreman(planner=planner)
+    try:
+        assert root.outcome("good", HANG_SECONDS).status is JobStatus.COMPLETED
+        assert planner.planned == ["good"]
+    finally:
+        planner.released.set()
+    for name in names:
+        assert root.outcome(name, HANG_SECONDS).status is JobStatus.COMPLETED
+    assert planner.planned == ["good", *names], "a tenant's jobs are planned in order of their age"
+
+
+def test_failures_of_planning_are_counted_across_restarts(root: Root) -> None:
+    planner = Failing(root.world, UNFORESEEN)
+    root.submit("bad", lines(5))
+    for tries in (1, 2):
+        first = root.foreman(planner=planner)
+        until = time.monotonic() + HANG_SECONDS
+        while planner.tried.count("bad") < tries or len(failures(root, "bad")) < tries:
+            assert time.monotonic() < until
+            first.tick()
+        first.close()
+    assert root.ledger("bad").manifest() is None
+    root.start_foreman(planner=planner)
+    assert root.outcome("bad").errors[0].code == "planning_failed"
+    assert planner.tried == ["bad"] * 3
+
+
+def failures(root: Root, name: str) -> list[str]:
+    return [info.key for info in root.world.store.list(f"jobs/{name}/work/planning/")]
+
+
+@pytest.mark.parametrize(("kind", "status"), [("cancel", JobStatus.CANCELLED), ("expire", JobStatus.EXPIRED)])
+def test_a_closed_job_of_which_nothing_is_planned_ends_before_it_is_planned(
+    root: Root, kind: Literal["cancel", "expire"], status: JobStatus
+) -> None:
+    root.submit("closed", lines(5))
+    (root.folder / "closed.jsonl").unlink()
+    root.ledger("closed").create_closing(Closing(kind=kind, at=root.world.clock.now()))
+    root.start_foreman()
+    outcome = root.outcome("closed")
+    assert (outcome.status, outcome.counts.total, outcome.ended_by) == (status, 0, kind)
+    again = choose_rows(root.ledger("closed"))
+    assert again.rows is None, "a retry answers all of its input"
+
+
+def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and_the_job_is_not_blamed(
+    root: Root,
+) -> None:
+    planner = Endless(root.world)
+    root.submit("endless", lines(5))
+    root.start_foreman(planner=planner)
+    assert planner.begun.wait(HANG_SECONDS)
+    root.ledger("endless").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
+    outcome = root.outcome("endless", HANG_SECONDS)
+    assert (outcome.status, outcome.counts.total, outcome.errors) == (JobStatus.CANCELLED, 0, ())
+    assert (failures(root, "endless"), planner.tried) == ([], 1)
+
+
+def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_each_row_gets_a_result(
+    root: Root,
+) -> None:
+    planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, most_segments=1))
+    root.submit("begun", lines(50))
+    root.start_foreman(planner=planner)
+    assert planner.begun.wait(HANG_SECONDS)
+    root.ledger("begun").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
+    outcome = root.outcome("begun", HANG_SECONDS)
+    assert (outcome.status, outcome.counts.total, planner.tried) == (JobStatus.CANCELLED, 50, 2)
+
+
+def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries(root: Root) -> None:
+    settings = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=100_000.0)
+    planner = Failing(root.world, {"bad": ValueError("unforeseen")})
+    root.submit("bad", lines(5))
+    dispatcher = Dispatcher(
+        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_every=0.01)
+    )
+    foreman = Foreman(root.world, dispatcher, settings=settings, planner=planner)
+    root._start(lambda: foreman.run(root.stop))
+    until = time.monotonic() + HANG_SECONDS
+    while not failures(root, "bad"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    root.ledger("bad").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
+    assert root.outcome("bad").status is JobStatus.CANCELLED
+    assert planner.tried == ["bad"]
+
+
+def test_given_a_file_that_is_broken_behind_its_first_segment_when_planned_then_the_job_fails_with_the_place(
+    root: Root,
+) -> None:
+    path = root.folder / "broken.parquet"
+    table = pa.table({"custom_id": [str(row) for row in range(100)], "prompt": [str(row) * 9 for row in range(100)]})
+    pq.write_table(table, path, row_group_size=50, compression="snappy", use_dictionary=False)
+    at = pq.read_metadata(path).row_group(1).column(1).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[at : at + 100] = b"\xff" * 100
+    path.write_bytes(data)
+    settings = JobSettings(plan=PlanSettings(first_segment_rows=20, segment_rows=20))
+    submit(order(input=pin_input(path), settings=settings), root.ledger("broken"), root.world, job_id="broken")
+    root.start_foreman()
+    outcome = root.outcome("broken")
+    assert (outcome.status, outcome.errors[0].code) == (JobStatus.FAILED, "input_unreadable")
+    assert "broken.parquet: row group 2 of 2: can't be decoded" in outcome.errors[0].message
+
+
+def test_given_more_rows_than_a_job_may_have_when_planned_then_the_job_fails_and_keeps_what_was_committed(
+    root: Root,
+) -> None:
+    path = root.folder / "long.jsonl"
+    path.write_text("".join(line + "\n" for line in lines(100)))
+    settings = JobSettings(plan=PlanSettings(first_segment_rows=20, segment_rows=20), limits=Limits(max_rows=70))
+    submit(order(input=pin_input(path), settings=settings), root.ledger("long"), root.world, job_id="long")
+    root.start_foreman()
+    outcome = root.outcome("long")
+    assert (outcome.status, outcome.errors[0].code) == (JobStatus.FAILED, "too_many_rows")
+    assert outcome.errors[0].message.endswith(
+        "long.jsonl: line 71: the input has more than 70 rows; split it into several jobs (limits.max_rows)"
+    )
+    assert root.ledger("long").segment(0) is not None
+
+
+def test_a_job_at_which_looking_raises_is_left_alone_and_the_others_go_on(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.submit("bad", lines(5))
+    read = root.world.store.read
+
+    def raising(key: str) -> bytes:
+        if key == "jobs/bad/job.json":
+            raise RuntimeError("unforeseen")
+        return read(key)
+
+    monkeypatch.setattr(root.world.store, "read", raising)
+    root.start_worker("w")
+    root.start_foreman()
+    root.submit("good", lines(5))
+    assert root.outcome("good").status is JobStatus.COMPLETED

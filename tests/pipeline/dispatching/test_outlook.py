@@ -59,16 +59,16 @@ def test_a_jobs_end_is_told_from_what_is_left_and_how_fast_its_workers_are(house
     first = client.take(0)
     assert first is not None
     client.begin(first)
-    client.holding([first], WorkerLoad(tokens_per_second=6.0))
+    client.send_heartbeat([first], WorkerLoad(tokens_per_second=6.0))
     house.world.clock.sleep(3.0)
     assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(20 * ROW / 6.0)]
 
-    client.holding([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
+    client.send_heartbeat([first], WorkerLoad(6.0, {(first.job.id, first.shard): 0.25}))
     house.world.clock.sleep(3.0)
     assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx((2.5 + 10) * ROW / 6.0)]
 
     client.commit(first, computed(first), report(first))
-    client.holding([], WorkerLoad(12.0))
+    client.send_heartbeat([], WorkerLoad(12.0))
     house.world.clock.sleep(3.0)
     assert foretold(house.dispatcher, house.world, house.ledger) == [pytest.approx(10 * ROW / 12.0)]
 

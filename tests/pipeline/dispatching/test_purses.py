@@ -127,13 +127,41 @@ def test_given_a_limit_and_workers_whose_price_nobody_knows_then_the_job_ends_an
     plan_by_hand(house.ledger, house.world, SHARDS, max_cost=7.0)
     house.dispatcher.add(house.ledger)
     client = house.client("w")
-    client.holding([])
+    client.send_heartbeat([])
     manifest = spend(house, 2.0, client)
     assert manifest is not None
     assert (manifest.counts.cancelled, manifest.cost) == (10, None)
     assert "nobody says what an hour of its workers costs" in all_rows(house.ledger)[0]["error_message"]
 
 
+def test_given_a_shard_under_way_that_has_cost_the_limit_then_the_job_ends_without_waiting_for_it(house: House) -> None:
+    """While no speed is known one shard goes ahead, however small the limit: its checkpoints say what it costs."""
+    plan_by_hand(house.ledger, house.world, SHARDS, max_cost=0.001)
+    house.dispatcher.add(house.ledger)
+    client = house.client("w")
+    house.dispatcher.tick()
+    work = client.take(0)
+    assert work is not None
+    client.begin(work)
+    client.checkpoint(work, CheckpointWork(FinishedRows([], []), [], generated=1, exposed=1, busy_seconds=2.5))
+    for _ in range(5):  # two heartbeats, and two looks of the dispatcher
+        client.send_heartbeat([work])
+        closing = client.find_revoked([work]).to_release
+        house.world.clock.sleep(1.0)
+        house.dispatcher.tick()
+        if closing:
+            break
+    assert closing == {(work.job.id, work.shard)}, "the worker is told to give it back"
+    client.release(work, generated=1, busy_seconds=3.0)
+    manifest = spend(house, 100.0, client)
+    assert manifest is not None
+    assert (manifest.status, manifest.ended_by) == (JobStatus.CANCELLED, "spend")
+    assert manifest.cost == pytest.approx(3.0), "and no other shard was begun"
+    reason = next(row["error_message"] for row in all_rows(house.ledger) if row["error_code"] == "spend_limit")
+    assert "what the job may cost is 0.001: 2.5 is spent" in reason
+
+
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_no_shard_is_begun_once_the_limit_is_passed(
@@ -172,7 +200,7 @@ def test_whatever_happens_no_shard_is_begun_once_the_limit_is_passed(
         elif turn < 200:
             chaos.choice([house.queue.lose, house.queue.repeat, house.queue.shuffle])(chaos.randrange(9))
         for client in clients:
-            client.holding([work for whose, work in works if whose is client])
+            client.send_heartbeat([work for whose, work in works if whose is client])
         if under_way is None and money > limit:
             under_way = {work.shard for _, work in works} | {task.shard for task in house.queue.tasks}
         house.world.clock.sleep(chaos.choice([0.5, 3.0]))

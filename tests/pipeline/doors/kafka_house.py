@@ -35,6 +35,7 @@ from pipeline.ports import ObjectStore, World
 from schemas.inputs import InputRef
 from schemas.job import Job
 from schemas.models import CatalogEntry, ModelPin
+from tests.waiting import HANG_SECONDS
 
 MODEL = "tiny"
 PATIENCE = 40.0
@@ -168,7 +169,7 @@ class KafkaHouse:
                 for one in said
             ]
             for future in futures:
-                future.get(timeout=20)
+                future.get(timeout=HANG_SECONDS)
         finally:
             producer.close()
 

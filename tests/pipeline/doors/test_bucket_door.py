@@ -27,6 +27,7 @@ from pipeline.intake import Intake, IntakeSettings
 from pipeline.ports import PipelineError, World
 from tests.pipeline.contracts.door_contract import LINE, DropDoorContract, Drops, RefusalContract
 from tests.servers.moto import MotoServer
+from tests.waiting import HANG_SECONDS
 
 SOON = EventSettings(no_room=0, waiting=0, failed=0, foreign=0)
 PLACE = "team/incoming/"
@@ -233,12 +234,12 @@ def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_on
     try:
         for number in range(3):
             drops.put(f"{number}.jsonl", LINE)
-        until = time.monotonic() + 10
+        until = time.monotonic() + HANG_SECONDS
         while len(drops.jobs()) < 3 and time.monotonic() < until:
             time.sleep(0.05)
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
     assert not thread.is_alive()
     assert len(drops.jobs()) == 3
 

@@ -20,10 +20,10 @@ from schemas.lane import EndEvent, ErrorEvent, LaneRequest
 from schemas.models import CatalogEntry
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.simulation import MemoryStore
+from tests.waiting import HANG_SECONDS
 
 BODY = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}]}
 CLOCK = SystemClock()
-WAIT = 10.0
 
 
 class Told:
@@ -74,7 +74,7 @@ class House:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(WAIT)
+        self.thread.join(HANG_SECONDS)
         assert not self.thread.is_alive()
 
 
@@ -92,7 +92,7 @@ def make_house() -> Iterator[Callable[..., House]]:
 
 
 def eventually(there: Callable[[], Any]) -> None:
-    until = time.monotonic() + WAIT
+    until = time.monotonic() + HANG_SECONDS
     while not there():
         assert time.monotonic() < until, "it did not come"
         time.sleep(0.01)
@@ -212,7 +212,7 @@ def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_an
     thread.start()
     eventually(lambda: again.body is not None)
     stop.set()
-    thread.join(WAIT)
+    thread.join(HANG_SECONDS)
     assert again.body == {"id": "x"}
     # The same id with another question, or of another tenant, is another request.
     names = {other._request(*asked, {}).id for asked in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.adapters.folder import FolderStore
+from pipeline.dead_letters import DeadLetters
 from pipeline.doors.drop_watch import DropWatch, WatchSettings
 from pipeline.doors.drops import DropDoor, Taken
 from pipeline.doors.folder_watch import FolderInbox
-from pipeline.intake import Intake, JobDraft
+from pipeline.intake import Intake, IntakeRefused, JobDraft
 from pipeline.ports import StoreError, World
 from pipeline.submit import Submitted
 from schemas.inputs import InputFormat
@@ -175,6 +176,51 @@ def test_given_a_link_to_a_file_elsewhere_when_it_is_noticed_then_it_is_refused(
     (job,) = served.take_all()
     assert job.input.uri.endswith("good.jsonl")
     assert [code for code, _ in served.letters()] == ["unsupported_file"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "link to JSON", "folder"])
+def test_given_a_sidecar_that_is_no_file_when_its_input_is_taken_then_that_is_refused_and_the_others_go_on(
+    served: FolderDrops, tmp_path: Path, kind: str
+) -> None:
+    """Opening a FIFO would wait for ever, and a link may lead to what only this process may read."""
+    served.put("good.jsonl", LINE)
+    served.put("three.jsonl", LINE)
+    sidecar = served.incoming / "three.job.json"
+    (tmp_path / "secret.json").write_text('{"aws_secret_key": 1}')
+    os.mkfifo(tmp_path / "fifo")
+    match kind:
+        case "fifo":
+            os.mkfifo(sidecar)
+        case "link to a fifo":
+            sidecar.symlink_to(tmp_path / "fifo")
+        case "link to JSON":
+            sidecar.symlink_to(tmp_path / "secret.json")
+        case _:
+            sidecar.mkdir()
+    (job,) = served.take_all()
+    assert job.input.uri.endswith("good.jsonl")
+    (refused,) = DeadLetters(served.world).letters()
+    assert refused.letter.reason_code == "unsupported_file"
+    what = "a symbolic link" if "link" in kind else "no regular file"
+    assert refused.letter.message.startswith(f"{sidecar}: is {what}")
+    assert "aws" not in refused.letter.message
+
+
+def test_given_a_folder_that_becomes_a_link_while_a_file_in_it_is_taken_then_nothing_is_read_through_it(
+    served: FolderDrops, tmp_path: Path
+) -> None:
+    served.put("bulk/a.jsonl", LINE)
+    inbox = served.intake().inbox
+    list(inbox.entries())
+    served.clock.sleep(SETTLE)
+    drop = inbox.look("bulk/a.jsonl")
+    assert drop is not None
+    (served.incoming / "bulk").rename(tmp_path / "elsewhere")
+    (served.incoming / "bulk").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(IntakeRefused, match=r"bulk/a\.jsonl: is a symbolic link, or lies below one"):
+        inbox.pin(drop, InputFormat.JSONL)
+    with pytest.raises(IntakeRefused, match="is a symbolic link, or lies below one"):
+        inbox.read("bulk/a.jsonl", 100)
 
 
 def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_is_taken(served: FolderDrops) -> None:

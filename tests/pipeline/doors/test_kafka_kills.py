@@ -10,13 +10,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, child, request, until
 from tests.servers.kafka import KafkaBroker
+from tests.waiting import HANG_SECONDS
 
 JOBS = {"before": 0, "batch": 0, "job": 1, "stored": 2, "committed": 2}
 """Moment of death -> jobs that stand then."""
 
 
+@pytest.mark.slow
 def test_given_consumers_that_are_killed_at_different_moments_when_others_come_then_each_record_is_taken_once(
     kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -26,7 +30,7 @@ def test_given_consumers_that_are_killed_at_different_moments_when_others_come_t
         house.make_topics(house.requests, house.deadletter)
         house.produce([Said(request(f"a{n}"), headers=bulk if n % 3 else []) for n in range(12)])
     children = [child(house, moment) for moment, house in houses.items()]
-    assert [one.wait(60) for one in children] == [-signal.SIGKILL] * len(JOBS)
+    assert [one.wait(HANG_SECONDS) for one in children] == [-signal.SIGKILL] * len(JOBS)
 
     for moment, house in houses.items():
         durable = max((batch.last + 1 for batch in house.batches()), default=0)

@@ -127,6 +127,7 @@ def check_taken(house: KafkaHouse, stream: Stream) -> None:
         assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
 
 
+@pytest.mark.slow
 def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
     check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
 
@@ -176,7 +177,6 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1_200)
 def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
     check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
 

@@ -15,6 +15,7 @@ import httpx2
 import orjson
 from openai import OpenAI
 
+from pipeline.adapters.durable import LOCAL_DISK, Disk
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_lane import MemoryLane
@@ -55,6 +56,7 @@ from schemas.models import CatalogEntry
 from tests.pipeline.gateway.lane_worker import LaneWorker
 from tests.pipeline.gateway.witness import Watched, Witness
 from tests.pipeline.made_jobs import MODELS, PIN, computed, report
+from tests.waiting import HANG_SECONDS
 
 
 class ShiftedClock(SystemClock):
@@ -95,7 +97,7 @@ class HttpHouse:
 
     def http(self, key: str | None = None) -> httpx2.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=30)
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=HANG_SECONDS)
 
     def ledger(self, job: str) -> JobLedger:
         return JobLedger(self.world.store, f"jobs/{job}/")
@@ -122,6 +124,7 @@ def http_house(
     limiter: RateLimiter | None = None,
     grace: float = 0.2,
     cache: CacheSettings | None = None,
+    disk: Disk = LOCAL_DISK,
 ) -> Iterator[HttpHouse]:
     """The house, until the block ends.
 
@@ -131,11 +134,12 @@ def http_house(
         s3: the root, in place of a folder.
         rates: what callers may ask for.  limiter: counts it elsewhere than here.
         cache: what is kept of answers.
+        disk: of the root's folder.
         grace: seconds that a worker has to end its shards of a batch that is cancelled.
     """
     stop, permitted = threading.Event(), threading.Semaphore(permits)
     with ExitStack() as stack:
-        store = stack.enter_context(FolderStore(place / "root") if s3 is None else s3[0])
+        store = stack.enter_context(FolderStore(place / "root", disk=disk) if s3 is None else s3[0])
         reading = None if s3 is None else s3[1]
         clock = ShiftedClock()
         world = World(store, clock, SystemRandomness(), store.scratch)

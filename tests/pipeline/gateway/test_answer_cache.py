@@ -27,6 +27,7 @@ from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
 from tests.pipeline.made_jobs import PIN
 from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
 
 HELLO: Any = {
     "model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4,
@@ -53,7 +54,7 @@ def house(tmp_path: Path) -> Iterator[HttpHouse]:
 
 def kept(house: HttpHouse, **more: Any) -> Any:
     """The second answer to a request. It was kept in between, which happens behind the first one's back."""
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + HANG_SECONDS
     while True:
         answer = house.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
         if (answer.usage.model_extra or {}).get("tokenmill_cached"):
@@ -194,7 +195,7 @@ def test_an_answer_that_is_given_again_takes_no_tokens_and_no_place(tmp_path: Pa
                 break
         time.sleep(0.1)
         for stream in (False, True) * 15:
-            limit = time.monotonic() + 5
+            limit = time.monotonic() + HANG_SECONDS
             while True:
                 try:
                     made: Any = house.client().chat.completions.create(**HELLO, stream=stream, **CACHED)
@@ -240,6 +241,42 @@ def test_memory_is_bounded() -> None:
     for number in range(100):
         store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
     assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
+
+
+def test_a_tenant_that_fills_the_memory_puts_out_its_own_answers() -> None:
+    store = MemoryAnswers(SystemClock(), most_bytes=10_000)
+    for number in range(20):
+        store.put("small", str(number), b"x" * 100, 60.0, 1_000)
+    for number in range(1_000):
+        store.put("large", str(number), b"x" * 250, 60.0, 1_000)
+    assert all(store.get("small", str(number)) for number in range(20))
+    assert [number for number in range(1_000) if store.get("large", str(number))] == list(range(968, 1_000))
+
+
+def test_on_redis_a_tenants_answers_have_a_bound_of_bytes(
+    redis_server: RedisServer, unique_name: Callable[[], str]
+) -> None:
+    client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
+    store = RedisAnswers(client, max_tenant_bytes=1_000)
+
+    def kept() -> list[int]:
+        return [number for number in range(12) if store.get("a", str(number))]
+
+    store.put("b", "1", b"x" * 900, 60.0, 100)
+    for number in range(12):
+        store.put("a", str(number), b"x" * 200, 60.0, 100)
+        time.sleep(0.005)
+    assert kept() == list(range(7, 12))
+    for _ in range(20):  # what is put again counts once
+        store.put("a", "11", b"x" * 200, 60.0, 100)
+    assert kept() == list(range(7, 12))
+    for number in range(5):
+        store.put("a", str(number), b"x" * 200, 0.05, 100)
+    time.sleep(0.1)
+    store.put("a", "6", b"x" * 1_000, 60.0, 100)
+    assert kept() == [6], "what has run out counts no more"
+    assert store.get("b", "1")
+    client.close()
 
 
 def test_without_redis_answers_are_computed(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:

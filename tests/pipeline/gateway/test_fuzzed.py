@@ -12,6 +12,7 @@ SEED = 1
 PHASES = "examples,fuzzing,stateful"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [True, False], ids=["with keys", "without keys"])
 def test_nothing_breaks_and_every_answer_is_as_documented(tmp_path: Path, keys: bool) -> None:
     with fuzzed_house(tmp_path) as house:

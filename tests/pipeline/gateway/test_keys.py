@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,16 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.auth import Authority, need
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.keys import ApiKeys, KeyNotFound, Scope
-from pipeline.ports import World
+from pipeline.ports import ObjectInfo, World
 from tests.pipeline.gateway.http_house import http_house, lines
 from tests.pipeline.simulation import MemoryStore
+from tests.waiting import HANG_SECONDS
 
 ALL = tuple(Scope)
 
@@ -80,6 +84,57 @@ def test_scopes_are_asked_for(world: World) -> None:
                 assert refused.value.status == 403
 
 
+class Counted(MemoryStore):
+    """Counts what is read and listed."""
+
+    asked = 0
+
+    def read(self, key: str) -> bytes:
+        self.asked += 1
+        return super().read(key)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        self.asked += 1
+        return super().list(prefix, after)
+
+
+def test_a_flood_of_made_up_keys_costs_the_store_next_to_nothing_and_keeps_nobody_out(world: World) -> None:
+    store = Counted()
+    world = replace(world, store=store)
+    keys = ApiKeys(world)
+    old, before = keys.create("acme", ALL)[1], keys.create("acme", ALL)[1]
+    assert keys.check(old) is not None
+    store.asked = 0
+    for number in range(20_000):
+        assert keys.check(f"tm-{number:016x}-{'0' * 64}") is None
+    assert store.asked <= 15
+    assert keys.check(before) is not None, "one that wasn't used before"
+    store.asked = 0
+    assert keys.check(old) is not None
+    assert not store.asked, "made-up keys put it out"
+    _, new = keys.create("acme", ALL)
+    world.clock.sleep(5.0)
+    for number in range(100):
+        keys.check(f"tm-{number + 50_000:016x}-{'0' * 64}")
+    assert keys.check(new) is not None, "within seconds"
+
+
+def test_of_two_authorization_headers_none_counts(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        _, good = house.keys.create("acme", ALL)
+        for values in ((good, "bad"), ("bad", good), (good, good)):
+            headers = [("Authorization", f"Bearer {value}") for value in values]
+            with house.http() as http:
+                answer = http.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "several_credentials")
+            with (
+                pytest.raises(InvalidStatus) as refused,
+                connect(house.url.replace("http", "ws") + "/v1/stream", additional_headers=headers),
+            ):
+                pass
+            assert refused.value.response.status_code == 400
+
+
 def test_over_http_they_are_what_openais_client_sends(tmp_path: Path) -> None:
     with http_house(tmp_path) as house:
         _, files = house.keys.create("acme", (Scope.FILES,))
@@ -127,9 +182,9 @@ def test_a_websocket_is_good_for_nothing_more_when_its_key_is(tmp_path: Path, en
 
             def said(message: dict[str, Any]) -> list[dict[str, Any]]:
                 socket.send(orjson.dumps(message))
-                came = [orjson.loads(socket.recv(10))]
+                came = [orjson.loads(socket.recv(HANG_SECONDS))]
                 while came[-1]["type"] not in ("done", "error"):
-                    came.append(orjson.loads(socket.recv(10)))
+                    came.append(orjson.loads(socket.recv(HANG_SECONDS)))
                 return came
 
             begun = said(asked)

@@ -17,6 +17,7 @@ from schemas.outcome import Usage
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.metrics.scrapes import Scrape, scrape
+from tests.waiting import HANG_SECONDS
 
 CHAT = "/v1/chat/completions"
 ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
@@ -27,7 +28,7 @@ def told(house: HttpHouse, key: str | None = None) -> Scrape:
 
 
 def told_when(house: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_SECONDS
     while not so(found := told(house)):
         assert time.monotonic() < until, found.families
         time.sleep(0.02)
@@ -65,7 +66,7 @@ def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
         client = house.client()
         options = {"extra_body": {"tokenmill": {"on_invalid": "row", "tier": "bulk"}}}
         jobs.append(batch(house, lines(4) + b"not json\n", **options))
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG_SECONDS
         while any(client.batches.retrieve(job.id).status != "completed" for job in jobs):
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -99,7 +100,7 @@ def test_open_work_is_told_until_it_is_done(tmp_path: Path) -> None:
         before = sum(found.all("tokenmill_committed_rows_total", status="succeeded").values())
         assert before == 0
         house.permits.release(1_000)
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG_SECONDS
         while house.client().batches.retrieve(job.id).status != "completed":
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -182,7 +183,7 @@ FIGURES = WorkerFigures(
     },
     computed=200, prompt=58, generated=47, recomputed=3, prefix_queried=90, prefix_hits=32,
     steps=Histogram(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
-    lane_open=2, lane_waiting=1,
+    lane_open=2, lane_waiting=1, store_outage="no room",
     pace=PaceFigures(
         weights=PaceWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
         terms=PaceWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
@@ -217,7 +218,8 @@ def test_the_figures_of_each_worker_that_lives_are_told(tmp_path: Path) -> None:
             "waiting_requests": 1, "kv_blocks": 100, "kv_blocks_used": 25, "preemptions_total": 2,
             "time_to_first_token_seconds_count": 10, "time_to_first_token_seconds_sum": 0.05,
             "inter_token_seconds_count": 35, "request_seconds_count": 9, "pace_objective": 0.5 + 0.5 + 0.03 + 0.04,
-            "pace_others_ratio": 0.75, "speculation_gained_tokens": -1.5, "speculation_compared_seconds_total": 0.5,
+            "pace_others_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
+            "speculation_compared_seconds_total": 0.5,
         }.items():  # fmt: skip
             assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
         assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
@@ -236,6 +238,7 @@ def test_the_figures_of_each_worker_that_lives_are_told(tmp_path: Path) -> None:
         assert (ends["0.002",], ends["0.003",], ends["0.005",]) == (0, 4, 10)
         other = {"worker": "w2"}
         assert found.sum("tokenmill_engine_tokens_total", kind="generated", **other) == 7
+        assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
         for name in ("kv_blocks", "time_to_first_token_seconds_count", "pace_weight", "speculation_gained_tokens"):
             assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
         assert found.all("tokenmill_step_rows_total", worker="w3") == {}

@@ -18,10 +18,11 @@ from pipeline.gateway.auth import Authority
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.openapi import REFUSALS
 from pipeline.gateway.parts import GatewaySettings
+from pipeline.ports import StoreFull
 from pipeline.records import Tombstone
 from schemas.limits import RateLimits
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
-from tests.pipeline.gateway.waiting import until
+from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -87,6 +88,7 @@ def test_each_refusal_is_in_the_documentation_with_its_codes() -> None:
         assert set(refusal.codes) <= set(re.findall(r"`(\w+)`", told[str(status)])), status
 
 
+@pytest.mark.slow
 def test_all_that_is_documented_is_answered(house: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asker = Asker(house)
     _good(asker)
@@ -113,11 +115,11 @@ def _good(asker: Asker) -> None:
             assert http.get(content, headers=headers).status_code == status
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         client.batches.list()
-        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
         assert http.get(f"/v1/batches/{batch.id}/results").text
         failed = client.files.create(file=("b.jsonl", lines(5)), purpose="batch")
         again = client.batches.create(input_file_id=failed.id, endpoint=CHAT, completion_window="24h")
-        until(lambda: client.batches.retrieve(again.id).status == "completed", "it did not end")
+        wait_for(lambda: client.batches.retrieve(again.id).status == "completed", "it did not end")
         assert http.post(f"/v1/batches/{again.id}/retry", json={"include_invalid": True}).status_code == 200
         assert client.files.delete(file.id).deleted
         client.models.list()
@@ -163,6 +165,13 @@ def _refused_by_every_route(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as broken:
         broken.setattr(Authority, "caller", lambda *_: 1 / 0)
         asker.ask_all(500)
+    with monkeypatch.context() as full:
+
+        def fail(*_: object) -> None:
+            raise StoreFull("no room")
+
+        full.setattr(Authority, "caller", fail)
+        asker.ask_all(507)
 
 
 def _conflicts(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +180,7 @@ def _conflicts(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     file = client.files.create(file=("a.jsonl", lines(1)), purpose="batch", extra_headers=once)
     wanted: Any = {"input_file_id": file.id, "endpoint": CHAT}
     batch = client.batches.create(**wanted, completion_window="24h", extra_headers=once)
-    until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
     with house.http(asker.key) as http:
         form: Any = {"files": {"file": ("a.jsonl", lines(2))}, "data": {"purpose": "batch"}}
         assert http.post("/v1/files", headers=once, **form).status_code == 409
@@ -199,10 +208,10 @@ def _while_it_stops(asker: Asker) -> None:
     reading = threading.Thread(target=lambda: list(asker.client.chat.completions.create(
         **HELLO, max_tokens=60, stream=True)))  # fmt: skip
     reading.start()
-    until(lambda: house.worker.asked, "it did not begin")
+    wait_for(lambda: house.worker.asked, "it did not begin")
     house.stop.set()
     with house.http() as http:
-        until(lambda: http.get("/readyz").status_code == 503, "it goes on")
+        wait_for(lambda: http.get("/readyz").status_code == 503, "it goes on")
     asker.ask_all(503)
     house.worker.pause = 0.0
     reading.join()

@@ -19,6 +19,7 @@ from schemas.figures import LATENCY_BOUNDS, Histogram, TierFigures, WorkerFigure
 from schemas.job import Tier
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
+from tests.waiting import HANG_SECONDS
 
 CHAT = "/v1/chat/completions"
 
@@ -57,6 +58,7 @@ def test_scripts_import_only_files_that_are_there() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -104,6 +106,7 @@ def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(t
     with http_house(tmp_path, permits=0) as house:
         some = (Scope.FILES, Scope.BATCHES)
         ours, theirs = (house.keys.create(tenant, some)[1] for tenant in ("a", "b"))
+        _, watching = house.keys.create("a", (*some, Scope.METRICS))
         _, admin = house.keys.create("c", (Scope.ADMIN,))
         submit(house, ours)
         submit(house, theirs)
@@ -113,18 +116,27 @@ def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(t
         figures = WorkerFigures(model=PIN.name, tiers={Tier.BULK: TierFigures(ttft=Histogram(counts=(0, 4)))})
         house.beats.tell("w2", figures)
 
-        told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, admin)}
-        assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, admin)] == [1, 2, 3]
+        told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}
+        assert [told[key]["backlog"]["jobs"] for key in (ours, theirs, watching, admin)] == [1, 2, 1, 3]
         kind = told[ours]["backlog"]["kinds"]
         assert [(one["model"], one["tier"], one["jobs"]) for one in kind] == [(PIN.name, "standard", 1)]
         assert kind[0]["tokens"] == told[ours]["backlog"]["tokens"] > 0
         assert told[ours]["models"] == [PIN.name]
-        worker = next(one for one in told[ours]["workers"] if one["name"] == "w2")
-        assert worker == {
-            "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
-            "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
-        }  # fmt: skip
-        assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
+        for key in (watching, admin):
+            worker = next(one for one in told[key]["workers"] if one["name"] == "w2")
+            assert worker == {
+                "name": "w2", "models": sorted([PIN.name, "gone"]), "shards": 1, "waiting_tokens": 1_200,
+                "tokens_per_second": 310.5, "draining": True, "figures": figures.model_dump(mode="json"),
+            }  # fmt: skip
+            assert worker["figures"]["tiers"]["bulk"]["ttft"]["counts"] == [0, 4]
+            assert told[key]["lane"] == {"open": 0, "waiting": 0}
+        for key in (ours, theirs):  # the samples add up the work of all tenants
+            assert {
+                "name": None, "models": sorted([PIN.name, "gone"]), "shards": None, "waiting_tokens": None,
+                "tokens_per_second": None, "draining": True, "figures": None,
+            } in told[key]["workers"]  # fmt: skip
+            assert "w2" not in str(told[key])
+            assert (told[key]["lane"], told[key]["answers"]) == (None, None)
         assert told[ours]["latency_bounds"] == list(LATENCY_BOUNDS)
 
 
@@ -150,7 +162,7 @@ def test_the_status_tells_how_many_callers_wait(tmp_path: Path) -> None:
 
 
 def wait_until(so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_SECONDS
     while not so():
         assert time.monotonic() < until
         time.sleep(0.01)

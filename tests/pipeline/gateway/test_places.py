@@ -21,7 +21,7 @@ from pipeline.gateway.running import MemoryRunning
 from schemas.limits import RateLimits
 from tests.pipeline.gateway.http_house import HttpHouse, http_house
 from tests.pipeline.gateway.lane_worker import words
-from tests.pipeline.gateway.waiting import until
+from tests.waiting import HANG_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
 LIMITS = RateLimits(running_requests=1, tokens_per_minute=100_000)
@@ -31,9 +31,9 @@ SLOW = 0.2
 class SlowRunning(MemoryRunning):
     """Places are given back slowly, as over a network that is busy."""
 
-    def leave(self, name: str, request: str) -> None:
+    def leave(self, name: str, request: str, rows: int = 1) -> None:
         time.sleep(SLOW)
-        super().leave(name, request)
+        super().leave(name, request, rows)
 
 
 def slow_house(place: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
@@ -93,6 +93,7 @@ def again(http: httpx2.Client) -> None:
     assert (answer.status_code, answer.json().get("error")) == (200, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ask",
     [
@@ -125,7 +126,7 @@ def test_answers_that_are_given_again_have_a_place_only_while_they_are(house: Ht
             assert answer.status_code == 200
             return bool(answer.json()["usage"].get("tokenmill_cached"))
 
-        until(cached, "the answer is not kept")
+        wait_for(cached, "the answer is not kept")
         again(http)
         stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
 
@@ -201,7 +202,7 @@ def heard(socket: ClientConnection) -> list[dict[str, Any]]:
     """What comes, to the end."""
     came = []
     while not came or came[-1]["type"] not in ("done", "error"):
-        came.append(orjson.loads(socket.recv(10)))
+        came.append(orjson.loads(socket.recv(HANG_SECONDS)))
     return came
 
 
@@ -226,7 +227,7 @@ def test_what_is_cancelled_on_a_websocket_has_no_place_when_the_next_is_asked(
     for _ in range(3):
         ask_on(socket, max_tokens=1_000)
         for _ in range(after):
-            assert orjson.loads(socket.recv(10))["type"] == "begin"
+            assert orjson.loads(socket.recv(HANG_SECONDS))["type"] == "begin"
         socket.send(orjson.dumps({"type": "cancel"}))
         ask_on(socket, max_tokens=2)
         assert heard(socket)[-1] == {"type": "done"}

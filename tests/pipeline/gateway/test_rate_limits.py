@@ -14,10 +14,12 @@ import pytest
 from openai.types import Batch
 from structlog.testing import capture_logs
 
+from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings
 from pipeline.adapters.redis_limits import RedisRunning, redis_windows
 from pipeline.adapters.system import SystemClock
 from pipeline.gateway.auth import Caller
+from pipeline.gateway.capacity import TenantCapacity
 from pipeline.gateway.errors import ApiError
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.parts import GatewaySettings
@@ -25,12 +27,12 @@ from pipeline.gateway.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.running import MemoryRunning, Running
 from pipeline.intake import IntakeSettings
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
-from pipeline.ports import World
+from pipeline.ports import WorkerState, World
 from schemas.limits import Limits, RateLimits
 from schemas.requests import dump_body, parse_body
 from tests.pipeline.gateway.http_house import http_house, lines
-from tests.pipeline.gateway.waiting import until
 from tests.servers.redis import RedisServer
+from tests.waiting import wait_for
 
 ALL = tuple(Scope)
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -188,7 +190,7 @@ def test_requests_that_run_at_once_have_places(makes: Makes) -> None:
             return bool(limiter.admit(caller(), "g", 1, 60.0).names)
         return False
 
-    until(enter, "a place is kept for longer than a request takes")
+    wait_for(enter, "a place is kept for longer than a request takes")
     assert time.monotonic() - began >= 0.5, "it was given away"
 
 
@@ -251,6 +253,63 @@ def test_without_redis_everything_is_let_through_and_the_log_says_so(redis_serve
     assert [log["event"] for log in logs] == ["limits_not_counted"], "once, and not for each request"
     assert logs[0]["log_level"] == "warning"
     client.close()
+
+
+def test_rows_that_run_at_once_are_counted_with_n(makes: Makes) -> None:
+    limiter = makes(RateSettings(tenant=RateLimits(running_rows=10)))
+    first = limiter.admit(caller(), "a", 1, 60.0, rows=8)
+    assert first.names == ("tenant/acme:rows",)
+    error = refused(lambda: limiter.admit(caller(), "b", 1, 60.0, rows=3))
+    assert "this tenant may have 10 rows under way, and too few are free" in error.message
+    assert error.headers == {"Retry-After": "1"}
+    limiter.admit(caller(), "c", 1, 60.0, rows=2)
+    refused(lambda: limiter.admit(caller(key="1" * 16), "d", 1, 60.0))
+    limiter.admit(caller("other"), "e", 1, 60.0, rows=10)
+    limiter.done(first, 1)
+    limiter.admit(caller(), "f", 1, 60.0, rows=8)
+    error = refused(lambda: limiter.admit(caller(), "g", 1, 60.0, rows=11))
+    assert (error.param, error.headers) == ("n", {"x-should-retry": "false"}), "it would never be let in"
+
+
+def test_tenants_with_keys_have_a_limit_of_rows_unless_one_is_set(makes: Makes) -> None:
+    def limiter(**more: Any) -> RateLimiter:
+        return makes(RateSettings(default_rows=lambda: 4, **more))
+
+    plain = limiter()
+    plain.admit(caller(), "a", 1, 60.0, rows=4)
+    assert "this tenant may have 4 rows" in refused(lambda: plain.admit(caller(), "b", 1, 60.0)).message
+    plain.admit(Caller("acme", frozenset(Scope)), "without keys", 1, 60.0, rows=100)
+    wide = caller("wide", key="2" * 16, running_rows=20)
+    plain.admit(wide, "c", 1, 60.0, rows=20)
+    assert "this API key may have 20 rows" in refused(lambda: plain.admit(wide, "d", 1, 60.0)).message
+    assert not makes(RateSettings()).admit(caller("off"), "e", 1, 60.0, rows=100).names
+    for chosen in (RateLimits(running_requests=1), RateLimits(running_rows=100)):
+        limiter(tenants={"set": chosen}).admit(caller("set"), "f", 1, 60.0, rows=100)
+
+
+def test_the_default_of_rows_grows_with_the_workers_that_live() -> None:
+    clock = SystemClock()
+    beats = MemoryHeartbeats(clock, 60.0)
+    assert TenantCapacity(clock, beats, 64).rows() == 64
+    for name in "abc":
+        beats.beat(WorkerState(name))
+    assert TenantCapacity(clock, beats, 64).rows() == 192
+
+
+def test_a_chat_with_n_takes_so_many_rows(tmp_path: Path) -> None:
+    with http_house(tmp_path, rates=RateSettings(default_rows=lambda: 8)) as house:
+        ours, theirs = (house.client(house.keys.create(tenant, ALL)[1]) for tenant in ("a", "b"))
+        house.worker.stop_taking()
+        waiting = threading.Thread(target=lambda: ours.chat.completions.create(**HELLO, n=8))
+        waiting.start()
+        wait_for(lambda: house.bridge.figures.callers()["open"] == 1, "it is not asked")
+        with pytest.raises(openai.RateLimitError) as error:
+            ours.chat.completions.create(**HELLO)
+        assert (error.value.code, error.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "1")
+        house.worker.hold.clear()
+        theirs.chat.completions.create(**HELLO, n=8)
+        waiting.join()
+        ours.chat.completions.create(**HELLO, n=8)
 
 
 def test_a_place_in_memory_is_forgotten_in_time(world: World) -> None:
@@ -318,7 +377,7 @@ def test_tokens_and_places_of_whole_answers_and_of_streams(tmp_path: Path) -> No
                 return True
             return False
 
-        until(admitted, "who goes away keeps its place")
+        wait_for(admitted, "who goes away keeps its place")
 
 
 def estimated(**more: Any) -> int:
@@ -354,8 +413,8 @@ def test_a_retry_is_a_job_like_any_other(tmp_path: Path, limited: str) -> None:
         file = client.files.create(file=("a.jsonl", lines(5)), purpose="batch")
         wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         batch = client.batches.create(**wanted)
-        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
-        until(lambda: house.parts.batches.open_jobs("default") == 0, "it counts for ever")
+        wait_for(lambda: client.batches.retrieve(batch.id).status == "completed", "it did not end")
+        wait_for(lambda: house.parts.batches.open_jobs("default") == 0, "it counts for ever")
 
         def retry(**more: Any) -> Any:
             return client.post(f"/batches/{batch.id}/retry", cast_to=Batch, body={"include_invalid": True, **more})
@@ -385,7 +444,7 @@ def test_more_requests_than_are_taken_at_once_are_answered_in_openais_shape(tmp_
         waiting = [threading.Thread(target=wait) for _ in range(2)]
         for thread in waiting:
             thread.start()
-        until(lambda: len(house.bridge) == 2, "they don't wait")
+        wait_for(lambda: len(house.bridge) == 2, "they don't wait")
         with pytest.raises(openai.InternalServerError) as full:
             client.models.list()
         assert (full.value.status_code, full.value.code) == (503, "too_many_requests")

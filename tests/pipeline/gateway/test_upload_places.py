@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.parts import GatewaySettings
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from tests.waiting import HANG_SECONDS
 
 START = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 FORM: Any = {"files": {"file": ("a.jsonl", lines(1))}, "data": {"purpose": "batch"}}
@@ -20,7 +21,7 @@ def begin(house: HttpHouse, key: str) -> socket.socket:
     """An upload that isn't gone on with."""
     host, port = house.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.settimeout(10)
+    connection.settimeout(HANG_SECONDS)
     head = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: 90000000\r\n"
     connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + START)
     return connection
@@ -50,9 +51,8 @@ def test_a_burst_buys_no_time_to_trickle(tmp_path: Path) -> None:
         with begin(house, key) as connection:
             connection.sendall(b"x" * (16 << 20))
             connection.settimeout(0.05)
-            began, said = time.monotonic(), b""
+            said = b""
             while not said:
-                assert time.monotonic() - began < 5, "it is waited for"
                 connection.sendall(b"x")
                 try:
                     said = connection.recv(65_536)

@@ -25,6 +25,7 @@ from pipeline.gateway.uploads import FormReader
 from pipeline.retention import Collector, Kind, RetentionSettings
 from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
 from tests.pipeline.gateway.test_batches import begin, wait
+from tests.waiting import HANG_SECONDS
 
 SMALL = GatewaySettings(most_upload_bytes=100_000, most_body_bytes=10_000, idle_seconds=0.5)
 
@@ -118,11 +119,11 @@ def test_whoever_stops_in_the_middle_is_not_waited_for(house: HttpHouse) -> None
     head = f"POST /v1/files HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(f"{head}Content-Length: 5000\r\n\r\n".encode() + form(PURPOSE, FILE)[:100])
-        slow.settimeout(5)
+        slow.settimeout(HANG_SECONDS)
         assert b" 408 " in slow.recv(65_536)
     with socket.create_connection((host, int(port))) as gone:
         gone.sendall(f"{head}Content-Length: 5000\r\n\r\n".encode() + form(PURPOSE, FILE)[:100])
-    until = time.monotonic() + 5
+    until = time.monotonic() + HANG_SECONDS
     while list(house.world.scratch.glob("upload-*")):
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -10,6 +10,8 @@ import httpx2
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_prometheus
 
+from tests.waiting import HANG_SECONDS
+
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -49,7 +51,7 @@ class Scrape:
 def scrape(url: str, key: str | None = None, *, openmetrics: bool = False) -> Scrape:
     """What is told at this address."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx2.get(url, headers=headers | ({"Accept": OPENMETRICS} if openmetrics else {}), timeout=30)
+    answer = httpx2.get(url, headers=headers | ({"Accept": OPENMETRICS} if openmetrics else {}), timeout=HANG_SECONDS)
     assert answer.status_code == 200, answer.text
     kind = answer.headers["content-type"]
     assert kind.startswith("application/openmetrics-text" if openmetrics else "text/plain"), kind

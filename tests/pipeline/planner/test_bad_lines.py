@@ -64,7 +64,7 @@ def test_a_bad_line_between_good_ones_is_refused_alone(case: str, tools: Any) ->
     assert planned.error_of.keys() == {1}
     found, text = planned.error_of[1]
     assert found == code
-    assert text.startswith("line 2: ")
+    assert text.startswith("line 2 of the input: ")
     assert message in text
     assert "\n" not in text
     assert len(text) < 500

@@ -52,6 +52,27 @@ def test_exact_counts_ask_for_every_prompt(tools: Any) -> None:
     assert estimate.prompt_tokens == 200 * (100 + 8)  # and what the template puts around one message
 
 
+@pytest.mark.parametrize(("exact", "refused"), [(False, 1), (True, 2)])
+def test_rows_beyond_the_context_are_counted_as_refused(exact: bool, refused: int, tools: Any) -> None:
+    # Given a context of 256 tokens, an answer that is longer, one that fits it only without its prompt, and no limit
+    limits = ({"max_tokens": 9999}, {"max_tokens": 200}, {"max_tokens": 5}, {})
+    lines = b"\n".join(tools.line(str(n), f"question {n}", **more) for n, more in enumerate(limits))
+    with tools.world() as world:
+        estimate = measure(
+            tools.source(lines), tools.job(), world, counter=lambda _: 100, exact=exact, max_model_len=256
+        )
+    # When it is measured, then what can't fit is refused, and an answer without a limit gets what is left
+    assert estimate.reasons == {RowErrorCode.CONTEXT_LENGTH_EXCEEDED: refused}
+    assert (estimate.rows, estimate.unique) == (4, 4 - refused)
+    assert estimate.max_tokens == (5 + 256 - 108 if exact else 200 + 5 + 255)
+
+
+def test_an_input_without_rows_is_counted_whole(tools: Any) -> None:
+    with tools.world() as world:
+        estimate = measure(tools.source(b"\n\n"), tools.job(), world)
+    assert (estimate.rows, estimate.unique, estimate.exact) == (0, 0, True)
+
+
 def test_what_a_template_adds_depends_on_whether_it_brings_a_system_message_of_its_own(tools: Any) -> None:
     template = TemplateTokens(alone=30, with_system=12, message=5)
     assert [template.of(roles.split()) for roles in ("user", "user assistant user", "system user", "system")] == [

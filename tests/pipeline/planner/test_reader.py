@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import islice
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planner import SourceBatch, SourceFile
+from pipeline.planner import SourceBatch, SourceFile, TooManyRows
 from pipeline.planner.reader import JsonlSource, nested_deeper
 from pipeline.planner.sizes import SegmentSizes
 from schemas.errors import RowError
@@ -119,3 +121,17 @@ def test_depth_is_counted_as_a_parser_would(value: Any, limit: int) -> None:
         return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
     assert nested_deeper(json.dumps(value).encode(), limit) == (depth(value) > limit)
+
+
+def test_given_more_lines_than_a_job_may_have_when_they_are_read_then_reading_ends_at_the_first_beyond() -> None:
+    """Blank lines count: a file of nothing else is as long to read."""
+    files = [
+        SourceFile("1.jsonl", lambda: io.BytesIO(b"{}\n" * 50)),
+        SourceFile("2.jsonl", lambda: io.BytesIO(b"\n" * 50)),
+    ]
+    sizes = SegmentSizes(10, 10)
+    assert sum(len(batch.rows) for batch in JsonlSource(files, Limits(max_rows=100)).batches(sizes)) == 50
+    batches = JsonlSource(files, Limits(max_rows=80)).batches(sizes)
+    assert [batch.end_row for batch in islice(batches, 8)] == [10, 20, 30, 40, 50, 60, 70, 80]
+    with pytest.raises(TooManyRows, match=r"2\.jsonl: line 31: the input has more than 80 rows; split it"):
+        next(batches)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline.planner import OtherPlan
+from pipeline.planner import OtherPlan, segment
 from pipeline.planner.sizes import SegmentSizes
+from pipeline.ports import StoreError
 from schemas.job import OnInvalid
 
 
@@ -41,7 +43,7 @@ def test_segments_cover_the_input_and_number_their_shards_through(tools: Any) ->
     # An id that an earlier segment had is still known.
     assert planned.error_of[21] == (
         "duplicate_custom_id",
-        "line 22: custom_id 'id 1' was used before, on line 2; give each line a name of its own",
+        "line 22 of the input: custom_id 'id 1' was used before, on line 2; give each line a name of its own",
     )
 
 
@@ -163,3 +165,14 @@ def test_several_files_are_one_input_and_errors_name_theirs(tools: Any) -> None:
     assert sorted(row["row"] for row in planned.rows) == [0, 3]
     assert planned.error_of[1][1].startswith("line 1: file-1.jsonl: the line is not JSON")
     assert "used before, in row 0 of the whole input" in planned.error_of[2][1]
+
+
+def test_given_a_disk_that_is_nearly_full_when_a_segment_is_planned_then_it_stops_before_the_disk_is_full(
+    tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = SimpleNamespace(free=segment.SPARE_BYTES + 100)
+    monkeypatch.setattr(segment.shutil, "disk_usage", lambda _: left)
+    with pytest.raises(StoreError, match="would leave less than 268435456 bytes; free some space"):
+        tools.plan(tools.line())
+    left.free += 1 << 20
+    assert tools.plan(tools.line()).summary.total == 1

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.adapters.cloudwatch import CloudWatch
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory_lane import MemoryLane
 from pipeline.availability import ServiceUnavailable
 from pipeline.backlog_figures import BacklogFigures, BacklogLook
 from pipeline.inputs import pin_uri
@@ -22,9 +23,11 @@ from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
 from pipeline.scaling.look import FirstTokens, observe, pools_of, see
 from schemas.figures import Histogram, TierFigures, WorkerFigures
 from schemas.job import Tier
+from schemas.lane import LaneRequest
 from schemas.options import JobOptions
 from schemas.scaling import AutoscaleOptions, PoolOptions, ScalingLimits
 from tests.pipeline.test_backlog_figures import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
+from tests.waiting import HANG_SECONDS
 
 LIMITS = ScalingLimits(most=9)
 ONE_POOL = AutoscaleOptions(pools={"gpu": PoolOptions(models=("m", "other"), limits=LIMITS)})
@@ -110,6 +113,42 @@ def test_given_what_workers_tell_then_callers_kv_and_late_first_tokens_are_seen(
     assert waiting == after
 
 
+def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_still_starts_workers(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an old job of `other` behind more new ones of `m` than people are shown, over several pages."""
+    old = house.submit("old", "other")
+    monkeypatch.setattr("pipeline.open_work.MOST_JOBS", 2)
+    monkeypatch.setattr("pipeline.open_work.PAGE_JOBS", 2)
+    for number in range(5):
+        house.submit(f"new-{number}", "m")
+    target = Told()
+    scaler(house, AutoscaleOptions(), target).once()
+    other = target.all[0]["other"]
+    assert (other.desired, other.observed.work) == (1, pytest.approx(old.input.size // 4 / 100))
+    assert len(target.all[0]["m"].observed.demands) == 5
+
+
+def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_started_and_kept_for_it(
+    house: House,
+) -> None:
+    lane = MemoryLane(house.world.clock)
+    lane.send(LaneRequest("r1", MODEL.key, {"messages": []}))
+    look = BacklogLook(house.world, house.heartbeats, assumed=100.0, lane=lane)
+    target = Told()
+    autoscaler = Autoscaler(house.world, look, house.heartbeats, AutoscaleOptions(), [target])
+    autoscaler.once()
+    waked = target.all[0]["m"]
+    assert (waked.desired, waked.observed.callers_waiting, waked.decision.reason) == (1, 1, "callers wait")
+    assert target.all[0]["other"].desired == 0
+    # The worker comes, and the request is its own: it counts once, and the worker stays.
+    house.beat("w1", MODEL, None)
+    house.heartbeats.tell("w1", figures(waiting=1))
+    autoscaler.once()
+    kept = target.all[1]["m"]
+    assert (kept.desired, kept.observed.callers_waiting, kept.decision.kept) == (1, 1, 1)
+
+
 def test_given_no_settings_then_each_model_is_a_pool_and_a_named_one_takes_its_models(house: House) -> None:
     assert [pool.name for pool in pools_of(AutoscaleOptions(), {"m", "other"})] == ["m", "other"]
     assert [(pool.name, pool.limits.most) for pool in pools_of(ONE_POOL, {"m", "other", "third"})] == [
@@ -188,7 +227,7 @@ def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house
     again = scaler(house, AutoscaleOptions(every_seconds=0.01), Failing(), target)
     thread = threading.Thread(target=again.run, args=(stop,))
     thread.start()
-    thread.join(20)
+    thread.join(HANG_SECONDS)
     assert not thread.is_alive()
     assert len(target.all) == 3
 

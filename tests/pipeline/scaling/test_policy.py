@@ -360,3 +360,11 @@ def test_given_none_and_time_to_gather_then_the_first_worker_waits_for_more_work
 )
 def test_given_a_reason_to_begin_then_nothing_is_gathered(demand: Demand, seen: dict[str, float]) -> None:
     assert Pool(ScalingLimits(most=100, gather=600.0)).decide(demand, **seen).desired >= 1
+
+
+def test_given_callers_and_no_work_then_one_worker_comes_at_once_and_goes_when_they_have_gone() -> None:
+    pool = Pool()
+    woken = pool.decide(callers=1, callers_waiting=1)
+    assert (woken.desired, woken.reason) == (1, "callers wait")
+    assert pool.settle(callers=1).desired == 1
+    assert pool.settle().desired == 0

@@ -16,6 +16,8 @@ from schemas.job import Tier
 from schemas.limits import PlanSettings
 from schemas.scaling import ScalingLimits
 
+pytestmark = pytest.mark.slow
+
 PATTERNS: tuple[Pattern, ...] = ("bursts", "ramp", "daynight", "spot-storm")
 GPUS = 16
 PER_WORKER = EXAMPLE.rows_per_second(EXAMPLE.batch, 300.0, 200.0)

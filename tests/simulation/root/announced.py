@@ -63,7 +63,7 @@ class Announced:
 
     def judge(self, job: str, folder: Path) -> None:
         """All of a job that has ended was told."""
-        for part in sorted((folder / "results").iterdir()):
+        for part in sorted((folder / "results").glob("*")):  # a job that was closed before it was planned has none
             self._check_told(job, part)
             event = f"{job}/{part.stem}"
             if event not in self._events:

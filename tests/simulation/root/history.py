@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import shutil
@@ -10,13 +9,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
-
 from pipeline.active import sweep
 from pipeline.adapters.folder import FolderStore
 from pipeline.doors.drops import DropDoor
 from tests.simulation.disk import Device
-from tests.simulation.history import Outcome, memory_folder
+from tests.simulation.history import Outcome, memory_folder, silent_logs
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock
 from tests.simulation.root.doors import Inbox, content
 from tests.simulation.root.house import RootHouse
@@ -34,10 +31,10 @@ was frozen for 40 s doesn't sweep for ten times as long, and an event may be los
 
 def simulate_root(scenario: RootScenario) -> Outcome:
     """Run one history."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory_folder()))
     try:
-        return _History(scenario, folder).run()
+        with silent_logs():
+            return _History(scenario, folder).run()
     finally:
         shutil.rmtree(folder)
 

@@ -41,7 +41,7 @@ from tests.simulation.root.ports import (
 )
 from tests.simulation.root.scenario import MODELS, RootScenario
 from tests.simulation.root.watch import RootWatch
-from tests.simulation.threads import SecondThread
+from tests.simulation.threads import SecondThread, timer_of
 from workers.settings import WorkerSettings
 from workers.shard_worker import ShardWorker
 
@@ -208,10 +208,15 @@ class RootHouse:
                 loaded = model.load(process, facts, self.oracle.poison_of, self.watch, pin)
                 process.threaded = scenario.threaded
                 helper = SecondThread(process) if process.threaded else InTurn()
-                worker = ShardWorker(loaded, client, client, office.world.clock, settings, None, helper)
+                heart = SecondThread(process) if process.threaded else InTurn()
+                worker = ShardWorker(
+                    loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                    heartbeat_timer=timer_of(process) if process.threaded else None,
+                )  # fmt: skip
                 try:
                     worker.run(self.stop(process))
                 finally:
+                    heart.shutdown(cancel_futures=True)
                     helper.shutdown(cancel_futures=True)
                     client.close()
 

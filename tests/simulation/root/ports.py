@@ -185,6 +185,8 @@ class RootQueue:
 class RootHeartbeats:
     """`Heartbeats` of one process."""
 
+    lifetime = LIFETIME
+
     def __init__(self, broker: Broker, process: Process) -> None:
         self._broker = broker
         self._process = process

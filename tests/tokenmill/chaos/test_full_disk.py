@@ -20,7 +20,7 @@ import pytest
 from tests.tokenmill.chaos.running import GRACE, Setup, write_requests
 from tests.tokenmill.chaos.watching import REFUSED, answers, look, parts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 ROWS = 120
 SLOWLY = ("--max-num-seqs", "1")

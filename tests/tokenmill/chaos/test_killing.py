@@ -13,7 +13,7 @@ import pytest
 from tests.tokenmill.chaos.killing import compare, long_answer
 from tests.tokenmill.chaos.running import Setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

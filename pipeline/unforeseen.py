@@ -1,0 +1,34 @@
+"""Exceptions that were never foreseen, counted for monitoring and logged with their tracebacks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import structlog
+
+logger = structlog.get_logger(__name__)
+
+
+class UnforeseenErrors:
+    """Counts exceptions that were never foreseen, by the part that met them. Threads share one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def expect(self, part: str) -> None:
+        """Report the part with zero until it fails: a counter that begins at one shows no increase."""
+        with self._lock:
+            self._counts[part] += 0
+
+    def note(self, part: str, error: Exception, **context: object) -> None:
+        """Count one more, and log it with its traceback."""
+        with self._lock:
+            self._counts[part] += 1
+        logger.error("an unforeseen error", part=part, error=type(error).__name__, **context, exc_info=error)
+
+    def counts(self) -> dict[str, int]:
+        """Part -> exceptions."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,256 @@
+"""Jobs of a root are planned in processes of their own: an input costs its own job only, whatever it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.dispatching.figures import DispatchFigures
+from pipeline.ledger import JobLedger
+from pipeline.pinning import pin_input
+from pipeline.planning import PlanningCancelled, PlanningFailed
+from pipeline.ports import PipelineError
+from pipeline.shard_client import ShardClient
+from pipeline.submit import submit
+from schemas.job import Closing, JobSettings
+from schemas.limits import PlanSettings
+from schemas.outcome import JobStatus, Manifest
+from schemas.settings import Settings
+from tests.pipeline.made_jobs import MODELS, computed, order, report
+from tests.waiting import HANG_SECONDS
+from tokenmill.hints import Hints, hints_in_process
+from tokenmill.planner_pool import PlannerPool
+from tokenmill.root import Root, open_root
+from tokenmill.service import dispatcher_part
+
+SECONDS = 240
+MEMORY = 512 << 20
+SIXTEEN_BYTES = b"PAR1\xff\xff\xff\xff\x04\0\0\0PAR1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    with open_root(str(tmp_path / "root"), Settings()) as root:
+        yield root
+
+
+@pytest.fixture
+def pool(root: Root) -> Iterator[PlannerPool]:
+    pool = PlannerPool(root.url, "test", "text", MEMORY)
+    yield pool
+    pool.close()
+    assert not pool.pids
+
+
+def submitted(root: Root, name: str, file: Path) -> JobLedger:
+    ledger = root.ledger(name)
+    settings = JobSettings(plan=PlanSettings(first_segment_rows=100))
+    submit(order(input=pin_input(file), settings=settings), ledger, root.world, job_id=name)
+    return ledger
+
+
+def requests(path: Path, rows: int = 3) -> Path:
+    body = {"model": "tiny", "max_tokens": 5}
+    lines = (
+        {"custom_id": f"r{row}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": f"row {row}"}}
+        for row in range(rows)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def nested_bomb(path: Path, elements: int) -> Path:
+    """One row of messages that are one value of 1 MiB, which stands in the file once."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * elements, pa.int32()), pa.array(["A" * (1 << 20)]))
+    roles = pa.array(["user"] * elements)
+    messages = pa.ListArray.from_arrays(
+        pa.array([0, elements], pa.int32()), pa.StructArray.from_arrays([roles, texts], names=["role", "content"])
+    )
+    pq.write_table(
+        pa.table({"custom_id": ["a"], "messages": messages}), path, compression="zstd", store_schema=False,
+        dictionary_pagesize_limit=64 << 20, write_statistics=False,
+    )  # fmt: skip
+    assert path.stat().st_size < 10_000
+    return path
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    until = time.monotonic() + HANG_SECONDS
+    while not what():
+        assert time.monotonic() < until, "it took too long"
+        time.sleep(0.01)
+
+
+def test_given_a_file_that_takes_more_memory_than_a_plan_may_then_it_fails_alone_and_the_next_is_planned(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    bomb = submitted(root, "bomb", nested_bomb(tmp_path / "bomb.parquet", 1_500))
+    outcome = pool.plan(bomb, in_time=True)
+    assert outcome.refused is not None
+    assert "bomb.parquet: row group 1 of 1: can't be decoded" in outcome.refused
+    good = submitted(root, "good", requests(tmp_path / "good.jsonl"))
+    assert pool.plan(good, in_time=True).refused is None
+    assert good.wanted_parts() == {0, 1}
+
+
+def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Path) -> None:
+    pids = set()
+    for number in range(5):
+        pool.plan(submitted(root, f"job-{number}", requests(tmp_path / "in.jsonl")), in_time=True)
+        pids |= pool.pids
+    assert len(pids) == 1
+    (tmp_path / "away.jsonl").write_text("{}\n")
+    away = submitted(root, "away", tmp_path / "away.jsonl")
+    (tmp_path / "away.jsonl").unlink()
+    refused = pool.plan(away, in_time=True).refused
+    assert refused is not None
+    assert "away.jsonl: can't read the input" in refused
+    assert pool.pids == pids
+
+
+def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_process_goes_on(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, large, in_time=True)
+        wait_until(lambda: large.segment(0))
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            PlanningFailed, match=r"ended by signal SIGKILL; planning may have needed more than 512 MiB"
+        ):
+            planning.result()
+    assert pool.plan(large, in_time=True).refused is None
+    assert large.wanted_parts() is not None
+    assert pid not in pool.pids
+
+
+def test_given_a_planner_that_is_told_to_stop_by_another_then_its_job_is_not_blamed(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, large, in_time=True)
+        wait_until(lambda: large.segment(0))
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGTERM)
+        with pytest.raises(PipelineError, match="a planner process was told to stop"):
+            planning.result()
+
+
+def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_and_nothing_is_blamed(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, large, in_time=True)
+        wait_until(lambda: large.segment(0))
+        pool.close()
+        with pytest.raises(PipelineError, match="planning ends with this process"):
+            planning.result()
+    assert not pool.pids
+
+
+def test_given_a_job_that_was_closed_before_it_was_planned_then_the_pool_says_how_it_ended(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    closed = submitted(root, "closed", requests(tmp_path / "closed.jsonl"))
+    closed.create_closing(Closing(kind="cancel", at=root.world.clock.now()))
+    assert pool.plan(closed, in_time=True).closed is JobStatus.CANCELLED
+
+
+def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
+    root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submitted(root, "job", requests(tmp_path / "in.jsonl"))
+    away = PlannerPool(str(tmp_path / "in.jsonl"), "test", "text", MEMORY)  # a file is no root
+    with pytest.raises(PipelineError, match="a planner process ended with code 1 before it had a job"):
+        away.plan(job, in_time=True)
+    assert not away.pids
+    monkeypatch.setattr("sys.executable", str(tmp_path / "missing"))
+    with pytest.raises(PipelineError, match="no planner process can be started"):
+        away.plan(job, in_time=True)
+
+
+def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_without_blame_and_others_are_planned(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, large, in_time=True)
+        wait_until(lambda: large.segment(0))
+        (pid,) = pool.pids
+        for _ in range(2):
+            pool.cancel("large")
+        with pytest.raises(PlanningCancelled, match="the job is closed"):
+            planning.result()
+    assert not pool.pids
+    pool.cancel("large")
+    assert pool.plan(large, in_time=True).refused is None
+    assert large.wanted_parts() is not None
+    assert pid not in pool.pids
+
+
+class Installed:
+    """The dispatcher as `serve` and `dispatcher` run it, and a worker, on threads."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._stop = threading.Event()
+        hints = hints_in_process(root)
+        dispatch = dispatcher_part(root, hints, Settings(), DispatchFigures())
+        self._threads = [
+            threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(hints,))
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, hints: Hints) -> None:
+        world, ledger = self._root.world, self._root.ledger
+        client = ShardClient("w", world, ledger, hints.queue, hints.heartbeats, lambda: False, models=MODELS)
+        while not self._stop.is_set():
+            if (shard := client.take(0.01)) is not None:
+                client.begin(shard)
+                client.commit(shard, computed(shard), report(shard))
+
+    def outcome(self, name: str) -> Manifest:
+        ledger = self._root.ledger(name)
+        wait_until(ledger.manifest)
+        assert self._threads[0].is_alive()
+        manifest = ledger.manifest()
+        assert manifest is not None
+        return manifest
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_given_a_damaged_file_of_16_bytes_when_it_is_served_then_its_job_fails_and_others_complete_also_after_a_restart(
+    root: Root, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(SIXTEEN_BYTES)
+    for life in ("first", "second"):
+        submitted(root, f"damaged-{life}", damaged)
+        submitted(root, f"good-{life}", requests(tmp_path / "good.jsonl"))
+        installed = Installed(root)
+        try:
+            refused = installed.outcome(f"damaged-{life}")
+            assert (refused.status, refused.errors[0].code) == (JobStatus.FAILED, "input_unreadable")
+            assert refused.errors[0].message.startswith(f"{damaged} is not a Parquet file: can't be decoded")
+            assert installed.outcome(f"good-{life}").status is JobStatus.COMPLETED
+        finally:
+            installed.close()
