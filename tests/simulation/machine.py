@@ -72,6 +72,7 @@ class Process:
     threaded: bool = False
     open_files: set[int] = field(default_factory=set)
     threads: list[Thread] = field(default_factory=list)
+    goes_first: Thread | None = None
 
     def point(self, call: str, about: str = "", *, locked: bool = False) -> None:
         """A port call is about to be made; `locked`: under a lock, so no other thread of the process may go on before
@@ -86,10 +87,13 @@ class Process:
         thread.wake = max(thread.wake, self.machine.now + seconds)
         self._yield()
 
-    def pause(self, seconds: float) -> None:
-        """Stop all threads for so long. Raises `Killed`."""
+    def pause(self, seconds: float, *, locked: bool) -> None:
+        """Stop all threads for so long; `locked`: this one goes on before the others, which would wait for its lock and
+        block the one real thread. Raises `Killed`."""
         self.wake = max(self.wake, self.machine.now + seconds)
+        self.goes_first = self._thread() if locked else None
         self._yield()
+        self.goes_first = None
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let others go on until `ready`. Raises `Killed`."""
@@ -238,6 +242,7 @@ class Machine:
         process.wake = self.now + again
         process.stopping = process.troubled = process.threaded = False
         process.failing = 0
+        process.goes_first = None
 
     def _live(self, process: Process, thread: Thread | None) -> None:
         """A process's turn: its life begins, or a thread of it goes on."""
@@ -318,7 +323,7 @@ class Machine:
         for name in ("", call):
             for fault in self._due.pop((name, self.calls[name]), ()):
                 if not (locked and fault.kind == "slow"):
-                    self._strike(process, fault)
+                    self._strike(process, fault, locked)
         if process.dead:
             raise Killed
         if locked and process.threaded:
@@ -326,7 +331,7 @@ class Machine:
         if self.chance.random() < self._switch:
             process.sleep(0.0)
 
-    def _strike(self, process: Process, fault: Fault) -> None:
+    def _strike(self, process: Process, fault: Fault, locked: bool) -> None:
         if process.dead:
             return
         self._left -= 1
@@ -340,7 +345,7 @@ class Machine:
             self.kill_all(fault.amount)
             self.power_cut()
         elif fault.kind == "pause":
-            process.pause(fault.amount)
+            process.pause(fault.amount, locked=locked)
         elif fault.kind == "slow":
             process.sleep(fault.amount)
         elif fault.kind == "jump":
@@ -361,7 +366,7 @@ def _turns(process: Process) -> list[tuple[float, Process, Thread | None]]:
         return [(process.wake, process, None)]
     return [
         (max(process.wake, thread.wake), process, thread)
-        for thread in process.threads
+        for thread in ([process.goes_first] if process.goes_first else process.threads)
         if thread.ready is None or thread.ready()
     ]
 
