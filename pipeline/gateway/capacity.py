@@ -3,6 +3,7 @@ that a fleet that grows takes more, and one tenant never has all of it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 
@@ -28,12 +29,10 @@ class TenantCapacity:
         self._lock = threading.Lock()
 
     def rows(self) -> int:
-        """Of one worker where none lives, or no heartbeat can be read."""
+        """Of one worker where none lives; what was read last where no heartbeat can be read."""
         with self._lock:
             if self._clock.monotonic() >= self._refresh_at:
                 self._refresh_at = self._clock.monotonic() + _REFRESH_SECONDS
-                try:
+                with contextlib.suppress(ServiceUnavailable):
                     self._workers = max(1, len(self._heartbeats.workers()))
-                except ServiceUnavailable:  # limits aren't counted then, either
-                    self._workers = 1
         return self._workers * self._rows_per_worker

@@ -18,6 +18,7 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings
 from pipeline.adapters.redis_limits import RedisRunning, redis_windows
 from pipeline.adapters.system import SystemClock
+from pipeline.availability import ServiceUnavailable
 from pipeline.gateway.auth import Caller
 from pipeline.gateway.capacity import TenantCapacity
 from pipeline.gateway.errors import ApiError
@@ -31,6 +32,7 @@ from pipeline.ports import WorkerState, World
 from schemas.limits import Limits, RateLimits
 from schemas.requests import dump_body, parse_body
 from tests.pipeline.gateway.http_house import http_house, lines
+from tests.pipeline.simulation import SimulatedClock
 from tests.servers.redis import RedisServer
 from tests.waiting import wait_for
 
@@ -294,6 +296,22 @@ def test_the_default_of_rows_grows_with_the_workers_that_live() -> None:
     for name in "abc":
         beats.beat(WorkerState(name))
     assert TenantCapacity(clock, beats, 64).rows() == 192
+
+
+def test_the_default_of_rows_stays_while_no_heartbeat_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimulatedClock()
+    beats = MemoryHeartbeats(clock, 1_000.0)
+    for name in "abc":
+        beats.beat(WorkerState(name))
+    capacity = TenantCapacity(clock, beats, 64)
+    assert capacity.rows() == 192
+
+    def away() -> list[WorkerState]:
+        raise ServiceUnavailable("Redis is away")
+
+    monkeypatch.setattr(beats, "workers", away)
+    clock.sleep(60.0)
+    assert capacity.rows() == 192
 
 
 def test_a_chat_with_n_takes_so_many_rows(tmp_path: Path) -> None:
