@@ -78,3 +78,12 @@ def test_given_a_page_when_its_links_are_followed_then_the_files_exist(page: Pat
 
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_given_pages_when_they_name_tests_then_these_exist() -> None:
+    named = {
+        (page.name, name) for page in PAGES for name in re.findall(r"\btests/[\w/]+\.py\b", page.read_text("utf-8"))
+    }
+
+    assert len(named) >= 40
+    assert [one for one in sorted(named) if not (REPOSITORY / one[1]).exists()] == []
