@@ -10,7 +10,7 @@ import threading
 from pipeline.availability import ServiceUnavailable
 from pipeline.ports import Clock, Heartbeats
 
-_REFRESH_SECONDS = 5.0
+_REFRESH_SECONDS = 1.0
 
 
 class TenantCapacity:
