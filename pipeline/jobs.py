@@ -118,6 +118,8 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
         if cached is None or cached.attention is None:
             raise
         return _as_cached(ledger, job, cached.status, cached)
+    if status.ended:  # since its manifest was looked for
+        return summarize_job(ledger, exact=exact)
     if cached is not None and not exact:
         return _as_cached(ledger, job, status, cached)
     segments = list(ledger.segments())

@@ -104,6 +104,11 @@ class JobStatus(StrEnum):
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
 
+    @property
+    def ended(self) -> bool:
+        """Whether the job has its outcome."""
+        return self in (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED)
+
 
 class JobError(Report):
     """Why a job could not run: one line of the input, or the input as a whole (`line` None)."""

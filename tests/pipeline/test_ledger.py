@@ -10,14 +10,17 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.checkpoints import read_history
 from pipeline.dispatching.dispatcher import Dispatcher
+from pipeline.job_document import job_document
 from pipeline.jobs import list_jobs, summarize_job
 from pipeline.ledger import CLOSING, JOB, MANIFEST, PROGRESS, JobLedger, JobNotFound, LedgerError, part_key, part_number
-from pipeline.ports import World
+from pipeline.planning import fail_job
+from pipeline.ports import ObjectInfo, World
 from pipeline.records import AttemptRecord, EndRecord
 from pipeline.shard_client import ShardClient
+from pipeline.submit import submit
 from schemas.job import Closing
 from schemas.outcome import JobStatus
-from tests.pipeline.made_jobs import MODELS, all_rows, computed, plan_by_hand, report
+from tests.pipeline.made_jobs import MODELS, all_rows, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import House, finish
 from tests.pipeline.simulation import START, MemoryStore, simulated_world
 
@@ -198,3 +201,40 @@ def test_part_names_are_read_back() -> None:
     assert [part_number(part_key(number)) for number in (0, 7, 99_999, 123_456)] == [0, 7, 99_999, 123_456]
     for name in ("part-1.parquet", "part-00001.parquet.tmp", "xpart-00001.parquet", "part-0000x.parquet"):
         assert part_number(f"results/{name}") is None
+
+
+class EndsWhileRead(MemoryStore):
+    """The manifest is created after so many calls."""
+
+    def __init__(self, objects: dict[str, bytes], calls: int) -> None:
+        super().__init__(objects)
+        self.calls_left = calls
+        self.hidden = self.objects.pop(MANIFEST)
+
+    def count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            self.objects[MANIFEST] = self.hidden
+
+    def read(self, key: str) -> bytes:
+        self.count()
+        return super().read(key)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        self.count()
+        return super().info(key)
+
+
+def test_a_job_that_fails_while_it_is_read_says_why_or_that_it_is_open(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    ledger = JobLedger(world.store)
+    job = submit(order(), ledger, world).job
+    fail_job(ledger, job, world, "planning_failed", "it can't be planned")
+    assert isinstance(world.store, MemoryStore)
+    seen = set[str]()
+    for calls in range(1, 40):
+        document = job_document(JobLedger(EndsWhileRead(world.store.objects, calls)))
+        seen.add(document["status"])
+        assert (document["status"] == "failed") == (document["errors"] is not None), calls
+        assert (document["status"] == "failed") == (document["failed_at"] is not None), calls
+    assert seen == {"validating", "failed"}
