@@ -165,10 +165,9 @@ class Announcer:
         job = ledger.find_job()
         if job is None:
             return False
-        manifest = ledger.manifest()  # first: the parts that are listed after it are all there will be
+        manifest = ledger.manifest()
         self._tell(job, "accepted", JobStatus.VALIDATING, Counts(), job.created_at)
-        parts = [number for number, _ in ledger.parts()]
-        parts = [number for number in parts if f"whole/{number}" not in self._known[job.id]]
+        parts = [number for number in ledger.result_parts(manifest) if f"whole/{number}" not in self._known[job.id]]
         source = self._source(job) if parts else {}
         for number in parts:
             if not self._leading.now():  # a large job takes long: the lease is renewed meanwhile, or was lost

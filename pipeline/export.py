@@ -86,7 +86,7 @@ def export(
     merged = [ledger, *in_order(ledger, retries)]
     for one in merged:
         one.check_results()
-    parts = [(place, one, number) for place, one in enumerate(merged) for number, _ in one.parts()]
+    parts = [(place, one, number) for place, one in enumerate(merged) for number in one.result_parts(one.manifest())]
     counts = {True: 0, False: 0}
     try:
         with ExitStack() as stack:

@@ -52,16 +52,19 @@ def pin_uri(uri: str, known: InputRef | None = None, s3: S3Connection | S3Settin
     return pin_input(Path(uri), known)
 
 
-def open_pinned(pinned: InputRef, s3: S3Connection | S3Settings | None = None) -> PinnedInput:
-    """The pinned input, ready to be read; see `pin_uri` for `s3` and errors."""
+def open_pinned(
+    pinned: InputRef, s3: S3Connection | S3Settings | None = None, on_read: Callable[[], None] | None = None
+) -> PinnedInput:
+    """The pinned input, ready to be read; see `pin_uri` for `s3` and errors. `on_read` is called whenever some of it
+    was read, on the thread that reads."""
     schemes = {_is_s3(file.uri) for file in pinned.files}
     if len(schemes) > 1:
         raise InputError(f"{pinned.uri}: mixes files of S3 and of this machine; submit them as two jobs")
     if schemes.pop():
         from pipeline.adapters.s3_input import PinnedS3Input  # noqa: PLC0415 - as above
 
-        return PinnedS3Input(pinned, s3)
-    return WatchedInput(pinned)
+        return PinnedS3Input(pinned, s3, on_read)
+    return WatchedInput(pinned, on_read)
 
 
 def _is_s3(uri: str) -> bool:

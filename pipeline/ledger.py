@@ -258,6 +258,19 @@ class JobLedger:
             if number is not None:
                 yield number, ObjectInfo(info.key.removeprefix(self.prefix), info.size)
 
+    def result_parts(self, manifest: Manifest | None) -> list[int]:
+        """Numbers of the parts that hold the job's results: those that stand. Of a job that failed as a whole, or ended
+        before it was planned, it is those that its manifest lists: a worker or a planner that didn't see the manifest
+        yet may still have committed another.
+
+        Args:
+            manifest: the job's, read before this call: with it, what is returned is all there will be.
+        """
+        if manifest is None or (manifest.files and manifest.status is not JobStatus.FAILED):
+            return [number for number, _ in self.parts()]
+        listed = (part_number(file.path) for file in manifest.files)
+        return [number for number in listed if number is not None]
+
     def hash_part(self, number: int) -> str:
         """The sha256 of a part's bytes, streamed."""
         digest = hashlib.sha256()

@@ -133,9 +133,9 @@ def build_manifest(
 
 
 def failed_manifest(
-    ledger: JobLedger, job: Job, parts: Mapping[int, PartEntry], now: datetime, error: JobError
+    ledger: JobLedger, job: Job, parts: Mapping[int, PartEntry], now: datetime, errors: tuple[JobError, ...]
 ) -> Manifest:
-    """The outcome of a job that can't be completed. It counts the parts that stand; the other rows have no result, and
+    """The outcome of a job that can't be completed. It lists and counts `parts`; the other rows have no result, and
     what attempts at them have cost is not added up."""
     ordered = [parts[number] for number in sorted(parts)]
     tally = Tally(ordered)
@@ -151,7 +151,7 @@ def failed_manifest(
         models=job.models,
         engine=_last_engine(ordered),
         versions=_versions(ordered),
-        errors=(error,),
+        errors=errors,
     )
 
 

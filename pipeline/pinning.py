@@ -20,6 +20,7 @@ from typing import BinaryIO
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
 from pipeline.regular_files import IrregularFile, open_regular
+from pipeline.reported_reads import with_reported_reads
 from schemas.inputs import FileStamp, InputFile, InputRef
 
 OpenFile = Callable[[Path], BufferedReader]
@@ -82,8 +83,10 @@ class WatchedInput:
     file system made up anew) is no reason to stop: the file is hashed once more, and goes on with its new stamp.
     """
 
-    def __init__(self, pinned: InputRef) -> None:
+    def __init__(self, pinned: InputRef, on_read: Callable[[], None] | None = None) -> None:
+        """`on_read`: called whenever some of a file was read, also when it is hashed once more."""
         self._files = list(pinned.files)
+        self._on_read = on_read
 
     @property
     def pinned(self) -> tuple[InputFile, ...]:
@@ -111,7 +114,7 @@ class WatchedInput:
     def _open(self, index: int) -> BinaryIO:
         file = self._files[index]
         try:
-            stream = open_regular(Path(file.uri))
+            stream = with_reported_reads(open_regular(Path(file.uri)), self._on_read)
         except IrregularFile as error:
             raise InputError(str(error)) from error
         except OSError as error:

@@ -19,7 +19,7 @@ from pipeline.active import tidy
 from pipeline.closing import find_closing
 from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
-from pipeline.manifest import Tally
+from pipeline.manifest import failed_manifest
 from pipeline.planner import (
     BrokenInput,
     InputError,
@@ -39,7 +39,7 @@ from pipeline.rejects import commit_rejects
 from pipeline.results import COMPRESSION, PartWriter, read_part
 from pipeline.tracing import Span, trace_job, working_for
 from schemas.inputs import InputRef
-from schemas.job import ClosedBy, Closing, Job
+from schemas.job import Closing, Job
 from schemas.outcome import Counts, JobError, JobStatus, Manifest
 from schemas.plan import PlanSegment
 from schemas.tables import result_schema
@@ -130,6 +130,7 @@ class LedgerPlanSink:
         stored = StoredShard(key, hashlib.sha256(data).hexdigest(), len(data))
         if not self._ledger.create(key, path):
             raise LedgerError(f"{self._ledger.place(key)}: a shard of this very planning stands already")
+        self._world.on_progress()
         return stored
 
     def write_rejected(self, table: pa.Table) -> None:
@@ -306,38 +307,28 @@ def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str)
 def end_unplanned(ledger: JobLedger, job: Job, closing: Closing, world: World) -> EndedUnplanned:
     """End a job that was closed before any of it was planned. It has no rows; how it ended is returned."""
     status: EndedUnplanned = JobStatus.EXPIRED if closing.kind == "expire" else JobStatus.CANCELLED
-    _end(ledger, job, world, Counts(), status, ended_by=closing.kind)
-    return status
-
-
-def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
-    """Parts that stand already stay, and count."""
-    parts = (read_part(ledger, number) for number, _ in ledger.parts())
-    _end(ledger, job, world, Tally(parts).counts(), JobStatus.FAILED, errors=errors)
-
-
-def _end(
-    ledger: JobLedger,
-    job: Job,
-    world: World,
-    counts: Counts,
-    status: EndedUnplanned,
-    *,
-    errors: tuple[JobError, ...] = (),
-    ended_by: ClosedBy | None = None,
-) -> None:
     now = world.clock.now()
     manifest = Manifest(
         job=job.id,
         status=status,
-        counts=counts,
+        counts=Counts(),
         created_at=job.created_at,
         finished_at=now,
         wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
         models=job.models,
-        ended_by=ended_by,
-        errors=errors,
+        ended_by=closing.kind,
     )
+    _end(ledger, job, world, manifest)
+    return status
+
+
+def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
+    """Parts that stand already stay, and count. One committed later doesn't count (`JobLedger.result_parts`)."""
+    parts = {number: read_part(ledger, number) for number, _ in ledger.parts()}
+    _end(ledger, job, world, failed_manifest(ledger, job, parts, world.clock.now(), errors))
+
+
+def _end(ledger: JobLedger, job: Job, world: World, manifest: Manifest) -> None:
     if ledger.create_manifest(manifest):
         trace_job(world.traces, job, manifest)
     tidy(ledger)

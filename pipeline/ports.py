@@ -4,7 +4,7 @@ deployed adapters pass the same contract tests."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -199,6 +199,8 @@ class World:
     """Counts what could not become a request."""
     errors: UnforeseenErrors = field(default_factory=UnforeseenErrors)
     """Counts what was never foreseen."""
+    on_progress: Callable[[], None] = lambda: None
+    """Called while a job is planned, after each batch of rows and each stored shard."""
 
 
 class PipelineError(Exception):

@@ -228,6 +228,8 @@ class Settings(BaseSettings):
             tenant occupies at most all but one.
         planner_memory_bytes: that planning a job may take; a job that needs more fails. Counted are the process's
             private writable pages, of which about 140 MiB are there before any job.
+        planner_stuck_seconds: a planner process that has read nothing, checked no row and stored no shard for so long
+            is killed, and planning has failed once.
         retention: how long things are kept.  metrics: figures for programs that watch.
         cloudwatch: where the backlog is told.  autoscale: how many workers are wished for.
         tracing: what traces hold.  log_format: how long-running commands write their logs.
@@ -284,6 +286,7 @@ class Settings(BaseSettings):
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     planners: Positive = 2
     planner_memory_bytes: Annotated[int, Field(ge=512 << 20, strict=False)] = 2 << 30
+    planner_stuck_seconds: float = Field(default=600.0, ge=10, allow_inf_nan=False)
     retention: RetentionOptions = RetentionOptions()
     metrics: MetricsOptions = MetricsOptions()
     cloudwatch: CloudWatchOptions = CloudWatchOptions()

@@ -17,13 +17,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.locks import RunLock
@@ -46,6 +48,9 @@ NICENESS: Final = 10
 END_SECONDS: Final = 5.0
 """It gets so long to remove what it was building; what is left is swept by the next run."""
 
+PROGRESS_SECONDS: Final = 0.2
+"""Between two reports that planning moves on, at least."""
+
 _FAILED: Final = 3
 
 TOLD_TO_STOP: Final = 128 + signal.SIGTERM
@@ -56,7 +61,7 @@ def start_planner(
     task: Mapping[str, Any], *, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[str]:
     """A process that plans, and what it is told first: `{"folder", "inputs"}` for one job in an output folder, or
-    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which then are asked for line by line."""
+    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which then are requested line by line."""
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE,
@@ -189,24 +194,23 @@ def _plan_folder(folder: Path, inputs: InputRef) -> None:
 
 
 def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
-    """Jobs of a root as they are asked for, one at a time. Stdout is for answers alone: one line when the root is open,
-    and one for each job."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    """Jobs of a root as they are requested, one at a time. Stdout has one line when the root is open, lines with
+    `progress` while a job is planned, and one with its outcome."""
+    answers = _Answers(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     log_to_stderr(logging.INFO, task["log_format"], task["command"])
     settings, limit = read_settings(), int(task["memory_bytes"])
     with traces_of(task["command"]) as traces, open_root(task["root"], settings, traces=traces) as root:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-        answers.write(json.dumps({"ready": True}) + "\n")
-        answers.flush()
+        world = replace(root.world, on_progress=answers.report_progress)
+        open_input = partial(root.open_input, on_read=answers.report_progress)
+        answers.write({"ready": True})
         ends = False
         while not ends:
             asked = json.loads(lines.get())
             try:
-                outcome = plan_open_job(
-                    root.ledger(asked["job"]), root.world, root.open_input, in_time=asked["in_time"]
-                )
+                outcome = plan_open_job(root.ledger(asked["job"]), world, open_input, in_time=asked["in_time"])
                 answer = asdict(outcome)
             except PipelineError as error:
                 answer = {"later": str(error)}
@@ -218,8 +222,28 @@ def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
                     "traceback": "".join(traceback.format_tb(error.__traceback__)),
                 }
             ends = ends or data_bytes() > limit // 2  # what is left of this job must not fail the next one
-            answers.write(json.dumps(answer | {"ends": ends}) + "\n")
-            answers.flush()
+            answers.write(answer | {"ends": ends})
+
+
+class _Answers:
+    """The lines for the parent. Threads share it: Arrow reads on its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._next_progress = 0.0
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(answer) + "\n")
+            self._stream.flush()
+
+    def report_progress(self) -> None:
+        """Planning has moved on; written at most once in `PROGRESS_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + PROGRESS_SECONDS
+            self.write({"progress": True})
 
 
 def data_bytes() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,9 +67,9 @@ class Root:
         """What lies at the URI now."""
         return pin_uri(uri, s3=self.s3)
 
-    def open_input(self, pinned: InputRef) -> PinnedInput:
-        """The pinned input, ready to be read."""
-        return open_pinned(pinned, self.s3)
+    def open_input(self, pinned: InputRef, on_read: Callable[[], None] | None = None) -> PinnedInput:
+        """The pinned input, ready to be read; see `open_pinned`."""
+        return open_pinned(pinned, self.s3, on_read)
 
 
 @contextmanager

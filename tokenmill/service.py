@@ -58,7 +58,10 @@ def dispatcher_part(
                 settings=dispatching, together=together, beside=beside, figures=figures,
             )  # fmt: skip
             planning = ForemanSettings(planners=settings.planners)
-            planner = PlannerPool(root.url, command, log_format or settings.log_format, settings.planner_memory_bytes)
+            planner = PlannerPool(
+                root.url, command, log_format or settings.log_format,
+                settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock,
+            )  # fmt: skip
             Foreman(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
 
     return dispatch

@@ -79,9 +79,9 @@ def dropped_blanks(decoder: Mapping[str, Any]) -> int | None:
     return dropped
 
 
-def without_blanks(raw: bytes, most: int) -> bytes:
-    """`raw` without the blanks that it begins with, `most` of them at most."""
-    return raw[min(most, len(raw) - len(raw.lstrip(b" "))) :]
+def without_blanks(raw: bytes, max_blanks: int) -> bytes:
+    """`raw` without the blanks that it begins with, `max_blanks` of them at most."""
+    return raw[min(max_blanks, len(raw) - len(raw.lstrip(b" "))) :]
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -9,7 +9,7 @@ whatever others put in its place; where the bucket keeps no versions, a replaced
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from pipeline.adapters.s3_stream import Snapshot, look, open_snapshot
 from pipeline.adapters.s3_url import join_url, split_url
 from pipeline.planner.api import InputError, SourceFile
 from pipeline.planner.source import choose_files
+from pipeline.reported_reads import with_reported_reads
 from schemas.inputs import InputFile, InputRef
 
 _CHUNK = 1 << 20
@@ -47,9 +48,16 @@ def pin_s3_input(url: str, s3: S3Connection | S3Settings | None = None, *, versi
 class PinnedS3Input:
     """A pinned input in S3 while it is read (`pipeline.inputs.PinnedInput`)."""
 
-    def __init__(self, pinned: InputRef, s3: S3Connection | S3Settings | None = None) -> None:
+    def __init__(
+        self,
+        pinned: InputRef,
+        s3: S3Connection | S3Settings | None = None,
+        on_read: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_read`: called whenever some of an object was read, also when it is hashed once more."""
         self._connection = connect(s3)
-        self._states = [_state(self._connection, file) for file in pinned.files]
+        self._on_read = on_read
+        self._states = [_state(self._connection, file, on_read) for file in pinned.files]
 
     def files(self) -> list[SourceFile]:
         """To be opened for planning. Reading raises `InputError` when one is gone or was replaced."""
@@ -74,7 +82,7 @@ class PinnedS3Input:
                 )
 
     def _open(self, state: Snapshot) -> BinaryIO:
-        return open_snapshot(self._connection, state, partial(_lost, state))
+        return with_reported_reads(open_snapshot(self._connection, state, partial(_lost, state)), self._on_read)
 
 
 def connect(s3: S3Connection | S3Settings | None) -> S3Connection:
@@ -91,7 +99,7 @@ def _pin(connection: S3Connection, bucket: str, key: str, version: str | None) -
     return InputFile(uri=state.url, size=state.size, version=state.version, etag=state.etag)
 
 
-def _state(connection: S3Connection, file: InputFile) -> Snapshot:
+def _state(connection: S3Connection, file: InputFile, on_read: Callable[[], None] | None) -> Snapshot:
     bucket, key = split_url(file.uri)
     if file.version is not None or file.etag is not None:
         return Snapshot(bucket, key, file.size, file.etag, file.version)
@@ -102,7 +110,7 @@ def _state(connection: S3Connection, file: InputFile) -> Snapshot:
     except MissingObject as error:
         raise InputError(f"{file.uri}: is gone since the job was accepted; put it back and run again") from error
     digest = hashlib.sha256()
-    with open_snapshot(connection, state, partial(_lost, state)) as stream:
+    with with_reported_reads(open_snapshot(connection, state, partial(_lost, state)), on_read) as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
     if (state.size, digest.hexdigest()) != (file.size, file.sha256):

@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from botocore.exceptions import IncompleteReadError
 
@@ -59,7 +59,7 @@ def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> t
 
 def open_snapshot(
     connection: S3Connection, state: Snapshot, lost: Callable[[MissingObject | ConditionFailed], Exception]
-) -> BinaryIO:
+) -> io.BufferedReader:
     """A seekable stream over that state.
 
     Args:

@@ -34,7 +34,7 @@ from pipeline.dispatching.turns import backlog_for, presses, turns
 from pipeline.events import EventSink, NoEvents
 from pipeline.ledger import JOB, JobLedger, JobNotFound, PlanDamaged
 from pipeline.lost_shards import RowsUnknown
-from pipeline.ports import Heartbeats, ShardQueue, ShardTask, StoreError, World
+from pipeline.ports import Heartbeats, PartStopped, ShardQueue, ShardTask, StoreError, World
 from pipeline.supervision import reason_of
 from pipeline.together import InTurn
 from pipeline.tracing import trace_job
@@ -185,8 +185,21 @@ class Dispatcher:
         open_job = self._jobs.get(job)
         return None if open_job is None else open_job.closing
 
+    def leave_alone(self, job: str, error: Exception) -> None:
+        """Stop an open job for a while because of `error`, which concerns it alone; it is taken up again after a pause,
+        which doubles with each failure in a row (`rests`). Raises `StoreError` when the store fails as a whole."""
+        if isinstance(error, StoreError):
+            jobs_to_close(self._world.store)  # of no job in particular: raises when the store fails as a whole
+        if (open_job := self._jobs.pop(job, None)) is None:
+            return
+        if _is_removed(open_job.ledger):
+            self._attention.forget(job)
+        else:
+            self._leave_alone(open_job, error)
+
     def failed(self, job: str, status: JobStatus = JobStatus.FAILED) -> None:
         """The job was not planned as a whole, and has ended so."""
+        self._attention.forget(job)
         if (open_job := self._jobs.pop(job, None)) is not None:
             self._figures.failed(open_job.job, self._world.clock.now(), status)
 
@@ -266,18 +279,12 @@ class Dispatcher:
         store, or of the broker, is everybody's."""
         try:
             yield
-        except ServiceUnavailable:
+        except (PartStopped, ServiceUnavailable):
             raise
         except Exception as error:
             if not self._settings.isolate:
                 raise
-            if isinstance(error, StoreError):
-                jobs_to_close(self._world.store)  # of no job in particular: raises when the store fails as a whole
-            self._jobs.pop(open_job.job.id, None)
-            if _is_removed(open_job.ledger):
-                self._attention.forget(open_job.job.id)
-            else:
-                self._leave_alone(open_job, error)
+            self.leave_alone(open_job.job.id, error)
 
     def _leave_alone(self, open_job: OpenJob, error: Exception) -> None:
         job = open_job.job

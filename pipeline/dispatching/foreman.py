@@ -3,7 +3,8 @@
 Several may run, on one machine or on many. A lease has one of them work at a time; where it fails they race for plan
 segments and outcomes, each of which is written once, and shards are put twice, which may cost work done twice. A job
 that can't be planned or contradicts itself is told of and left alone; the others go on. Whatever planning a job raises
-is that job's: it is logged, counted in the job's ledger, and tried again a few times before the job ends as failed.
+is that job's: it is logged, counted in the job's ledger, and tried again a few times before the job ends as failed. A
+failure that can't be written is remembered: the job is not planned again for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipeline.inputs import PinnedInput, open_pinned
 from pipeline.leading import RENEW_SECONDS, Leading
 from pipeline.ledger import JobLedger
 from pipeline.planning import PlanningCancelled, PlanningFailed, PlanOutcome, end_unplanned, fail_job, plan_open_job
-from pipeline.ports import Lease, PipelineError, World
+from pipeline.ports import Lease, PartStopped, PipelineError, World
 from pipeline.records import PlanningFailure
 from schemas.inputs import InputRef
 from schemas.outcome import JobStatus
@@ -53,7 +54,8 @@ class ForemanSettings:
         look_every: between two listings of which jobs are open.
         sweep_every: between two looks through all jobs that ever were, for markers that are missing or stale.
         planners: jobs planned at once; one tenant occupies at most all of them but one (`planning_order`).
-        retry_after: a job that couldn't be planned or looked at now is tried again after this long.
+        retry_after: a job that couldn't be planned now is tried again after this long; doubles each time,
+        max_retry_after: up to so long.
         renew_every: between two renewals of the lease.
         taking_up: the time that a look may take for jobs that are new.
     """
@@ -63,6 +65,7 @@ class ForemanSettings:
     sweep_every: float = 3_600.0
     planners: int = 2
     retry_after: float = 15.0
+    max_retry_after: float = 300.0
     renew_every: float = RENEW_SECONDS
     taking_up: float = 0.25
 
@@ -77,6 +80,10 @@ class JobPlanner(Protocol):
     def cancel(self, job: str) -> None:
         """End planning of this job, if it is under way and that can be done at once; returns before it has ended.
         `plan` then raises `PlanningCancelled`. May be called again."""
+        ...
+
+    def end_stuck(self) -> None:
+        """End planning that has made no progress for too long; `plan` then raises. Called at each tick."""
         ...
 
     def close(self) -> None:
@@ -98,8 +105,23 @@ class InProcessPlanner:
     def cancel(self, job: str) -> None:
         """A thread can't be ended."""
 
+    def end_stuck(self) -> None:
+        """A thread can't be ended."""
+
     def close(self) -> None:
         """A thread can't be ended."""
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Planning has failed for a reason that was not foreseen.
+
+    Attributes:
+        number: how often it has; None: this time is not recorded yet.
+    """
+
+    error: Exception
+    number: int | None = None
 
 
 @dataclass(slots=True)
@@ -109,7 +131,9 @@ class _Known:
     Attributes:
         tenant, created_at: of the job; they decide when it is planned.
         planning: under way; None: the plan stands, or it is to be tried again at `retry_at`.
+        failure: of the last try, until it is recorded, and, if that was the last one, the job has ended as failed.
         begun: a segment of the plan stands.
+        tries: how often in a row it could not be planned now.
         in_time: it can be done in time, or that doesn't matter.
     """
 
@@ -118,7 +142,9 @@ class _Known:
     created_at: datetime
     planned: bool = False
     planning: Future[PlanOutcome] | None = None
+    failure: _Failure | None = None
     begun: bool = False
+    tries: int = 0
     retry_at: float = 0.0
     in_time: bool = False
 
@@ -161,11 +187,14 @@ class Foreman:
         self._sweeping: Future[Swept] | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again."""
+        """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again. Raises
+        `PartStopped`: trying again can't help."""
         try:
             while not stop.is_set():
                 try:
                     self.tick()
+                except PartStopped:
+                    raise
                 except PipelineError as error:
                     logger.warning("a look failed", reason=str(error))
                     self._world.clock.sleep(self._settings.look_every)
@@ -177,6 +206,7 @@ class Foreman:
         """Find what is open, plan what isn't planned, dispatch. Raises `PipelineError` when the store or the broker
         can't be reached."""
         now = self._world.clock.monotonic()
+        self._planner.end_stuck()
         if not self._leading.now():
             self._dispatcher.stand_by()
             return
@@ -231,6 +261,8 @@ class Foreman:
     def _take_up(self, name: str, ledger: JobLedger) -> None:
         try:
             job = self._dispatcher.job_of(name) if self._dispatcher.add(ledger) else None
+        except PartStopped:
+            raise
         except PipelineError as error:  # the next look comes to it again
             logger.warning("a job can't be read now", job=name, reason=str(error))
             return
@@ -257,22 +289,36 @@ class Foreman:
                 logger.info("markers mended", marked=swept.marked, removed=swept.removed)
 
     def _plan(self, name: str, known: _Known, now: float) -> None:
-        if known.planned:
+        if known.planned or self._dispatcher.rests(name):
+            return
+        self._end_unplanned(name, known, now)
+        if known.planned or known.failure is not None or now < known.retry_at or self._dispatcher.rests(name):
             return
         try:
-            try:
-                self._end_closed(name, known)
-                if not known.planned and now >= known.retry_at:
-                    self._plan_on(name, known)
-            except PlanningCancelled:
-                logger.info("planning was cancelled", job=name)  # the next tick ends the job
-            except PipelineError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever planning a job raises is that job's
-                self._count_failure(name, known, error, now)
+            self._plan_on(name, known)
+        except PartStopped:
+            raise
+        except PlanningCancelled:
+            logger.info("planning was cancelled", job=name)  # the next tick ends the job
         except PipelineError as error:
-            known.retry_at = now + self._settings.retry_after
-            logger.warning("planning failed, and is tried again", job=name, reason=str(error))
+            pause = min(self._settings.max_retry_after, self._settings.retry_after * 2.0 ** min(known.tries, 32))
+            known.tries, known.retry_at = known.tries + 1, now + pause
+            logger.warning("planning failed, and is tried again", job=name, reason=str(error), seconds=pause)
+        except Exception as error:  # noqa: BLE001 - whatever planning a job raises is that job's
+            known.failure = _Failure(error)
+            self._end_unplanned(name, known, now)
+
+    def _end_unplanned(self, name: str, known: _Known, now: float) -> None:
+        """End a job that is not to be planned any more. One that can't be ended is left alone for longer and longer,
+        and is not planned meanwhile."""
+        try:
+            self._end_closed(name, known)
+            if known.failure is not None and not known.planned:
+                self._count_failure(name, known, known.failure, now)
+        except PartStopped:
+            raise
+        except Exception as error:  # noqa: BLE001 - of one job; the others go on
+            self._dispatcher.leave_alone(name, error)
 
     def _plan_on(self, name: str, known: _Known) -> None:
         """Begin to plan, or take in what planning came to; raises what it raised."""
@@ -287,7 +333,7 @@ class Foreman:
                 self._dispatcher.failed(name)
                 logger.info("job refused", job=name, reason=outcome.refused)
             elif outcome.closed is not None:
-                self._tell_closed(name, known, outcome.closed)
+                self._report_closed(name, known, outcome.closed)
             elif outcome.tokens_of_models is not None:
                 known.in_time = True
                 known.planned = self._refuse_late(known.ledger, outcome.tokens_of_models)
@@ -307,26 +353,29 @@ class Foreman:
             self._planner.cancel(name)
             return
         known.planning = None
-        self._tell_closed(name, known, end_unplanned(known.ledger, known.ledger.job(), closing, self._world))
+        self._report_closed(name, known, end_unplanned(known.ledger, known.ledger.job(), closing, self._world))
 
-    def _tell_closed(self, name: str, known: _Known, status: JobStatus) -> None:
+    def _report_closed(self, name: str, known: _Known, status: JobStatus) -> None:
         known.planned = True
         self._dispatcher.failed(name, status)
         logger.info("job ended before it was planned", job=name, status=status.value)
 
-    def _count_failure(self, name: str, known: _Known, error: Exception, now: float) -> None:
-        """Count a failure that was not foreseen, in the ledger: how often a job failed survives any restart."""
-        reason, at = _reason(error), self._world.clock.now()
-        known.retry_at = now + self._settings.retry_after
-        number = known.ledger.record_planning_failure(
-            lambda number: PlanningFailure(attempt=number, error=reason, at=at)
-        )
-        logger.error("planning failed", job=name, attempt=number, reason=reason, traceback=_trace(error))
-        if number < MAX_PLANNING_FAILURES:
+    def _count_failure(self, name: str, known: _Known, failure: _Failure, now: float) -> None:
+        """Count a failure that was not foreseen, in the ledger: how often a job failed survives any restart. Raises
+        when it can't be written; what was written by then is not written again."""
+        reason, at = _reason(failure.error), self._world.clock.now()
+        if failure.number is None:
+            failure.number = known.ledger.record_planning_failure(
+                lambda number: PlanningFailure(attempt=number, error=reason, at=at)
+            )
+            trace = _trace(failure.error)
+            logger.error("planning failed", job=name, attempt=failure.number, reason=reason, traceback=trace)
+        if failure.number < MAX_PLANNING_FAILURES:
+            known.failure, known.retry_at = None, now + self._settings.retry_after
             return
-        message = f"planning failed {number} times, the last time with: {reason}; the log says where"
+        message = f"planning failed {failure.number} times, the last time with: {reason}; the log says where"
         fail_job(known.ledger, known.ledger.job(), self._world, PLANNING_FAILED, message)
-        known.planned = True
+        known.planned, known.failure = True, None
         self._dispatcher.failed(name)
         logger.info("job refused", job=name, reason=message)
 

@@ -296,7 +296,7 @@ class OpenJob:
             if number not in self._parts:
                 self._parts[number] = read_part(self.ledger, number)
         error = JobError(code=code, message=message)
-        return self._conclude(failed_manifest(self.ledger, self.job, self._parts, self._world.clock.now(), error))
+        return self._conclude(failed_manifest(self.ledger, self.job, self._parts, self._world.clock.now(), (error,)))
 
     def show_attention(self) -> None:
         """Write into the cached progress why the job stands still."""

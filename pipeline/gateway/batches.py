@@ -217,12 +217,12 @@ class Batches:
         """
         ledger, _ = self._find(tenant, batch_id)
         had = _numbers(without)
-        incomplete = ledger.manifest() is None  # first: the parts that are listed after it are all there will be
+        manifest = ledger.manifest()
         ledger.check_results()
-        numbers = [number for number, _ in ledger.parts()]
+        numbers = ledger.result_parts(manifest)
         new = [number for number in numbers if number not in had]
         lines = (line.data + b"\n" for number in new for line in part_lines(0, ledger, number))
-        return Results(incomplete, _ranges(numbers), lines)
+        return Results(manifest is None, _ranges(numbers), lines)
 
     # -- inside
 

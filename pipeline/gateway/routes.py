@@ -26,7 +26,7 @@ from pipeline.gateway.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.shapes import Batch, DeletedFile, File, Model, Models, Page
 from pipeline.gateway.storage_quota import StorageQuota
 from pipeline.gateway.upload_places import UploadPlaces
-from pipeline.gateway.uploads import Upload, receive, told_size
+from pipeline.gateway.uploads import Upload, declared_size, receive
 from pipeline.ports import World
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made: the newest first, or last.")]
@@ -61,7 +61,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
         settings, quota = parts.settings, parts.rates.storage_quota(caller)
         with places.place(caller.tenant):
             if idempotency_key is None:  # else it may stand already
-                await run_in_threadpool(parts.files.usage.check, caller.tenant, told_size(request), quota)
+                await run_in_threadpool(parts.files.usage.check, caller.tenant, declared_size(request), quota)
             async with receive(request, parts.world, settings.most_upload_bytes, settings.idle_seconds) as received:
                 file = await run_in_threadpool(
                     _add, parts.world, parts.files, caller.tenant, received, idempotency_key, quota

@@ -248,10 +248,10 @@ class FormReader:
         self._whole = True
 
 
-def told_size(request: Request) -> int:
-    """Bytes that the file has at least, as far as the request says before it comes."""
-    told = request.headers.get("content-length", "")
-    return max(0, int(told) - _AROUND_BYTES) if told.isdigit() else 0
+def declared_size(request: Request) -> int:
+    """The least size of the file in bytes, from the request's Content-Length; 0 where it has none."""
+    declared = request.headers.get("content-length", "")
+    return max(0, int(declared) - _AROUND_BYTES) if declared.isdigit() else 0
 
 
 def _boundary(request: Request) -> bytes:

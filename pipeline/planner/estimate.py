@@ -113,6 +113,7 @@ def measure(
         builder, end = begin(), sizes.end(0)
         validator = Validator(job, SeenIds(Path(folder)), estimator, max_model_len=max_model_len)
         for batch in limited(source.batches(sizes), job.settings.limit):
+            world.on_progress()
             if batch.first_row >= end:
                 close()
                 builder, end = begin(), sizes.end(batch.first_row)

@@ -114,6 +114,7 @@ class _Planning:
                     return summarize(self._segments)
                 segment = _Open(self, index, batch.first_row)
             segment.end_row = batch.end_row
+            self._world.on_progress()
             if segment.existing is not None:
                 self._validator.remember(batch)
                 continue

@@ -14,11 +14,13 @@ from structlog.testing import capture_logs
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.figures import DispatchFigures
+from pipeline.export import export
 from pipeline.job_document import job_document
 from pipeline.jobs import summarize_job
 from pipeline.ledger import JOB, REJECTS, JobLedger, part_key, segment_key
 from pipeline.ports import ShardTask, StoreError, World
 from pipeline.shard_client import ShardClient
+from pipeline.verifying import check_files
 from pipeline.worker_api import CheckpointWork
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
@@ -183,6 +185,31 @@ def test_given_a_job_that_failed_while_a_shard_was_computed_then_no_part_is_adde
     assert not list(root.store.list("jobs/victim/work/0"))
     root.queue.put(QUEUE, ShardTask("victim", 3))
     assert root.worker.take(0) is None
+
+
+def test_given_a_part_that_is_committed_just_when_its_job_fails_then_its_rows_are_no_results(
+    root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker looked for the outcome, and found none; then the outcome was written, and then the part."""
+    root.turn(work=False)
+    works = {}
+    while (work := root.worker.take(0)) is not None:
+        works[work.job.id, work.shard] = work
+    late = works.pop(("victim", 3))
+    root.worker.begin(late)
+    for work in works.values():
+        root.worker.release(work, 0)
+    for number in (1, 2):
+        root.store.delete(f"jobs/victim/{root.shard(number)}")
+    (victim,) = root.outcomes("victim")
+    monkeypatch.setattr(JobLedger, "has_ended", lambda _: False)
+    assert root.worker.commit(late, computed(late), report(late))
+    ledger = root.ledger("victim")
+    assert ledger.has_part(3)
+    assert [file.path for file in victim.files] == [part_key(number) for number in ledger.result_parts(victim)]
+    exported = export(ledger, tmp_path / "out.jsonl")
+    assert exported.succeeded + exported.others == victim.counts.total
+    check_files(ledger, victim, hashes=True)
 
 
 def test_given_a_torn_record_of_an_attempt_then_the_job_is_computed(root: Root) -> None:

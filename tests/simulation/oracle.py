@@ -273,6 +273,8 @@ class Oracle:
         data = self.papers.get("manifest.json")
         if data is None or self.rows or not (self.folder / "closing.json").exists():
             return False
+        if any((self.folder / "plan").glob("*.json")):
+            return False
         manifest = _parse("manifest.json", data)
         return manifest["counts"]["total"] == 0 and manifest["status"] in ("cancelled", "expired")
 

@@ -3,6 +3,7 @@ an oracle that sees what is wrong."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 
 from tests.simulation.campaign import run_seeds
 from tests.simulation.history import simulate
+from tests.simulation.machine import Broken
+from tests.simulation.oracle import Oracle
 from tests.simulation.scenario import Scenario, draw
+from tests.simulation.watch import Watch
 
 HERE = Path(__file__).parent
 KEPT = sorted((HERE / "kept").glob("*.json"))
@@ -60,6 +64,18 @@ def test_one_seed_is_one_history_to_the_byte() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     elsewhere = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert elsewhere.stdout.strip() == first.digest, elsewhere.stderr
+
+
+def test_given_a_planned_job_that_ended_without_rows_then_the_oracle_finds_it(tmp_path: Path) -> None:
+    scenario = draw(3)
+    manifest = {"status": "cancelled", "counts": {"total": 0}}
+    for name, paper in (("closing.json", {"kind": "cancel"}), ("manifest.json", manifest)):
+        (tmp_path / name).write_text(json.dumps(paper))
+    Oracle(scenario, tmp_path, set(), "", Watch(scenario, tmp_path), alone=False).look()
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "00000.json").write_text("{}")
+    with pytest.raises(Broken, match=r"I1: manifest.json stands, but rows .* have no result"):
+        Oracle(scenario, tmp_path, set(), "", Watch(scenario, tmp_path), alone=False).look()
 
 
 def test_a_scenario_is_written_down_whole() -> None:

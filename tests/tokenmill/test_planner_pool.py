@@ -8,17 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.adapters.system import SystemClock
 from pipeline.dispatching.figures import DispatchFigures
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
-from pipeline.planning import PlanningCancelled, PlanningFailed
+from pipeline.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.ports import PipelineError
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
@@ -27,15 +28,27 @@ from schemas.limits import PlanSettings
 from schemas.outcome import JobStatus, Manifest
 from schemas.settings import Settings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.hints import Hints, hints_in_process
 from tokenmill.planner_pool import PlannerPool
 from tokenmill.root import Root, open_root
 from tokenmill.service import dispatcher_part
 
 SECONDS = 240
+STUCK_SECONDS = 600.0
 MEMORY = 512 << 20
 SIXTEEN_BYTES = b"PAR1\xff\xff\xff\xff\x04\0\0\0PAR1"
+
+
+class ManualClock(SystemClock):
+    """Its monotonic time is set by the test; counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.now_seconds, self.reads = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.reads += 1
+        return self.now_seconds
 
 
 @pytest.fixture
@@ -45,8 +58,13 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 
 @pytest.fixture
-def pool(root: Root) -> Iterator[PlannerPool]:
-    pool = PlannerPool(root.url, "test", "text", MEMORY)
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def pool(root: Root, clock: ManualClock) -> Iterator[PlannerPool]:
+    pool = PlannerPool(root.url, "test", "text", MEMORY, STUCK_SECONDS, clock)
     yield pool
     pool.close()
     assert not pool.pids
@@ -174,7 +192,8 @@ def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
     root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = submitted(root, "job", requests(tmp_path / "in.jsonl"))
-    away = PlannerPool(str(tmp_path / "in.jsonl"), "test", "text", MEMORY)  # a file is no root
+    no_root = str(tmp_path / "in.jsonl")
+    away = PlannerPool(no_root, "test", "text", MEMORY, STUCK_SECONDS, root.world.clock)
     with pytest.raises(PipelineError, match="a planner process ended with code 1 before it had a job"):
         away.plan(job, in_time=True)
     assert not away.pids
@@ -200,6 +219,93 @@ def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_witho
     assert pool.plan(large, in_time=True).refused is None
     assert large.wanted_parts() is not None
     assert pid not in pool.pids
+
+
+def planning_of(pool: PlannerPool, job: JobLedger, thread: ThreadPoolExecutor) -> Future[PlanOutcome]:
+    """A plan under way, of which the first segment stands."""
+    planning = thread.submit(pool.plan, job, in_time=True)
+    wait_for(lambda: planning.done() or job.segment(0), "no segment was planned")
+    return planning
+
+
+def test_given_a_stopped_planner_when_it_reports_no_progress_for_too_long_then_it_is_killed_and_its_job_is_blamed(
+    root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = planning_of(pool, large, thread)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text(), "it is not stopped")
+        seen = -1
+        while seen != clock.reads:  # what it had reported before is read
+            seen = clock.reads
+            time.sleep(0.2)
+        clock.now_seconds += STUCK_SECONDS
+        pool.end_stuck()
+        assert pool.pids == {pid}, "it was not silent for too long"
+        clock.now_seconds += 1
+        pool.end_stuck()
+        with pytest.raises(PlanningFailed, match=r"no progress for 600 s \(setting planner_stuck_seconds\), and its"):
+            planning.result(HANG_SECONDS)
+    assert pool.plan(large, in_time=True).refused is None
+    assert large.wanted_parts() is not None
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "blank"])
+def test_given_a_large_input_that_moves_on_then_its_planner_is_not_killed_however_long_it_takes(
+    root: Root, pool: PlannerPool, clock: ManualClock, tmp_path: Path, kind: str
+) -> None:
+    """The clock goes on by nearly half the limit after each report; the plan takes many times the limit."""
+    path = tmp_path / f"large.{'parquet' if kind == 'parquet' else 'jsonl'}"
+    if kind == "jsonl":
+        requests(path, 60_000)
+    elif kind == "parquet":
+        names = [str(row) for row in range(60_000)]
+        pq.write_table(pa.table({"custom_id": names, "prompt": names}), path, row_group_size=60_000)
+    else:  # one line beyond all limits: bytes are read, but no rows
+        with path.open("wb") as stream:
+            stream.truncate(1 << 31)
+    large = submitted(root, "large", path)
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, large, in_time=True)
+        reports = 0
+        while not planning.done():
+            clock.reads = 0
+            wait_for(lambda: clock.reads or planning.done(), "no progress is reported")
+            clock.now_seconds += 0.45 * STUCK_SECONDS
+            pool.end_stuck()
+            reports += 1
+        assert planning.result().refused is None
+    assert reports > 4, "the plan was too short to show anything"
+
+
+def test_given_a_stopped_planner_when_its_job_is_cancelled_then_it_is_killed_without_blame(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
+    with ThreadPoolExecutor(1) as thread:
+        planning = planning_of(pool, large, thread)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        pool.cancel("large")
+        with pytest.raises(PlanningCancelled):
+            planning.result(HANG_SECONDS)
+    assert not pool.pids
+
+
+def test_given_a_planner_that_is_stopped_before_it_has_its_job_when_that_is_cancelled_then_it_is_killed(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    job = submitted(root, "job", requests(tmp_path / "in.jsonl"))
+    with ThreadPoolExecutor(1) as thread:
+        planning = thread.submit(pool.plan, job, in_time=True)
+        (pid,) = wait_for(lambda: pool.pids, "no process is started")
+        os.kill(pid, signal.SIGSTOP)
+        pool.cancel("job")
+        with pytest.raises(PlanningCancelled):
+            planning.result(HANG_SECONDS)
+    assert not pool.pids
 
 
 class Installed:

@@ -6,9 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,16 +24,17 @@ from pipeline.dispatching.foreman import Foreman, ForemanSettings, InProcessPlan
 from pipeline.inputs import open_pinned
 from pipeline.ledger import JobLedger
 from pipeline.pinning import pin_input
-from pipeline.planning import PlanningCancelled, PlanOutcome, plan_job
-from pipeline.ports import Lease, WorkerState, World
+from pipeline.planning import PlanningCancelled, PlanningFailed, PlanOutcome, plan_job
+from pipeline.ports import Lease, PartStopped, StoreError, WorkerState, World
 from pipeline.retry import choose_rows
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
+from pipeline.verifying import check_files
 from schemas.job import Closing, JobSettings, OnInvalid
 from schemas.limits import Limits, PlanSettings
 from schemas.outcome import JobStatus, Manifest
 from tests.pipeline.made_jobs import MODELS, computed, order, report
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, wait_for
 
 SETTINGS = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
 
@@ -477,7 +479,10 @@ def test_given_more_rows_than_a_job_may_have_when_planned_then_the_job_fails_and
     assert outcome.errors[0].message.endswith(
         "long.jsonl: line 71: the input has more than 70 rows; split it into several jobs (limits.max_rows)"
     )
-    assert root.ledger("long").segment(0) is not None
+    ledger = root.ledger("long")
+    assert ledger.segment(0) is not None
+    assert [file.path for file in outcome.files] == [info.key for _, info in ledger.parts()]
+    assert check_files(ledger, outcome, hashes=True) > 0
 
 
 def test_a_job_at_which_looking_raises_is_left_alone_and_the_others_go_on(
@@ -496,3 +501,147 @@ def test_a_job_at_which_looking_raises_is_left_alone_and_the_others_go_on(
     root.start_foreman()
     root.submit("good", lines(5))
     assert root.outcome("good").status is JobStatus.COMPLETED
+
+
+class ManualClock(SystemClock):
+    """Its monotonic time is set by the test."""
+
+    def __init__(self) -> None:
+        self.now_seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_seconds
+
+
+class Stepped:
+    """A foreman that the test ticks, with seconds between two ticks."""
+
+    def __init__(self, root: Root, planner: Failing) -> None:
+        self._clock = ManualClock()
+        world = replace(root.world, clock=self._clock)
+        dispatcher = Dispatcher(world, root.queue, root.beats, settings=DispatchSettings(isolate=True))
+        self._foreman = Foreman(world, dispatcher, planner=planner)
+        self.planner = planner
+
+    def tick(self, seconds: float) -> None:
+        """One tick, and what it has begun to plan is tried."""
+        tried = len(self.planner.tried)
+        self._clock.now_seconds += seconds
+        self._foreman.tick()
+        planning = [known.planning for known in self._foreman._known.values() if known.planning is not None]
+        wait_for(lambda: all(one.done() for one in planning), "planning does not end")
+        assert len(self.planner.tried) <= tried + 1
+
+    def tick_until(self, condition: Callable[[], object]) -> None:
+        for _ in range(100):
+            if condition():
+                return
+            self.tick(5.0)
+        raise AssertionError("it does not happen")
+
+    def close(self) -> None:
+        self._foreman.close()
+
+
+@pytest.fixture
+def stepped(root: Root) -> Iterator[Stepped]:
+    stepped = Stepped(root, Failing(root.world, {"bad": ValueError("unforeseen")}))
+    root.submit("bad", lines(5))
+    yield stepped
+    stepped.close()
+
+
+def attention(root: Root) -> str:
+    progress = root.ledger("bad").progress()
+    return (progress.attention if progress is not None else None) or ""
+
+
+def test_given_a_failed_job_that_cant_be_ended_then_it_needs_attention_and_is_not_planned_again(
+    root: Root, stepped: Stepped
+) -> None:
+    root.world.store.create("jobs/bad/results/part-00000.parquet", b"damaged")
+    stepped.tick_until(lambda: "part-00000.parquet" in attention(root))
+    for _ in range(400):
+        stepped.tick(5.0)
+    assert stepped.planner.tried == ["bad"] * 3
+    assert len(failures(root, "bad")) == 3
+    assert root.ledger("bad").manifest() is None
+    root.world.store.delete("jobs/bad/results/part-00000.parquet")
+    stepped.tick_until(root.ledger("bad").manifest)
+    assert root.outcome("bad").errors[0].code == "planning_failed"
+    assert stepped.planner.tried == ["bad"] * 3
+
+
+def test_given_a_failure_that_cant_be_recorded_then_its_job_is_not_planned_again_until_it_is(
+    root: Root, stepped: Stepped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, refused = root.world.store.create, []
+
+    def full(key: str, content: bytes | Path) -> bool:
+        if "/work/planning/" in key:
+            refused.append(key)
+            raise StoreError("the folder is full")
+        return create(key, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(root.world.store, "create", full)
+        for _ in range(400):
+            stepped.tick(5.0)
+    assert stepped.planner.tried == ["bad"]
+    assert 2 <= len(refused) <= 20, "2,000 s: tried again after longer and longer pauses, up to 300 s"
+    assert "the folder is full" in attention(root)
+    stepped.tick_until(root.ledger("bad").manifest)
+    assert root.outcome("bad").errors[0].code == "planning_failed"
+    assert stepped.planner.tried == ["bad"] * 3
+
+
+def test_given_a_job_that_cant_be_planned_now_then_it_is_tried_again_after_longer_and_longer_pauses(
+    root: Root, stepped: Stepped
+) -> None:
+    stepped.planner.errors = {"bad": StoreError("away")}
+    for _ in range(400):
+        stepped.tick(5.0)
+    assert 8 <= len(stepped.planner.tried) <= 13, "2,000 s: after 15, 30, 60, … 300 s"
+    stepped.planner.errors = {}
+    stepped.tick_until(lambda: root.ledger("bad").wanted_parts() is not None)
+
+
+def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_failure(root: Root) -> None:
+    class Stuck(InProcessPlanner):
+        ended = threading.Semaphore(0)
+
+        def plan(self, ledger: JobLedger, *, in_time: bool) -> PlanOutcome:
+            assert self.ended.acquire(timeout=HANG_SECONDS)
+            raise PlanningFailed("no progress")
+
+        def end_stuck(self) -> None:
+            self.ended.release()
+
+    root.submit("stuck", lines(5))
+    root.start_foreman(planner=Stuck(root.world, open_pinned))
+    outcome = root.outcome("stuck", HANG_SECONDS)
+    assert outcome.errors[0].code == "planning_failed"
+    assert len(failures(root, "stuck")) == 3
+
+
+@pytest.mark.parametrize("where", ["planner", "heartbeats"])
+def test_given_a_part_that_cant_go_on_then_the_foreman_stops(
+    root: Root, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, calls = threading.Event(), []
+
+    def stopped(*_: object, **__: object) -> NoReturn:
+        calls.append(where)
+        if len(calls) > 1:  # it was tried again
+            stop.set()
+        raise PartStopped("a wrong address")
+
+    planner = InProcessPlanner(root.world, open_pinned)
+    if where == "planner":
+        monkeypatch.setattr(planner, "plan", stopped)
+    else:
+        monkeypatch.setattr(root.beats, "workers", stopped)
+    root.submit("job", lines(5))
+    foreman = root.foreman(planner=planner)
+    with pytest.raises(PartStopped):
+        foreman.run(stop)
