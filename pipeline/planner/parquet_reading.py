@@ -9,6 +9,7 @@ of the process that plans.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Final, NamedTuple
@@ -25,6 +26,12 @@ MAX_DECODED_ROWS: Final = 256
 
 MAX_ROW_BYTES: Final = 1 << 28
 """A row group whose rows would take more each is refused."""
+
+MAX_EXPANSION: Final = 10_000
+"""A file may decode to so many times its own size. Texts that share all but a number reach about a thousand."""
+
+ALWAYS_DECODED_BYTES: Final = 1 << 30
+"""However small the file."""
 
 
 @contextmanager
@@ -62,12 +69,14 @@ def read_tables(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
     """The rows of a file in order, some at a time, as `schema`, which is the file's own.
 
     Raises:
-        InputError: the file can't be read.  BrokenInput: it can't be decoded.
+        InputError: the file can't be read.  BrokenInput: it can't be decoded, or decodes to far more than it holds.
     """
     with file.open() as stream:
         with decoding(file.name):
+            size = stream.seek(0, os.SEEK_END)
             parquet = pq.ParquetFile(stream, buffer_size=READ_BYTES)
             groups = parquet.num_row_groups
+        bytes_left = most = max(ALWAYS_DECODED_BYTES, MAX_EXPANSION * size)
         for group in range(groups):  # Arrow can't read nested dictionaries across groups
             where = f"{file.name}: row group {group + 1} of {groups}"
             with decoding(where):
@@ -79,6 +88,12 @@ def read_tables(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:
                     if batch is None:
                         break
                     table = pa.Table.from_batches([batch]).cast(schema)
+                bytes_left -= table.nbytes
+                if bytes_left < 0:
+                    raise BrokenInput(
+                        f"{where}: {size} bytes of Parquet decode to more than {most} bytes, which is too large; "
+                        "submit such rows as JSONL"
+                    )
                 yield table
 
 

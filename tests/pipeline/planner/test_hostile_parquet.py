@@ -56,6 +56,17 @@ def repeated(value: str, rows: int, **more: Any) -> bytes:
     )
 
 
+def test_a_file_that_decodes_to_far_more_than_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_reading, "ALWAYS_DECODED_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_reading, "MAX_EXPANSION", 100)
+    small, large = repeated("A" * 10_000, 100), repeated("A" * 10_000, 200)
+    assert len(read(small)) == 100
+    with pytest.raises(BrokenInput, match=rf"in\.parquet: row group 1 of 1: {len(large)} bytes of Parquet decode to"):
+        read(large)
+    rows = [f"{row}{'A' * 10_000}" for row in range(200)]  # the same rows in a file large enough
+    assert len(read(written(pa.table({"custom_id": rows, "prompt": rows}), compression="none"))) == 200
+
+
 @pytest.mark.parametrize(
     "data",
     [
