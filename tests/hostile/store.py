@@ -19,7 +19,10 @@ from tests.waiting import HANG_SECONDS
 ROWS: Final = 100
 TOKENS: Final = 40
 PLAN_SECONDS: Final = 40.0
-VICTIM_SECONDS: Final = 120.0
+ENDS_SECONDS: Final = 400.0
+"""For a job that must end: a shard is read by three attempts before it counts as lost."""
+LEFT_SECONDS: Final = 60.0
+"""For a job that may be left open."""
 OTHER_SECONDS: Final = 150.0
 STOPPED_SECONDS: Final = 16.0
 STORMS: Final = 3
@@ -34,7 +37,7 @@ def _batch_of(target: Target, rows: int, tokens: int, key: str) -> tuple[str | N
     return (None, answer) if file is None else create_batch(target, file, key=key)
 
 
-def _damaged(target: Target, damage: Damage) -> list[Answer]:
+def _damaged(target: Target, damage: Damage, seconds: float = LEFT_SECONDS) -> list[Answer]:
     """How the damaged job ended, and whether another tenant's batch, made after the damage, was computed."""
     objects = objects_of(target)
     victim, answer = _batch_of(target, ROWS, TOKENS, "bad")
@@ -51,7 +54,7 @@ def _damaged(target: Target, damage: Damage) -> list[Answer]:
     found = batch_end(target, other, key="other", seconds=OTHER_SECONDS)
     return [
         Answer("check", f"other batch {found.status}", found.code, found.message),
-        batch_end(target, victim, seconds=VICTIM_SECONDS),
+        batch_end(target, victim, seconds=seconds),
     ]
 
 
@@ -79,7 +82,7 @@ def _planned(objects: Objects, job: str) -> bool:
 
 
 def shard_cut(target: Target) -> list[Answer]:
-    return _damaged(target, _cut("/shards/"))
+    return _damaged(target, _cut("/shards/"), ENDS_SECONDS)
 
 
 def shard_gone(target: Target) -> list[Answer]:
@@ -90,7 +93,7 @@ def shard_gone(target: Target) -> list[Answer]:
         objects.remove(key)
         return True
 
-    return _damaged(target, damage)
+    return _damaged(target, damage, ENDS_SECONDS)
 
 
 def plan_cut(target: Target) -> list[Answer]:
@@ -102,7 +105,7 @@ def job_cut(target: Target) -> list[Answer]:
 
 
 def attempt_cut(target: Target) -> list[Answer]:
-    return _damaged(target, _cut("/attempt-"))
+    return _damaged(target, _cut("/attempt-"), ENDS_SECONDS)
 
 
 def closing_cut(target: Target) -> list[Answer]:
@@ -185,9 +188,9 @@ LEFT: Final = (*FAILED, Expected("job", "open|cancelled"), Expected("http", "5..
 """A job whose own record can't be read can't be ended: it is left alone, and others go on."""
 
 TABLE: Final = (
-    Attack("store: shard cut in half", shard_cut, FAILED, limit_seconds=400),
-    Attack("store: shard removed", shard_gone, FAILED, limit_seconds=400),
-    Attack("store: attempt record cut", attempt_cut, (*FAILED, Expected("job", "completed")), limit_seconds=400),
+    Attack("store: shard cut in half", shard_cut, FAILED, limit_seconds=HANG_SECONDS),
+    Attack("store: shard removed", shard_gone, FAILED, limit_seconds=HANG_SECONDS),
+    Attack("store: attempt record cut", attempt_cut, (*FAILED, Expected("job", "completed")), limit_seconds=HANG_SECONDS),
     Attack("store: plan segment cut", plan_cut, LEFT, limit_seconds=400),
     Attack("store: closing.json cut", closing_cut, LEFT, limit_seconds=400),
     Attack("store: job.json cut", job_cut, LEFT, limit_seconds=400),
