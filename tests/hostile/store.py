@@ -190,7 +190,9 @@ LEFT: Final = (*FAILED, Expected("job", "open|cancelled"), Expected("http", "5..
 TABLE: Final = (
     Attack("store: shard cut in half", shard_cut, FAILED, limit_seconds=HANG_SECONDS),
     Attack("store: shard removed", shard_gone, FAILED, limit_seconds=HANG_SECONDS),
-    Attack("store: attempt record cut", attempt_cut, (*FAILED, Expected("job", "completed")), limit_seconds=HANG_SECONDS),
+    Attack(
+        "store: attempt record cut", attempt_cut, (*FAILED, Expected("job", "completed")), limit_seconds=HANG_SECONDS
+    ),
     Attack("store: plan segment cut", plan_cut, LEFT, limit_seconds=400),
     Attack("store: closing.json cut", closing_cut, LEFT, limit_seconds=400),
     Attack("store: job.json cut", job_cut, LEFT, limit_seconds=400),
