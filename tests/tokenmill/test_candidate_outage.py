@@ -1,4 +1,4 @@
-"""Workers whose store is away for a while: a candidate that waits or computes copies, and one that changes its model."""
+"""Workers whose store is away for a while: a candidate, and a worker that changes its model."""
 
 from __future__ import annotations
 
