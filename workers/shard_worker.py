@@ -223,8 +223,8 @@ class ShardWorker:
         if self._logging is not None and self._logging.done():
             self._logging.result()
             self._logging = None
-        for shard in [shard for shard in self._shards if shard.failure is not None]:
-            self._end_attempt(shard, helper)
+        for failed in [shard for shard in self._shards if shard.failure is not None]:
+            self._end_attempt(failed, helper)
         if self._beginning is not None and self._beginning[1].done():
             (beginning, begun), self._beginning = self._beginning, None
             if self._is_written(beginning, begun, helper):

@@ -1,7 +1,8 @@
 """kombu's transport for Redis, with a way to hold a message that a full server can't refuse.
 
-kombu pops a message from its queue, and then notes in two other keys that it is unacknowledged. A Redis that has reached
-its `maxmemory` lets a message be popped and refuses the notes: the message is then in no key, and its task is lost.
+kombu pops a message from its queue, and then notes in two other keys that it is unacknowledged. A Redis that has
+reached its `maxmemory` lets a message be popped and refuses the notes: the message is then in no key, and its task is
+lost.
 """
 
 from __future__ import annotations

@@ -362,8 +362,8 @@ class Dispatcher:
 
     def _depth(self, open_job: OpenJob, shard: ShardRef) -> int:
         """How many shards may wait in the shard's queue."""
-        workers = self._serving.get(open_job.key_of(shard), ())
-        return backlog_for(self._settings.backlog, len(workers), self._settings.backlog_per_worker)
+        workers = len(self._serving[open_job.key_of(shard)])
+        return backlog_for(self._settings.backlog, workers, self._settings.backlog_per_worker)
 
     def _put_again(
         self, open_job: OpenJob, held: set[Shard], now: float, kept: float, waiting: defaultdict[str, int]
@@ -382,7 +382,7 @@ class Dispatcher:
             gone = put.held or put.at < now - kept
             late = now - put.at >= put.patience
             lost = (gone or late) and trusted
-            serving = self._serving.get(open_job.key_of(shard), frozenset())
+            serving = self._serving[open_job.key_of(shard)]
             if lost and (found := open_job.give_up(number, serving)) is not None:
                 self._settle(open_job, [found])
                 continue
