@@ -32,6 +32,9 @@ class LaneSettings:
 
     Attributes:
         lifetime: after this long without a sign (`LaneWorker.hold`, `emit`) a worker has lost its requests.
+        caller_lifetime: a caller that hasn't asked after its request (`Lane.lost`) for so long is dead, and the request
+            is dropped where its answer hasn't begun. No less than a caller waits for a lane that it can't reach
+            (`CallSettings.give_up`).
         longest: a request without a deadline is wanted for so long.
         retention: events are kept for so long after the last one.
         most_waiting: requests of a model that no worker has begun to answer; only first attempts are refused for it.
@@ -41,6 +44,7 @@ class LaneSettings:
     """
 
     lifetime: float = 10.0
+    caller_lifetime: float = 30.0
     longest: float = 3_600.0
     retention: float = 300.0
     most_waiting: int = 10_000
@@ -72,7 +76,8 @@ class Lane(Protocol):
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
         """Those (ids) that nobody will answer: they neither wait, nor are with a worker that lives, nor have an end.
-        Read once more before believing it of a request: its end may just have come."""
+        Read once more before believing it of a request: its end may just have come. A caller asks every few seconds
+        until its answer begins: a request that isn't asked after may be dropped (`LaneSettings.caller_lifetime`)."""
         ...
 
 

@@ -28,11 +28,13 @@ class RowsUnknown(PipelineError):
 
 
 def read_table(ledger: JobLedger, shard: ShardRef) -> pa.Table:
-    """The shard as it was planned; raises `LedgerError` when its file is missing or damaged."""
+    """The shard as it was planned; raises `LedgerError` when its file is missing or damaged, and `MemoryError`."""
     try:
         return pq.read_table(pa.BufferReader(ledger.read_shard(shard)))
     except ObjectNotFound as error:
         raise LedgerError(f"{ledger.place(shard.key)}: is missing, but the plan refers to it") from error
+    except MemoryError:  # pyarrow's too: it says nothing about the file
+        raise
     except (pa.ArrowException, OSError) as error:
         raise LedgerError(f"{ledger.place(shard.key)}: can't be read as Parquet ({error})") from error
 

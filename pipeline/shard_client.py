@@ -162,7 +162,7 @@ class ShardClient:
             return
         reason = reason_of(error, "worker", self._world, job=job, shard=shard)
         logger.error("a shard can't be worked on, and is passed over", job=job, shard=shard, reason=reason)
-        if not isinstance(error, ClosingDamaged | LaterVersion):  # these are no fault of the shard
+        if not isinstance(error, ClosingDamaged | LaterVersion | MemoryError):  # these are no fault of the shard
             record = UnreadableRecord(worker=self.worker, at=self._world.clock.now(), reason=reason)
             ledger.note_unreadable(shard, attempt_id, record)
 

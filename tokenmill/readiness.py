@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
@@ -12,11 +13,13 @@ from pipeline.canaries import Canaries, difference
 from pipeline.metrics.told import Source, Told
 from pipeline.ports import World
 from schemas.release_options import WarmupOptions
-from schemas.releases import CanaryFailure, CanaryRecord
+from schemas.releases import CanaryAnswer, CanaryFailure, CanaryRecord
 from tokenmill.errors import UserError
 from workers.model_host import LoadedModel
+from workers.store_outage import wait_out
 from workers.warmup import answer_canaries, warm_up
 
+Answer = TypeVar("Answer")
 LoadModel = Callable[[], LoadedModel]
 EXIT_CANARY: Final = 71
 
@@ -42,18 +45,26 @@ class Readiness:
         self._worker = worker
         self._seconds: dict[tuple[str, str], float] = {}  # model, part
 
-    def load(self, load: LoadModel) -> LoadedModel:
+    def load(self, load: LoadModel, stop: threading.Event | None = None) -> LoadedModel:
         """Load a model, warm it up, and have it answer the canary prompts; how long each took is logged. What nobody
-        has recorded yet is recorded. Raises what loading raises, `BrokenEngineError` and `CanaryFailed`."""
+        has recorded yet is recorded.
+
+        Args:
+            stop: where it is given, an outage of the store is waited for until it is set.
+
+        Raises what loading raises, `BrokenEngineError` and `CanaryFailed`; `StoreUnavailable` for an outage that isn't
+        waited for.
+        """
         begun = time.perf_counter()
-        model = load()
+        model = self._outlast(load, stop)
         loaded = time.perf_counter()
         seconds = {"load": loaded - begun}
         compared = "nothing"
         if not model.weightless:
             warm_up(model, self._options)
             warm = time.perf_counter()
-            compared = self._prove(model)
+            answers = answer_canaries(model)
+            compared = self._outlast(lambda: self._compare(model, answers), stop)
             seconds |= {"warm_up": warm - loaded, "canary": time.perf_counter() - warm}
         self._seconds |= {(model.name, part): took for part, took in seconds.items()}
         took = {f"{part}_seconds": round(value, 3) for part, value in seconds.items()}
@@ -69,10 +80,12 @@ class Readiness:
 
         return tell
 
-    def _prove(self, model: LoadedModel) -> str:
+    def _outlast(self, use: Callable[[], Answer], stop: threading.Event | None) -> Answer:
+        return use() if stop is None else wait_out(use, self._world.clock, stop)
+
+    def _compare(self, model: LoadedModel, answers: tuple[CanaryAnswer, ...]) -> str:
         """What its answers were compared with."""
         canaries, pin = Canaries(self._world.store), model.pin()
-        answers = answer_canaries(model)
         record = canaries.find(pin)
         if record is None:
             made = CanaryRecord(pin=pin, answers=answers, recorded_at=self._world.clock.now(), worker=self._worker)

@@ -12,6 +12,7 @@ import structlog
 
 from engine.config import EngineConfig
 from pipeline.catalog import BY_DIGEST
+from pipeline.ports import StoreUnavailable
 from pipeline.releases.book import ReleaseBook
 from pipeline.shard_client import ShardClient
 from schemas.figures import WorkerFigures
@@ -180,7 +181,11 @@ class Worker:
         """Work until `stop` is set."""
         try:
             while not stop.is_set():
-                model, self._first = self._first or self.readiness.load(self._loads[self._turns.loaded]), None
+                try:
+                    model = self._first or self.readiness.load(self._loads[self._turns.loaded], stop)
+                except StoreUnavailable:  # it was waited for until the word to stop
+                    break
+                self._first = None
                 self._serve(model, stop)
                 del model
                 gc.collect()  # what the next one needs may not be free beside this one

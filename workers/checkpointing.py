@@ -13,6 +13,7 @@ from typing import Final
 from engine.embedding.embedder import StepEngine
 from engine.request import Completion, PartialChoice, Request
 from engine.resumption import resumed_tokens
+from pipeline.ports import StoreError
 from pipeline.worker_api import CheckpointWork, ShardSink
 from schemas.checkpoints import FinishedRows, LoggedChoice
 from schemas.outcome import Usage
@@ -132,14 +133,23 @@ class Checkpointer:
         return new
 
     def write(self, snapshots: Iterable[tuple[Snapshot, Envelope]], exposed: int, *, final: bool = False) -> None:
-        """On the helper: build the results of what has finished, and make everything durable."""
+        """On the helper: build the results of what has finished, and make everything durable. A shard for which that
+        fails has its `failure`, and the others are written. Raises `StoreError`."""
         for snapshot, envelope in snapshots:
-            finished = self.build(snapshot.shard, snapshot.finished, envelope)
-            if not snapshot.empty or (final and snapshot.shard.begun):
-                work = CheckpointWork(
-                    finished, snapshot.running, snapshot.generated, exposed, final, snapshot.busy_seconds
-                )
-                self._sink.checkpoint(snapshot.shard.work, work)
+            if snapshot.shard.failure is not None:
+                continue  # behind what is missing
+            try:
+                self._write(snapshot, envelope, exposed, final)
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of one shard, whose attempt ends with it
+                snapshot.shard.failure = error
+
+    def _write(self, snapshot: Snapshot, envelope: Envelope, exposed: int, final: bool) -> None:
+        finished = self.build(snapshot.shard, snapshot.finished, envelope)
+        if not snapshot.empty or (final and snapshot.shard.begun):
+            work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final, snapshot.busy_seconds)
+            self._sink.checkpoint(snapshot.shard.work, work)
 
     def build(self, shard: OpenShard, finished: list[FinishedRow], envelope: Envelope) -> FinishedRows:
         """On the helper: results of rows that have finished, which are also kept for the shard's part."""

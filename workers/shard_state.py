@@ -61,6 +61,7 @@ class OpenShard:
         first_start, last_end: of its computed rows, on the engine's clock (seconds).
         kept: what rows had that a failed step threw out of the engine, to be logged.
         begun: it is durable that rows of the shard may be in the engine.
+        failure: why this attempt can't go on; it is given up soon.
         in_engine: its rows that the engine has.  busy_seconds: of the engine's steps, its share.
         expected, longest: tokens that its rows are expected to generate, together and the longest answer.
     """
@@ -78,6 +79,7 @@ class OpenShard:
     last_end: float | None = None
     kept: list[LoggedChoice] = field(default_factory=list)
     begun: bool = False
+    failure: Exception | None = None
     in_engine: int = 0
     busy_seconds: float = 0.0
     expected: int = 0

@@ -223,11 +223,13 @@ class ShardWorker:
         if self._logging is not None and self._logging.done():
             self._logging.result()
             self._logging = None
+        for failed in [shard for shard in self._shards if shard.failure is not None]:
+            self._end_attempt(failed, helper)
         if self._beginning is not None and self._beginning[1].done():
-            self._beginning[1].result()
-            self._beginning[0].begun = True
-            self._beginning = None
-            self._log_soon()
+            (beginning, begun), self._beginning = self._beginning, None
+            if self._is_written(beginning, begun, helper):
+                beginning.begun = True
+                self._log_soon()
         if self._heartbeats is not None:
             self._release_revoked(self._heartbeats.collect_revoked(), helper)
 
@@ -289,23 +291,39 @@ class ShardWorker:
     def _prove(self, helper: Executor) -> None:
         """Compute a harmless request once more before the next row is tried. It is durable that no row is computed, so
         that a death in the meantime is no row's doing."""
-        for shard, rows in self._trials.notes(()):
-            self._result_of(helper.submit(self._sink.note, shard.work, rows))
+        self._note((), helper)
         self._beside.rest(IDLE_SECONDS)
         self._engine.add(self._probe)
 
     def _try_apart(self, group: Sequence[Member], helper: Executor) -> None:
         """Compute these and no others, once that is durable."""
         for shard, _ in group:
-            if not shard.begun:
-                self._result_of(helper.submit(self._sink.begin, shard.work))
-                shard.begun = True
-        for shard, rows in self._trials.notes(group):
-            self._result_of(helper.submit(self._sink.note, shard.work, rows))
+            if not shard.begun and shard.failure is None:
+                shard.begun = self._is_written(shard, helper.submit(self._sink.begin, shard.work), helper)
+        self._note([member for member in group if member[0].failure is None], helper)
         for shard, row in group:
-            self._add(shard, row)
+            if shard.failure is None:
+                self._add(shard, row)
         if group:
             self._log_soon()
+
+    def _note(self, group: Sequence[Member], helper: Executor) -> None:
+        """Have what must be durable before the group is tried."""
+        for shard, rows in self._trials.notes(group):
+            self._is_written(shard, helper.submit(self._sink.note, shard.work, rows), helper)
+
+    def _is_written(self, shard: OpenShard, written: Future[None], helper: Executor) -> bool:
+        """Wait for a write that concerns this shard alone. One that fails for another reason than the store ends the
+        shard's attempt, and nothing else."""
+        try:
+            self._result_of(written)
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded; the worker goes on with others
+            shard.failure = error
+            self._end_attempt(shard, helper)
+            return False
+        return True
 
     def _add(self, shard: OpenShard, row: PreparedRow) -> None:
         request = row.request
@@ -381,6 +399,8 @@ class ShardWorker:
 
     def _commit(self, shard: OpenShard) -> bool:
         """On the helper: build the shard's results and commit them."""
+        if shard.failure is not None:
+            raise shard.failure
         self._checkpointer.build(shard, shard.finished, self._envelope(shard))
         report = ShardReport(
             generated=shard.generated + shard.unlogged,
@@ -443,6 +463,16 @@ class ShardWorker:
             self._result_of(self._submit_log(shards, helper, final=True))
         else:
             self._snapshots(shards)
+        self._forget(shards)
+        for shard in shards:
+            if shard.failure is not None:
+                self._give_up(shard, shard.failure, helper)
+                continue
+            self._result_of(helper.submit(self._sink.release, shard.work, shard.generated, shard.busy_seconds))
+            self._spans.ended(shard.work, "given back")
+
+    def _forget(self, shards: Sequence[OpenShard]) -> None:
+        """Take the shards and their rows out of all that is computed."""
         gone = {id(shard) for shard in shards}
         for request_id in [name for name, (shard, _) in self._running.items() if id(shard) in gone]:
             self._engine.cancel(request_id)
@@ -453,8 +483,12 @@ class ShardWorker:
             self._beginning = None
         for shard in shards:
             self._shards.remove(shard)
-            self._result_of(helper.submit(self._sink.release, shard.work, shard.generated, shard.busy_seconds))
-            self._spans.ended(shard.work, "given back")
+
+    def _end_attempt(self, shard: OpenShard, helper: Executor) -> None:
+        """Give up the open shard that failed. What was logged of it before stands."""
+        if shard.failure is not None and any(shard is other for other in self._shards):
+            self._forget([shard])
+            self._give_up(shard, shard.failure, helper)
 
     def _give_up(self, shard: OpenShard, error: Exception, helper: Executor) -> None:
         """The shard's part can't be made, for a reason that is the shard's own."""

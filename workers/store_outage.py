@@ -40,6 +40,21 @@ Answer = TypeVar("Answer")
 logger = structlog.get_logger(__name__)
 
 
+def wait_out(use: Callable[[], Answer], clock: Clock, stop: threading.Event) -> Answer:
+    """What `use` of the store returns, once the store can be used; raises its `StoreUnavailable` when `stop` is set."""
+    waits = False
+    while True:
+        try:
+            return use()
+        except StoreUnavailable as error:
+            if stop.is_set():
+                raise
+            if not waits:
+                logger.error("the store can't be used: the worker waits", why=str(error))
+            waits = True
+            clock.sleep(RETRY_SECONDS)
+
+
 class Client(ShardSource, ShardSink, Protocol):
     """A worker's side of the pipeline."""
 

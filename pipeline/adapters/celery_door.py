@@ -1,9 +1,10 @@
 """Celery's side of the door: an app with the tasks `tokenmill.submit`, `status`, `cancel`, `generate`, and its worker.
 
-Celery's own worker runs here, in a thread and without its signal handlers. Three of its habits are dealt with. It keeps
+Celery's own worker runs here, in a thread and without its signal handlers. Four of its habits are dealt with. It keeps
 in the thread which app it works for: so its pool's threads are told. Reconnecting is its weak spot, and can't be
 stopped: so it may not try, but ends, and a new one is made. And on Redis all consumers keep in one place what they have
-not acknowledged, where the shortest visibility timeout of all would hold: so ours is a place of its own.
+not acknowledged, where the shortest visibility timeout of all would hold: so ours is a place of its own. A full Redis
+would lose a message on its way there: `celery_redis` sees to that.
 
 There is an app and a worker for each queue, since the queue says which tenant asks; what stands in a message about its
 queue was written by its sender.
@@ -30,6 +31,7 @@ from celery.worker import WorkController
 from celery.worker import state as worker_state
 
 from pipeline.adapters.celery_app import REDIS, private_app, scheme_of, security, socket_options
+from pipeline.adapters.celery_redis import NAME as REDIS_TRANSPORT
 from pipeline.availability import BadAddress, redacted
 from pipeline.doors.celery_generate import GENERATE, GenerateCalls
 from pipeline.doors.celery_tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
@@ -318,6 +320,7 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
         "broker_url": settings.broker_url,
         "broker_read_url": settings.broker_url,
         "broker_write_url": settings.broker_url,
+        "broker_transport": REDIS_TRANSPORT if scheme in REDIS else None,
         "broker_transport_options": _transport_options(scheme, queue, settings),
         "broker_use_ssl": security(settings.broker_url),
         "broker_connection_timeout": timeout,

@@ -3,6 +3,7 @@
     queue:MODEL:TENANT  zset    requests that no worker has, by when they were sent (microseconds, each one its own)
     turns:MODEL         zset    tenants with a queue, by when one of their requests was taken last
     waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker is taken for dead (0: none)
+    callers:MODEL       zset    TENANT\\0ID of requests, by when their callers are taken for dead while they wait
     sent:MODEL          stream  the last request that was sent: workers without one wait for the next
     wanted:ID           hash    the request, the attempt that counts, who answers it, whether it ended; it is there as
                                 long as somebody wants the answer: its TTL is the deadline, and a cancel removes it
@@ -25,7 +26,7 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis_connection import RedisClient, RedisSettings, milliseconds
-from pipeline.adapters.redis_lane_scripts import CANCEL, LOST, SEND
+from pipeline.adapters.redis_lane_scripts import CANCEL, COUNT, LOST, SEND
 from pipeline.adapters.redis_lane_worker import RedisLaneWorker, keys_of, queues_kept
 from pipeline.lane import LaneFull, LaneSettings, full_message
 from pipeline.ports import Clock, PipelineError
@@ -50,6 +51,7 @@ class RedisLane:
         self._settings = settings or LaneSettings()
         self.unreadable = 0
         self._send = self._client.script(SEND)
+        self._count = self._client.script(COUNT)
         self._cancel = self._client.script(CANCEL)
         self._lost = self._client.script(LOST)
 
@@ -66,7 +68,7 @@ class RedisLane:
         wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
         with self._client.told("send a request"):
             outcome: Any = self._send(
-                keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue],
+                keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue, keys.callers],
                 args=[
                     request.id,
                     request.tenant,
@@ -76,6 +78,8 @@ class RedisLane:
                     max(queues_kept(bounds), 2 * wanted),
                     bounds.most_waiting,
                     bounds.most_waiting_each,
+                    milliseconds(bounds.caller_lifetime),
+                    *self._prefixes(request.model),
                 ],
             )
         if outcome in (b"full", b"tenant full"):
@@ -108,13 +112,15 @@ class RedisLane:
             )
 
     def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
-        """Those that nobody will answer."""
-        asked = list(requests)
+        """Those that nobody will answer. To ask keeps those that wait from being dropped."""
+        asked, lifetime = list(requests), milliseconds(self._settings.caller_lifetime)
         with self._client.told("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for request in asked:
                 keys = keys_of(self._client, request)
                 self._lost(
-                    keys=[keys.wanted, keys.waiting, keys.alive], args=[request.id, request.attempt], client=pipe
+                    keys=[keys.wanted, keys.waiting, keys.alive, keys.callers],
+                    args=[request.id, request.attempt, request.tenant, lifetime],
+                    client=pipe,
                 )
             answers = pipe.execute() if asked else []
         return frozenset(request.id for request, lost in zip(asked, answers, strict=True) if lost)
@@ -124,12 +130,17 @@ class RedisLane:
         asked = list(models)
         with self._client.told("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
             for model in asked:
-                pipe.zcard(self._client.key("lane", "waiting", model))
+                keys = [self._client.key("lane", name, model) for name in ("waiting", "turns", "callers")]
+                self._count(keys=keys, args=self._prefixes(model), client=pipe)
             return dict(zip(asked, pipe.execute() if asked else [], strict=True))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+    def _prefixes(self, model: str) -> list[str]:
+        """What the keys of queues and of wanted requests begin with."""
+        return [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",))]
 
     def _wanted_for(self, request: LaneRequest) -> float:
         """Seconds."""

@@ -8,18 +8,41 @@ from __future__ import annotations
 
 from typing import Final
 
-# KEYS: 1 wanted, 2 waiting, 3 turns, 4 sent, 5 queue.
+# Requests whose answer hasn't begun, and whose callers have been silent for their lifetime, are dropped: nobody waits
+# for them.
+_DROP_ABANDONED: Final = """
+local function drop_abandoned(callers, waiting, turns, queue_prefix, wanted_prefix, now)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', callers, '-inf', now, 'LIMIT', 0, 256)) do
+    redis.call('ZREM', callers, member)
+    local middle = string.find(member, '\\0', 1, true)
+    local tenant, id = string.sub(member, 1, middle - 1), string.sub(member, middle + 1)
+    if redis.call('ZREM', waiting, id) == 1 then
+      redis.call('DEL', wanted_prefix .. id)
+      redis.call('ZREM', queue_prefix .. tenant, id)
+      if redis.call('EXISTS', queue_prefix .. tenant) == 0 then redis.call('ZREM', turns, tenant) end
+    end
+  end
+end
+"""
+
+# KEYS: 1 wanted, 2 waiting, 3 turns, 4 sent, 5 queue, 6 callers.
 # ARGV: 1 request id, 2 tenant, 3 attempt, 4 request, 5 ms that it is wanted, 6 ms that the queues are kept, 7 most that
-# may wait, 8 most of one tenant.
+# may wait, 8 most of one tenant, 9 lifetime of a caller in ms, 10 what queues begin with, 11 what wanted keys begin
+# with.
 # A later attempt goes on with an answer that may have begun: it is never refused for others that wait.
-SEND: Final = """
+SEND: Final = (
+    _DROP_ABANDONED
+    + """
+local time = redis.call('TIME')
+local now, caller = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[2] .. '\\0' .. ARGV[1]
+redis.call('ZADD', KEYS[6], 'XX', now + ARGV[9], caller)
+drop_abandoned(KEYS[6], KEYS[2], KEYS[3], ARGV[10], ARGV[11], now)
 local known = redis.call('HGET', KEYS[1], 'attempt')
 if known and tonumber(known) >= tonumber(ARGV[3]) then return 'known' end
 if tonumber(ARGV[3]) == 1 then
   if redis.call('ZCARD', KEYS[5]) >= tonumber(ARGV[8]) then return 'tenant full' end
   if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return 'full' end
 end
-local time = redis.call('TIME')
 local number = time[1] * 1000000 + time[2]
 local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
 if #last > 0 then number = math.max(number, tonumber(string.match(last[1][1], '%d+')) + 1) end
@@ -28,16 +51,28 @@ redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'attempt', ARGV[3], 'number', number, 'tenant', ARGV[2], 'request', ARGV[4])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('ZADD', KEYS[2], 0, ARGV[1])
+redis.call('ZADD', KEYS[6], now + ARGV[9], caller)
 redis.call('ZADD', KEYS[5], number, ARGV[1])
 redis.call('ZADD', KEYS[3], 'NX', number, ARGV[2])
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, number .. '-0', 'request', ARGV[1])
-for at = 2, 5 do
+for at = 2, 6 do
   if redis.call('PTTL', KEYS[at]) < tonumber(ARGV[6]) then redis.call('PEXPIRE', KEYS[at], ARGV[6]) end
 end
 return 'sent'
 """
+)
 
-# KEYS: 1 waiting, 2 turns, 3 sent.
+# KEYS: 1 waiting, 2 turns, 3 callers.  ARGV: 1 what queues begin with, 2 what wanted keys begin with.
+COUNT: Final = (
+    _DROP_ABANDONED
+    + """
+local time = redis.call('TIME')
+drop_abandoned(KEYS[3], KEYS[1], KEYS[2], ARGV[1], ARGV[2], time[1] * 1000 + math.floor(time[2] / 1000))
+return redis.call('ZCARD', KEYS[1])
+"""
+)
+
+# KEYS: 1 waiting, 2 turns, 3 sent, 4 callers.
 # ARGV: 1 worker, 2 most requests, 3 most of one tenant, 4 lifetime in ms, 5 ms that the queues are kept, 6 what queues
 # begin with, 7 what wanted keys begin with, 8 what alive keys begin with, then of each tenant of which the worker holds
 # requests its name and how many.
@@ -47,9 +82,12 @@ return 'sent'
 # this worker is next, of equal ones that with the lowest turn; among so many tenants with the lowest turns as are held
 # or asked for, there are all that can be next. Where requests were dropped that ran out, further tenants may have
 # some: the caller asks again at once.
-TAKE: Final = """
+TAKE: Final = (
+    _DROP_ABANDONED
+    + """
 local time = redis.call('TIME')
 local now, turn = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
+drop_abandoned(KEYS[4], KEYS[1], KEYS[2], ARGV[6], ARGV[7], now)
 local most, each, checks = tonumber(ARGV[2]), tonumber(ARGV[3]), 1000
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(0', now, 'LIMIT', 0, 256)) do
   local known = redis.call('HMGET', ARGV[7] .. id, 'tenant', 'number')
@@ -106,6 +144,7 @@ while (#found - 1) / 3 < most do
 end
 return found
 """
+)
 
 # KEYS: 1 wanted, 2 waiting, 3 alive, 4 queue, 5 turns.  ARGV: 1 request id, 2 tenant.
 # Behind its deadline a request is no longer wanted, but may still lie in its queue.
@@ -116,12 +155,18 @@ if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('ZREM', KEYS[5], ARGV[2]) 
 return redis.call('DEL', KEYS[1], KEYS[3])
 """
 
-# KEYS: 1 wanted, 2 waiting, 3 alive.  ARGV: 1 request id, 2 attempt.  Returns 1 when nobody will answer.
+# KEYS: 1 wanted, 2 waiting, 3 alive, 4 callers.  ARGV: 1 request id, 2 attempt, 3 tenant, 4 a caller's lifetime in ms.
+# Returns 1 when nobody will answer. Who asks waits for the answer.
 LOST: Final = """
 local known = redis.call('HMGET', KEYS[1], 'attempt', 'ended')
 if not known[1] or tonumber(known[1]) < tonumber(ARGV[2]) then return 1 end
+if redis.call('ZSCORE', KEYS[2], ARGV[1]) then
+  local time = redis.call('TIME')
+  local until_then = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4]
+  redis.call('ZADD', KEYS[4], 'XX', until_then, ARGV[3] .. '\\0' .. ARGV[1])
+  return 0
+end
 if known[2] or redis.call('EXISTS', KEYS[3]) == 1 then return 0 end
-if redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
 return 1
 """
 

@@ -30,6 +30,7 @@ class LaneKeys:
     waiting: str
     turns: str
     sent: str
+    callers: str
 
 
 def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
@@ -39,7 +40,7 @@ def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
         client.key("lane", "alive", request.id),
         client.key("lane", "events", request.id),
         client.key("lane", "queue", request.model, request.tenant),
-        *(client.key("lane", name, request.model) for name in ("waiting", "turns", "sent")),
+        *(client.key("lane", name, request.model) for name in ("waiting", "turns", "sent", "callers")),
     )
 
 
@@ -144,12 +145,13 @@ class RedisLaneWorker:
 
     def _take_of(self, model: str, most: int, shares: Shares, seen: dict[str, bytes]) -> list[_Taken]:
         """Requests for one model. Notes in `seen` behind what to wait for more."""
-        waiting, turns, sent = (self._client.key("lane", name, model) for name in ("waiting", "turns", "sent"))
+        names = ("waiting", "turns", "sent", "callers")
+        waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)
         prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
         held = [part for pair in shares.held.items() for part in pair]
         lifetime, kept = milliseconds(self._settings.lifetime), queues_kept(self._settings)
         found = self._take(
-            keys=[waiting, turns, sent],
+            keys=[waiting, turns, sent, callers],
             args=[self._name, most, min(shares.most_each, 2**31), lifetime, kept, *prefixes, *held],
         )
         seen[sent] = found[0]

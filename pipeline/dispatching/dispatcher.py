@@ -12,7 +12,7 @@ presses, then tenants by weight, then the tenant's jobs by deadline and age, the
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -129,7 +129,7 @@ class Dispatcher:
         self._purses = Purses(world, self._settings.spending, self._settings.price_per_hour)
         self._next_outlook = self._next_closing = self._next_figures = 0.0
         self._to_close: set[str] = set()
-        self._serving: Counter[str] = Counter()  # workers that live, by model
+        self._serving: defaultdict[str, set[str]] = defaultdict(set)  # workers that live, by model
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> bool:
@@ -248,7 +248,10 @@ class Dispatcher:
         self._closing_left = share = max(self._settings.closing_for, self._others_took)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
-        self._serving = Counter(model for worker in workers for model in worker.models)
+        self._serving = defaultdict(set)
+        for worker in workers:
+            for model in worker.models:
+                self._serving[model].add(worker.name)
         if now >= self._next_closing:
             self._next_closing = now + self._settings.closing_every
             self._to_close = jobs_to_close(self._world.store)
@@ -366,7 +369,7 @@ class Dispatcher:
 
     def _depth(self, open_job: OpenJob, shard: ShardRef) -> int:
         """How many shards may wait in the shard's queue."""
-        workers = self._serving[open_job.key_of(shard)]
+        workers = len(self._serving[open_job.key_of(shard)])
         return backlog_for(self._settings.backlog, workers, self._settings.backlog_per_worker)
 
     def _put_again(
@@ -386,7 +389,8 @@ class Dispatcher:
             gone = put.held or put.at < now - kept
             late = now - put.at >= put.patience
             lost = (gone or late) and trusted
-            if lost and (found := open_job.give_up(number)) is not None:
+            serving = self._serving[open_job.key_of(shard)]
+            if lost and (found := open_job.give_up(number, serving)) is not None:
                 self._settle(open_job, [found])
                 continue
             if lost and not self._purses.allows_again(open_job, shard):

@@ -6,7 +6,7 @@ All that is kept here is learnt from the ledger and can be learnt again; it save
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -273,14 +273,19 @@ class OpenJob:
                 break
         return found
 
-    def give_up(self, number: int) -> Found | None:
-        """Make the part of an open shard that `TRIES` attempts could not go on with; None: fewer have tried.
+    def give_up(self, number: int, serving: Set[str]) -> Found | None:
+        """Make the part of an open shard that `TRIES` attempts could not go on with: of as many workers, or of all that
+        could compute it. What fails on one of several workers may be that worker's fault. None: too few have tried.
+
+        Args:
+            serving: the workers that live and serve the shard's model.
 
         Raises:
             RowsUnknown: nothing says which rows it has.  LedgerError: what can't be read is not the shard's alone.
         """
         records = self.ledger.unreadable(number)
-        if len(records) < TRIES:
+        failed = {record.worker for record in records}
+        if len(records) < TRIES or (len(failed) < TRIES and not (serving and serving <= failed)):
             return None
         self.ledger.job()
         if self.ledger.closing() is not None:

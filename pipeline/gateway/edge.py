@@ -155,7 +155,7 @@ class Edge:
                 request=request_id,
                 path=_path(scope),
                 error=type(error).__name__,
-                at=_where(error),
+                at=code_location(error),
             )
             if not status:
                 await answer(internal_error())
@@ -213,7 +213,7 @@ class _CutOff(Exception):
     """Ends a connection whose answer can't be ended in order."""
 
 
-def _where(error: BaseException) -> list[str]:
+def code_location(error: BaseException) -> list[str]:
     """The last places on the way to the error. What it says may be a prompt, so that is left out."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return [f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in frames]

@@ -3,6 +3,7 @@
 From the client, as JSON: `{"type": "request", "url": …, "body": {…}}`, `{"type": "cancel"}`, or
 `{"type": "resume", "stream": ID, "after": NUMBER}`. To it: `{"type": "begin", "stream": ID}`, then
 `{"type": "event", "id": NUMBER, "data": CHUNK}` for each, and `{"type": "done"}`; or `{"type": "error", "error": …}`.
+An error that was never foreseen is `internal_error`, and the connection is closed behind it (1011).
 """
 
 from __future__ import annotations
@@ -15,24 +16,32 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import orjson
+import structlog
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
+from starlette.websockets import WebSocketState
 
 from pipeline.gateway.answers import Answers, Stream
 from pipeline.gateway.app_errors import answer_to, api_error
 from pipeline.gateway.auth import Caller, need
 from pipeline.gateway.bodies import parse_aside
 from pipeline.gateway.chunks import DONE
-from pipeline.gateway.errors import RETRY_SECONDS, ApiError, bad_request, unavailable
+from pipeline.gateway.edge import code_location
+from pipeline.gateway.errors import RETRY_SECONDS, ApiError, bad_request, internal_error, unavailable
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.parts import GatewayParts, GatewaySettings
 from pipeline.gateway.sse import pieces
 from pipeline.ports import PipelineError
 from schemas.requests import CHAT_URL, COMPLETIONS_URL
 
+_INTERNAL_ERROR: Final = 1011
+"""The WebSocket close code for a server that can't go on (RFC 6455, section 7.4.1)."""
+
 _URLS: Final = (CHAT_URL, COMPLETIONS_URL)
 _CANCEL = re.compile(r'\s{0,9}\{\s{0,9}"type"\s{0,9}:\s{0,9}"cancel"\s{0,9}\}\s{0,9}')
+
+logger = structlog.get_logger(__name__)
 
 
 class SocketPlaces:
@@ -120,6 +129,9 @@ class _Connection:
                     await self._hear(text)
                 except PipelineError as error:
                     await self._send({"type": "error", **api_error(error).body()})
+                except Exception as error:  # noqa: BLE001 - of this connection alone
+                    await self._break_off(error)
+                    return
         finally:
             await self._stop()
 
@@ -150,7 +162,14 @@ class _Connection:
         self._reading = asyncio.create_task(self._read(message))
 
     async def _read(self, message: dict[str, Any]) -> None:
-        """One stream, to its end."""
+        """One stream, to its end, or until an error that was never foreseen: the connection then ends with that."""
+        try:
+            await self._pass_on(message)
+        except Exception as error:  # noqa: BLE001 - of this connection alone
+            self._told = True
+            await self._break_off(error)
+
+    async def _pass_on(self, message: dict[str, Any]) -> None:
         try:
             stream, after = await self._begin(message)
         except PipelineError as error:
@@ -190,6 +209,17 @@ class _Connection:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._reading
             self._reading = None
+
+    async def _break_off(self, error: Exception) -> None:
+        """Close the connection with an error that says nothing of what was inside. Where the client is gone there is
+        nothing to close, and that is most often why it failed."""
+        states = {self._socket.client_state, self._socket.application_state}
+        if isinstance(error, WebSocketDisconnect | OSError) or states != {WebSocketState.CONNECTED}:
+            return
+        logger.error("websocket_failed", error=type(error).__name__, at=code_location(error))
+        with contextlib.suppress(WebSocketDisconnect, OSError, RuntimeError):  # it goes meanwhile
+            await self._send({"type": "error", **internal_error().body()})
+            await self._socket.close(_INTERNAL_ERROR)
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self._socket.send_text(orjson.dumps(message).decode())

@@ -11,14 +11,17 @@ from typing import cast
 import pytest
 from structlog.testing import capture_logs
 
+from pipeline import shard_client
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatching.figures import DispatchFigures
+from pipeline.dispatching.open_job import TRIES
 from pipeline.export import export
 from pipeline.job_document import job_document
 from pipeline.jobs import summarize_job
 from pipeline.ledger import JOB, REJECTS, JobLedger, part_key, segment_key
 from pipeline.ports import ShardTask, StoreError, World
+from pipeline.records import UnreadableRecord
 from pipeline.shard_client import ShardClient
 from pipeline.verifying import check_files
 from pipeline.worker_api import CheckpointWork
@@ -149,6 +152,40 @@ def test_given_a_lost_shard_with_finished_rows_then_these_are_kept(root: Root) -
     remove_shard(root)
     (victim,) = root.outcomes("victim")
     assert (victim.counts.succeeded, victim.counts.failed) == (ANSWERED - 1, 3)
+
+
+def test_given_one_sick_worker_of_two_then_no_row_fails_for_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The healthy one is busy while the sick one fails with a shard more often than a shard is tried."""
+    sick = ShardClient("sick", root.world, root.ledger, root.queue, root.beats, lambda: False, models=MODELS)
+
+    def broken(*_: object) -> None:
+        raise ValueError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(shard_client, "read_table", broken)
+        for _ in range(TICKS):
+            sick.send_heartbeat([])
+            root.turn(work=False)
+            assert sick.take(0) is None
+    records = root.ledger("victim").unreadable(1)
+    assert len(records) > TRIES
+    assert {record.worker for record in records} == {"sick"}
+    for manifest in root.outcomes("victim", "innocent"):
+        assert (manifest.status, manifest.counts.succeeded) == (JobStatus.COMPLETED, ANSWERED)
+
+
+def test_given_a_shard_with_which_three_workers_of_many_fail_then_it_is_given_up(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.turn(work=False)
+    for number in range(TRIES):
+        record = UnreadableRecord(worker=f"w{number}", at=root.world.clock.now(), reason="planted")
+        root.ledger("victim").note_unreadable(2, f"{number}", record)
+    monkeypatch.setattr(root.worker, "take", lambda *_: None)
+    for _ in range(TICKS):
+        root.turn()
+    assert root.ledger("victim").has_part(2)
+    assert not root.ledger("victim").has_part(1)
 
 
 def test_given_two_lost_shards_then_the_job_fails_and_keeps_what_is_committed(root: Root) -> None:

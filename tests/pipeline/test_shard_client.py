@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import shard_client
@@ -368,6 +370,21 @@ def test_given_an_error_that_was_never_foreseen_then_it_is_counted_and_the_worke
         assert bench.take(client) is None
     assert bench.world.errors.counts() == {"worker": 1}
     assert "Unforeseen" in bench.ledger.unreadable(1)[0].reason
+    assert bench.take(client, shard=2) is not None
+
+
+def test_given_too_little_memory_then_it_is_counted_and_nothing_is_blamed_on_the_shard(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_file: object) -> None:
+        raise pa.ArrowMemoryError("planted")
+
+    client = bench.client("w")
+    with monkeypatch.context() as planted:
+        planted.setattr(pq, "read_table", broken)
+        assert bench.take(client) is None
+    assert bench.world.errors.counts() == {"worker": 1}
+    assert bench.ledger.unreadable(1) == []
     assert bench.take(client, shard=2) is not None
 
 

@@ -1,4 +1,4 @@
-"""A candidate whose store is away for a while: it keeps its model, and goes on with its copies by itself."""
+"""Workers whose store is away for a while: a candidate, and a worker that changes its model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from structlog.testing import capture_logs
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ports import StoreUnavailable, World
+from pipeline.ports import ShardTask, StoreUnavailable, World, queue_name
 from pipeline.releases.copies import ShadowCopies
+from schemas.job import Tier
 from schemas.settings import Settings
 from tests.pipeline.releases_house import RULES, ReleasesHouse
 from tests.pipeline.simulation import MemoryStore
+from tests.tokenmill.test_releases import another_version
 from tests.waiting import wait_for
 from tokenmill.candidate import CandidateWorker
 from tokenmill.hints import hints_in_process
 from tokenmill.root import Root
 from tokenmill.worker_process import entry_of
+from tokenmill.working import Worker
 from workers.content_policies import NO_POLICIES
 from workers.model_host import LoadedModel
 
@@ -108,3 +111,49 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
     assert errors == []
     waits = [line["event"] for line in logs if "the store can't be used" in line["event"]]
     assert waits, "the outage is logged"
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_waits_for_it(
+    returns: bool, house: ReleasesHouse, model_folder: Path, tmp_path: Path
+) -> None:
+    store: Any = house.world.store
+    config = EngineConfig(dtype="float32", max_model_len=32, schedule=ScheduleConfig(max_num_seqs=4))
+    folders = {"first": model_folder, "second": another_version(model_folder, tmp_path / "second", noise=0.1)}
+    loaded: list[str] = []
+
+    def load(name: str) -> LoadedModel:
+        loaded.append(name)
+        store.is_away = loaded.count("second") == 2  # the first time, all models are loaded once
+        return LoadedModel.load(folders[name], name=name, config=config)
+
+    root = Root("memory:", house.world, None)
+    hints = hints_in_process(root)
+    worker = Worker(root, hints, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
+    pin = LoadedModel.load(folders["second"], name="second", config=config).pin()
+    hints.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
+    stop, errors = threading.Event(), []
+
+    def work() -> None:
+        try:
+            worker(stop)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    with capture_logs() as logs:
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            wait_for(lambda: store.failures >= 2 or errors, "the store is not asked while it is away")
+            store.is_away = not returns
+            if returns:
+                turn = ("model's turn", "second")
+                wait_for(
+                    lambda: errors or turn in [(line["event"], line.get("model")) for line in logs],
+                    "the model's turn does not begin",
+                )
+        finally:
+            stop.set()
+            thread.join()
+    assert errors == []

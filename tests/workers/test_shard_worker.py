@@ -23,6 +23,7 @@ from engine.models.base import ModelSpec
 from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from pipeline.adapters.system import SystemClock
+from pipeline.checkpoints import ShardHistory
 from pipeline.ports import StoreError
 from pipeline.together import InTurn
 from pipeline.worker_api import ShardWork
@@ -522,6 +523,40 @@ def test_given_a_shard_that_cant_be_prepared_then_it_is_given_up_and_the_others_
     shards = [kit.make_work([kit.chat(max_tokens=2)], shard=n, first_row=n) for n in (1, 2)]
     _, sink = work_off(model, shards)
     assert (list(sink.parts), list(sink.given_up)) == ([2], [1])
+
+
+@pytest.mark.parametrize("write", ["begin", "checkpoint", "note"])
+def test_given_a_shard_whose_record_cant_be_written_then_it_is_given_up_and_the_others_are_committed(
+    write: str, host: Any, work_off: Any, kit: Any
+) -> None:
+    class Picky(kit.MemorySink):  # type: ignore[misc]
+        def _fail(self, kind: str, work: Any) -> None:
+            if (kind, work.shard) == (write, 1):
+                raise Unforeseen("planted")
+
+        def begin(self, work: Any) -> None:
+            self._fail("begin", work)
+            super().begin(work)
+
+        def checkpoint(self, work: Any, new: Any) -> None:
+            self._fail("checkpoint", work)
+            super().checkpoint(work, new)
+
+        def note(self, work: Any, rows: Any) -> None:
+            self._fail("note", work)
+            super().note(work, rows)
+
+    model, _ = host()
+    died = ShardHistory(silent=2) if write == "note" else ShardHistory()
+    shards = [
+        replace(kit.make_work([kit.chat(max_tokens=9)] * 3, shard=n, first_row=10 * n), history=died) for n in (1, 2)
+    ]
+    settings = WorkerSettings(checkpoint_seconds=0.0)
+    _, sink = work_off(model, shards, sink=Picky(), settings=settings)
+    assert list(sink.parts) == [2]
+    assert (list(sink.given_up), sink.released) == ([1], [])
+    assert isinstance(sink.given_up[1], Unforeseen)
+    assert not model.engine.has_work
 
 
 def test_it_lives_while_it_works(host: Any, work_off: Any, kit: Any) -> None:

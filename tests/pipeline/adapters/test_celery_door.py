@@ -16,7 +16,7 @@ import redis
 from celery import Celery, current_app
 from celery.result import AsyncResult
 
-from pipeline.adapters.celery_door import CeleryDoor, CeleryDoorSettings
+from pipeline.adapters.celery_door import CeleryDoor, CeleryDoorSettings, make_app
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_lane import MemoryLane
@@ -312,6 +312,27 @@ def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: 
         client.config_set("maxmemory", "0")
     house.world.store.delete(f"active/{first}")
     assert waiting.get(timeout=HANG_SECONDS) != first
+
+
+def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowledged(house: House) -> None:
+    tasks = CeleryTasks(house.world, Intake(house.world), lambda uri: pin_input(Path(uri)), TaskSettings({}))
+    app = make_app(tasks, house.queue, "default", CeleryDoorSettings(house.url), house.world.random)
+    client, taken = redis.Redis.from_url(house.url), list[Any]()
+    house.call("status", "job-1", task_id="the-task")
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        consumer = app.amqp.TaskConsumer(channel, queues=[app.amqp.queues[house.queue]], on_message=taken.append)
+        with consumer:
+            client.config_set("maxmemory", "1")
+            try:
+                connection.drain_events(timeout=HANG_SECONDS)
+            finally:
+                client.config_set("maxmemory", "0")
+            (held,) = client.hvals(f"{house.queue}.unacked")
+            assert json.loads(held)[0]["headers"]["id"] == "the-task"
+            assert client.zcard(f"{house.queue}.unacked_index") == 1
+            taken[0].ack()
+    assert client.exists(house.queue, f"{house.queue}.unacked", f"{house.queue}.unacked_index") == 0
+    app.close()
 
 
 def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(house: House) -> None:

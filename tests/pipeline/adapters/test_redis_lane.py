@@ -16,7 +16,7 @@ from pipeline.adapters.redis_lane import RedisLane
 from pipeline.adapters.redis_lane_worker import RedisLaneWorker
 from pipeline.adapters.system import SystemClock
 from pipeline.availability import ServiceUnavailable
-from pipeline.lane import START, LaneSettings
+from pipeline.lane import START, LaneFull, LaneSettings
 from pipeline.lane_caller import CallSettings, answer
 from schemas.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 from tests.pipeline.contracts.lane_contract import LIFETIME, MODEL, end, request, tokens, told
@@ -246,3 +246,47 @@ def test_given_many_tenants_whose_requests_ran_out_then_the_next_one_is_taken_at
     lane.send(request("living", tenant="here"))
     # Waiting for a further request before each of them would take twice as long.
     assert [one.id for one in lane.worker("w").take([MODEL], 1, 10.0)] == ["living"]
+
+
+def let_callers_die(raw: Any, prefix: str) -> None:
+    """As when they have said nothing for their lifetime."""
+    key = f"{prefix}:lane:callers:{MODEL}"
+    for member in raw.zrange(key, 0, -1):
+        raw.zadd(key, {member: 1})
+
+
+def test_given_callers_that_died_then_their_requests_leave_the_count_and_others_are_admitted(
+    open_lane: OpenRedisLane, raw: Any, prefix: str
+) -> None:
+    lane = open_lane(LaneSettings(most_waiting=2))
+    worker = lane.worker("w")
+    lane.send(request("taken"))
+    assert [one.id for one in worker.take([MODEL], 1, 2.0)] == ["taken"]
+    lane.send(request("waits", tenant="gone"))
+    with pytest.raises(LaneFull):
+        lane.send(request("next"))
+    let_callers_die(raw, prefix)
+    lane.send(request("next"))
+    assert lane.waiting([MODEL]) == {MODEL: 1}
+    assert [one.id for one in worker.take([MODEL], 5, 2.0)] == ["next"]
+    assert worker.hold(["taken", "next"]) == {"taken"}
+    assert not raw.exists(f"{prefix}:lane:queue:{MODEL}:gone", f"{prefix}:lane:wanted:waits")
+    let_callers_die(raw, prefix)
+    assert lane.waiting([MODEL]) == {MODEL: 0}, "the count alone drops them too"
+
+
+def test_given_a_caller_that_asks_after_its_request_or_has_an_answer_then_it_is_not_dropped(
+    lane: RedisLane, raw: Any, prefix: str
+) -> None:
+    worker = lane.worker("w")
+    lane.send(request("begun"))
+    worker.take([MODEL], 1, 2.0)
+    worker.emit([tokens("begun", 0)])
+    lane.send(request("waits"))
+    let_callers_die(raw, prefix)
+    assert lane.lost([request("waits")]) == frozenset()
+    assert lane.waiting([MODEL]) == {MODEL: 1}
+    assert worker.hold(["begun"]) == frozenset()
+    let_callers_die(raw, prefix)
+    lane.send(request("waits"))  # by another who took it over
+    assert [one.id for one in worker.take([MODEL], 5, 2.0)] == ["waits"]

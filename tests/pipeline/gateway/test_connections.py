@@ -9,14 +9,17 @@ import os
 import socket
 import time
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from pipeline.gateway import websocket
+from pipeline.gateway.answers import Answers
 from pipeline.gateway.auth import Authority
 from pipeline.gateway.keys import Scope
 from pipeline.gateway.models import Models
@@ -129,6 +132,45 @@ def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_ans
             assert "planted" not in answer.text
             assert http.get("/v1/files").status_code == 200
         assert http.get("/v1/models/tiny").status_code == 200
+
+
+@pytest.mark.parametrize("where", ["read", "stream", "pieces"])
+def test_given_an_error_that_nobody_foresaw_on_a_websocket_then_it_is_told_and_other_sockets_go_on(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unforeseen(Exception):
+        """A mistake of ours, of a class that nothing catches by name."""
+
+    def broken(*_: object) -> None:
+        raise Unforeseen("planted")
+
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    request = json.dumps({"type": "request", "url": "/v1/chat/completions", "body": body})
+    with http_house(tmp_path) as house, capture_logs() as logs:
+        url = house.url.replace("http", "ws") + "/v1/stream"
+        with connect(url) as hit, connect(url) as other:
+            with monkeypatch.context() as planted:
+                if where == "pieces":
+                    planted.setattr(websocket, "pieces", broken)
+                else:
+                    planted.setattr(Answers, where, broken)
+                hit.send(request)
+                messages: list[Any] = []
+                with suppress(ConnectionClosedError):
+                    messages.extend(json.loads(message) for message in hit)
+                assert hit.close_code == 1011
+            assert messages[-1]["type"] == "error"
+            assert messages[-1]["error"]["code"] == "internal_error"
+            assert "planted" not in json.dumps(messages)
+            (line,) = (line for line in logs if line["event"] == "websocket_failed")
+            assert line["error"] == "Unforeseen"
+            assert "test_connections.py" in line["at"][-1]
+            other.send(request)
+            told = [json.loads(other.recv(HANG_SECONDS))["type"]]
+            while told[-1] not in ("done", "error"):
+                told.append(json.loads(other.recv(HANG_SECONDS))["type"])
+            assert (told[0], told[-1]) == ("begin", "done")
+        wait_for(lambda: not house.app.active, "a connection stays")
 
 
 def test_a_reader_who_takes_nothing_is_hung_up_on_and_a_slow_one_is_not(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""kombu's transport for Redis, with a way to hold a message that a full server can't refuse.
+
+kombu pops a message from its queue, and then notes in two other keys that it is unacknowledged. A Redis that has
+reached its `maxmemory` lets a message be popped and refuses the notes: the message is then in no key, and its task is
+lost.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from kombu.transport import redis, virtual
+from kombu.utils.json import dumps
+
+NAME: Final = f"{__name__}:Transport"
+"""As Celery's `broker_transport` takes it."""
+
+# KEYS: 1 index of unacknowledged messages, 2 unacknowledged messages.  ARGV: 1 delivery tag, 2 time, 3 message.
+# A full Redis refuses a script's first write, unless that can only free memory, and no write behind it. What is written
+# here lay in the queue a moment ago.
+_HOLD: Final = """
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+"""
+
+
+class _QoS(redis.QoS):  # type: ignore[misc]  # kombu has no types
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Hold the message until it is acknowledged."""
+        delivery = message.delivery_info
+        held = dumps([message._raw, delivery["exchange"], delivery["routing_key"]])
+        with self.channel.conn_or_acquire() as client:
+            client.eval(_HOLD, 2, self.unacked_index_key, self.unacked_key, delivery_tag, time.time(), held)
+        virtual.QoS.append(self, message, delivery_tag)
+
+
+class _Channel(redis.Channel):  # type: ignore[misc]
+    QoS = _QoS
+
+
+class Transport(redis.Transport):  # type: ignore[misc]
+    """kombu's, with messages that are never in no key."""
+
+    Channel = _Channel
