@@ -108,6 +108,7 @@ class WorkerState:
         tokens_per_second: measured; None: not yet.
         draining: it takes nothing more.
         price_per_hour: what it costs; None: it wasn't told.
+        passed_over: shards that it took and could not work on, and takes no more for a while.
     """
 
     name: str
@@ -117,6 +118,7 @@ class WorkerState:
     tokens_per_second: float | None = None
     draining: bool = False
     price_per_hour: float | None = None
+    passed_over: frozenset[tuple[str, int]] = frozenset()
 
 
 class Heartbeats(Protocol):

@@ -147,15 +147,16 @@ class ShardClient:
             self._let_go(task.job, task.shard)
             raise
         except Exception as error:  # noqa: BLE001 - recorded; the worker goes on with other shards
-            self._let_go(task.job, task.shard)
             self._pass_over(task.job, task.shard, self._world.random.token(8).hex(), error)
         return None
 
     def _pass_over(self, job: str, shard: int, attempt_id: str, error: Exception) -> None:
-        """Record that the shard can't be worked on, and take it no more for a while."""
+        """Let go of a shard that can't be worked on, record why, and take it no more for a while."""
         now = self._world.clock.monotonic()
-        self._passed_over = {one: until for one, until in self._passed_over.items() if until > now}
-        self._passed_over[job, shard] = now + PASS_OVER_SECONDS
+        with self._lock:
+            self._passed_over = {one: until for one, until in self._passed_over.items() if until > now}
+            self._passed_over[job, shard] = now + PASS_OVER_SECONDS
+        self._let_go(job, shard)
         ledger = self._open_ledger(job)
         if ledger.store.info(ledger.prefix + JOB) is None:
             logger.warning("a job is gone", job=job, reason=str(error))
@@ -267,7 +268,6 @@ class ShardClient:
         """Give the shard back since this attempt can't go on with it, and record why."""
         self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
         self._sequences.pop(work.attempt_id, None)
-        self._let_go(work.job.id, work.shard)
         self._pass_over(work.job.id, work.shard, work.attempt_id, error)
 
     def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
@@ -464,7 +464,7 @@ class ShardClient:
             logger.warning("figures can't be told", reason=str(error))
 
     def _state(self, held: set[tuple[str, int]]) -> WorkerState:
-        waiting = 0.0
+        waiting, now = 0.0, self._world.clock.monotonic()
         for job, number in held:
             known = self._jobs.get(job)
             shard = None if known is None else known.shards.get(number)
@@ -474,4 +474,5 @@ class ShardClient:
         return WorkerState(
             self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second,
             price_per_hour=self._price,
+            passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
         )  # fmt: skip

@@ -22,3 +22,4 @@ class HeartbeatPaper(Report):
     tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     draining: bool = False
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    passed_over: tuple[tuple[Name, Count], ...] = ()

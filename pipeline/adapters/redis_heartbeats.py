@@ -91,6 +91,7 @@ class RedisHeartbeats:
             tokens_per_second=state.tokens_per_second,
             draining=state.draining,
             price_per_hour=state.price_per_hour,
+            passed_over=tuple(sorted(state.passed_over)),
         )
         keys = [*self._marks, self._index, self._key(state.name)]
         with self._client.told("leave a heartbeat"):
@@ -168,4 +169,5 @@ class RedisHeartbeats:
             tokens_per_second=paper.tokens_per_second,
             draining=paper.draining,
             price_per_hour=paper.price_per_hour,
+            passed_over=frozenset(paper.passed_over),
         )

@@ -130,6 +130,7 @@ class Dispatcher:
         self._next_outlook = self._next_closing = self._next_figures = 0.0
         self._to_close: set[str] = set()
         self._serving: defaultdict[str, set[str]] = defaultdict(set)  # workers that live, by model
+        self._passed_over: set[Shard] = set()  # taken from their queue, and not worked on
         self._shares: defaultdict[str, FairShares] = defaultdict(lambda: FairShares(self._settings.weights))
 
     def add(self, ledger: JobLedger) -> bool:
@@ -248,6 +249,7 @@ class Dispatcher:
         self._closing_left = share = max(self._settings.closing_for, self._others_took)
         workers = self._heartbeats.workers()
         held = {shard for worker in workers for shard in worker.held}
+        self._passed_over = {shard for worker in workers for shard in worker.passed_over}
         self._serving = defaultdict(set)
         for worker in workers:
             for model in worker.models:
@@ -399,7 +401,8 @@ class Dispatcher:
             if lost:
                 longer = min(2 * put.patience, self._settings.most_patience)
                 self._put(open_job, shard, put.patience if gone else longer)
-            waiting[open_job.queue_of(shard)] += 1
+            if (open_job.job.id, number) not in self._passed_over:  # else a damaged job would keep others' places
+                waiting[open_job.queue_of(shard)] += 1
 
     def _unput(self, open_job: OpenJob, held: set[Shard]) -> dict[str, list[int]]:
         """Shards to be put for the first time, by queue: as many as its backlog could take, the last one first."""

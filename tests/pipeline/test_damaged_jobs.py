@@ -154,6 +154,20 @@ def test_given_a_lost_shard_with_finished_rows_then_these_are_kept(root: Root) -
     assert (victim.counts.succeeded, victim.counts.failed) == (ANSWERED - 1, 3)
 
 
+def test_given_damaged_shards_that_fill_the_queue_then_another_job_does_not_wait_for_them(root: Root) -> None:
+    for number in (1, 2, 3):
+        root.store.delete(f"jobs/victim/{root.shard(number)}")
+    root.dispatcher = Dispatcher(
+        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, backlog=2), figures=root.figures
+    )
+    root.names = ("victim",)  # the other is submitted when the queue is full
+    root.turn()
+    root.names = ("victim", "innocent")
+    for _ in range(10):  # far less than a shard that seems lost is left alone for
+        root.turn()
+    assert root.ledger("innocent").manifest() is not None
+
+
 def test_given_one_sick_worker_of_two_then_no_row_fails_for_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """The healthy one is busy while the sick one fails with a shard more often than a shard is tried."""
     sick = ShardClient("sick", root.world, root.ledger, root.queue, root.beats, lambda: False, models=MODELS)

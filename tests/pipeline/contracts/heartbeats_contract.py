@@ -23,6 +23,7 @@ WHOLE = WorkerState(
     waiting_tokens=123_456_789_012,
     tokens_per_second=1234.5,
     draining=True,
+    passed_over=frozenset({("job-a", 7)}),
 )
 
 TOLD = WorkerFigures(
