@@ -105,6 +105,7 @@ class Attack:
         forms: of deployment, to which the attack applies.
         limit_seconds: after which the attack is stopped, and counts as unanswered.
         quick: part of the short run in the tests.
+        leaves_jobs: jobs may stay open, damaged, until their objects are removed by hand.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Attack:
     forms: tuple[Form, ...] = FORMS
     limit_seconds: float = 120.0
     quick: bool = False
+    leaves_jobs: bool = False
 
 
 def tally(answers: Iterable[Answer]) -> list[Answer]:

@@ -138,14 +138,17 @@ class Deployment:
             for process in self.processes.values():
                 process.kill()
                 process.wait()
-            objects = self.objects
-            objects.remove("incoming/")
-            for job in jobs:
-                for key in (f"jobs/{job}/", f"active/{job}", f"close/{job}"):
-                    objects.remove(key)
+            self.objects.remove("incoming/")
+            self.remove_jobs(jobs)
             for name in self.commands:
                 self._start(name)
         self.await_ready()
+
+    def remove_jobs(self, jobs: set[str]) -> None:
+        """Take jobs out of the root, while all goes on: what an operator does with damaged ones."""
+        for job in jobs:
+            for key in (f"jobs/{job}/", f"active/{job}", f"close/{job}"):
+                self.objects.remove(key)
 
     def close(self) -> dict[str, int]:
         """End all in order; their exit codes."""

@@ -24,7 +24,10 @@ from tests.hostile.well_behaved import GIVE_UP_SECONDS, Sample
 MAX_DEATHS: Final = 2
 """Of processes, after which an attack is stopped: it is known then what it does."""
 POLL_SECONDS: Final = 0.2
-CLEAN_SECONDS: Final = 30.0
+CLEAN_SECONDS: Final = 240.0
+"""For cancelled jobs to end."""
+DAMAGED_SECONDS: Final = 10.0
+"""For damaged ones, which may never."""
 SETTLE_SECONDS: Final = 10.0
 BATCH_ROWS: Final = 100
 BATCH_TOKENS: Final = 8
@@ -182,7 +185,7 @@ class Campaign:
     def _clean(self, result: Result, deaths: int) -> str | None:
         """End what the attack left open, so that the next one is judged by itself; what had to be done by hand."""
         deployment, objects, attack = self._deployment, self._deployment.objects, result.attack
-        until = time.monotonic() + CLEAN_SECONDS
+        until = time.monotonic() + (DAMAGED_SECONDS if attack.leaves_jobs else CLEAN_SECONDS)
         left = objects.open_jobs() - self._kept
         self._cancel(left)
         while left and time.monotonic() < until and len(deployment.deaths) - deaths < MAX_DEATHS:
@@ -190,6 +193,10 @@ class Campaign:
             left = objects.open_jobs() - self._kept
         untaken = any(answer.status in ("open", "none") for answer in result.answers)
         hung = attack.name.startswith("drop:") and result.wrong is not None and untaken
+        removed = None
+        if left and attack.leaves_jobs:
+            deployment.remove_jobs(left)
+            removed, left = f"{len(left)} damaged jobs, removed from the store", set()
         if left or hung:
             why = f"{len(left)} jobs that did not end, although cancelled" if left else "files that are not taken"
             deployment.restart_without(left, f"{attack.name}: {why}")
@@ -200,7 +207,7 @@ class Campaign:
         except TimeoutError:
             deployment.restart_without(objects.open_jobs() - self._kept, f"{attack.name}: no answer afterwards")
             return "no chat was answered afterwards"
-        return None
+        return removed
 
     def _cancel(self, jobs: set[str]) -> None:
         """By every tenant who may own them."""

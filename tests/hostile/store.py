@@ -193,10 +193,10 @@ TABLE: Final = (
     Attack(
         "store: attempt record cut", attempt_cut, (*FAILED, Expected("job", "completed")), limit_seconds=HANG_SECONDS
     ),
-    Attack("store: plan segment cut", plan_cut, LEFT, limit_seconds=400),
-    Attack("store: closing.json cut", closing_cut, LEFT, limit_seconds=400),
-    Attack("store: job.json cut", job_cut, LEFT, limit_seconds=400),
-    Attack("store: part of another job", foreign_part, LEFT, limit_seconds=400),
+    Attack("store: plan segment cut", plan_cut, LEFT, limit_seconds=400, leaves_jobs=True),
+    Attack("store: closing.json cut", closing_cut, LEFT, limit_seconds=400, leaves_jobs=True),
+    Attack("store: job.json cut", job_cut, LEFT, limit_seconds=400, leaves_jobs=True),
+    Attack("store: part of another job", foreign_part, LEFT, limit_seconds=400, leaves_jobs=True),
     Attack("process: worker stopped for 16 s", stopped_worker, (Expected("http", "200"),), ("cluster",)),
     Attack(
         "process: SIGTERM storm of a second worker", terminated_workers, (Expected("check", "ended in order"),),
