@@ -78,8 +78,9 @@ class Objects:
         return {one["Prefix"].split("/")[1] for page in pages for one in page.get("CommonPrefixes", [])}
 
     def open_jobs(self) -> set[str]:
-        """Ids of the jobs that have not ended."""
-        return {key.removeprefix("active/") for key in self.list("active/")}
+        """Ids of the jobs that have not ended; their markers may be stale."""
+        marked = {key.removeprefix("active/") for key in self.list("active/")}
+        return {job for job in marked if self.read(f"jobs/{job}/manifest.json") is None}
 
     def dead_letters(self) -> Iterator[dict[str, Any]]:
         for key in self.list("deadletters/"):
