@@ -23,10 +23,12 @@ it has no name before that token is known, and is published with the row's next 
 One step, highest class first, within a class by arrival (or as the waiting queue orders it, owners in turn in class 0,
 see waiting.py):
 1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
-   the lowest class give way (its blocks are freed, its known tokens kept, and it waits at its place by arrival);
+   the lowest class give way, in class 0 that of the owner with the most rows (its blocks are freed, its known tokens
+   kept, and it waits at its place by arrival);
 2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
    sequences of its class and above are expected to take at any time until their ends, and its own need, must be free,
-   counting what lower classes would have to give back. They are preempted only when rows or blocks are needed now;
+   counting what lower classes, and in class 0 owners with more rows, would have to give back. They are preempted only
+   when rows or blocks are needed now;
 3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
 
 A sequence that was put back gets no row before another sequence has ended, so nothing thrashes.

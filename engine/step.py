@@ -2,10 +2,14 @@
 
 A victim of preemption always comes from behind everything that was planned so far, so a planned row is never taken
 back: what it publishes in this step will be there.
+
+Rows are planned by rank: the class and, in class 0 while several owners have or want rows there, how many older rows
+the row's owner has. So the newest row of the owner with the most rows is the last of its class.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil
 
 import numpy as np
@@ -22,6 +26,9 @@ from engine.sequence import Sequence, SequenceState
 from engine.speculative.drafting import Drafting
 from engine.stats import Counters
 from engine.waiting import WaitingQueue
+
+CLASS_SHIFT = 32
+"""A rank is the class, shifted by so many bits, and the number of older rows of the same owner."""
 
 
 class StepPlanner:
@@ -61,13 +68,14 @@ class StepPlanner:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end."""
+        """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end.
+        `ranks` are those of `order`."""
         self._budget = self._all.tokens
         self._left = self._budget
         self._held = 0  # tokens of the budget that nobody may have
         self._answers_first = False
         self.paced = None
-        self._order = self._batch.order()
+        self._order, self._ranks = self._ranked()
         self._next = 0
         self._end = len(self._order)
         self._planned: list[NDArray[np.int32]] = []
@@ -75,6 +83,24 @@ class StepPlanner:
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
         self._outlook: BlockOutlook | None = None
+
+    def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
+        order = self._batch.order()
+        ranks = self._batch.priority[order] << CLASS_SHIFT
+        if not self._waiting.shares_rows:
+            return order, ranks
+        older = Counter[bytes]()
+        for place in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
+            owner = self._batch.owner(int(order[place])).request.salt
+            ranks[place] += older[owner]
+            older[owner] += 1
+        by_rank = np.argsort(ranks, kind="stable")
+        return order[by_rank], ranks[by_rank]
+
+    def _rank(self, sequence: Sequence) -> int:
+        """Of a waiting sequence, if it got a row now."""
+        return (sequence.request.priority << CLASS_SHIFT) + self._waiting.urgent_rows(sequence)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
@@ -129,11 +155,11 @@ class StepPlanner:
         while self._left > 0 and (head := self._waiting.peek()) is not None:
             if last is not None and head.request.priority > last:
                 break
-            self._plan_running(head.request.priority)
+            self._plan_running(self._rank(head))
             head = self._waiting.peek() or head  # one that has just given way may stand before it now
             if self._left <= 0 or not self._admit(head, now):
                 break
-        self._plan_running(last)
+        self._plan_running(None if last is None else ((last + 1) << CLASS_SHIFT) - 1)
 
     def _order_waiting(self) -> None:
         """Let the queue see how much there is left to do, and how many do it together."""
@@ -143,14 +169,13 @@ class StepPlanner:
 
     # -- running rows
 
-    def _plan_running(self, priority: int | None) -> None:
-        """Plan the running rows of classes up to `priority` (None: all) that are not planned yet."""
+    def _plan_running(self, rank: int | None) -> None:
+        """Plan the running rows up to `rank` (None: all) that are not planned yet."""
         if self._next >= self._end or self._left <= 0:
             return
         end = self._end
-        if priority is not None:
-            classes = self._batch.priority[self._order[self._next : end]]
-            end = self._next + int(np.searchsorted(classes, priority, side="right"))
+        if rank is not None:
+            end = self._next + int(np.searchsorted(self._ranks[self._next : end], rank, side="right"))
             if end == self._next:
                 return
         self._outlook = None
@@ -232,7 +257,7 @@ class StepPlanner:
         return count
 
     def _preempt_last(self) -> Sequence:
-        """Let the newest sequence of the lowest class give way."""
+        """Let the newest sequence of the highest rank give way."""
         self._end -= 1
         sequence = self._batch.owner(int(self._order[self._end]))
         self.put_back(sequence)
@@ -251,7 +276,7 @@ class StepPlanner:
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give the head of the queue a row and its first tokens; False when it must wait (and all behind it)."""
         batch, cache = self._batch, self._cache
-        below = self._order[self._next : self._end]  # lower classes, none of them planned
+        below = self._order[self._next : self._end]  # of higher ranks, none of them planned
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
@@ -325,8 +350,8 @@ class StepPlanner:
     def _expected_to_fit(
         self, sequence: Sequence, steps: int, hits: list[PrefixNode], below: NDArray[np.int32]
     ) -> bool:
-        """Whether what is free, with what lower classes would give back, covers what the running rows of this class
-        and above are expected to take at any time, together with a sequence that takes `steps` more to its end. The
+        """Whether what is free, with what higher ranks would give back, covers what the running rows up to this rank
+        are expected to take at any time, together with a sequence that takes `steps` more to its end. The
         more had to be computed again because expectations were wrong, the more is kept back."""
         if self._outlook is None:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])

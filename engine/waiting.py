@@ -10,7 +10,7 @@ answers that must not wait, and only towards the end.
 Class 0 holds the requests of callers who wait, and is shared out by owner (`Request.salt`): the owner with the fewest
 rows is next, of equal ones the one whose first sequence comes first in the order above. Once two owners have asked, one
 alone gets no more than all but a reserve of the rows, so that a request of another one finds a row at once. A choice
-counts as a row.
+counts as a row. Where blocks are short, rows of the owner with the most rows give way (step.py).
 
 Who waits is known to read the blocks of its prompt, so these are not given away while others can be (`CacheTables`).
 Of a prefix group the plan knows readers that have not even arrived; together they count as one more.
@@ -120,6 +120,20 @@ class WaitingQueue:
         urgent = (one for one in sequences if one.request.priority == URGENT and one.state is SequenceState.RUNNING)
         if (rows := Counter(one.request.salt for one in urgent)) != self._urgent_rows:
             raise AssertionError(f"rows of class 0 by owner are {rows}, but {self._urgent_rows} are counted")
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several owners have or want rows in class 0."""
+        owners = len(self._urgent_rows)
+        if owners == 0 or not self._has_several_owners:
+            return False
+        head = self.peek()
+        new = head is not None and head.request.priority == URGENT and head.request.salt not in self._urgent_rows
+        return owners + new > 1
+
+    def urgent_rows(self, sequence: Sequence) -> int:
+        """How many rows of class 0 the sequence's owner has; 0 in the other classes."""
+        return self._urgent_rows[sequence.request.salt] if sequence.request.priority == URGENT else 0
 
     def _first(self) -> Sequence | None:
         """Of class 0 the first one of the owner with the fewest rows; where none may have one, of the others."""
