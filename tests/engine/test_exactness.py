@@ -69,6 +69,7 @@ def run(
     return engine, ties
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.hostile.deployment import deployed
 from tests.hostile.run import Campaign, Options
 from tests.hostile.table import chosen
@@ -12,6 +14,7 @@ TTFT = "TTFT"
 """A time: `make hostile` judges it, tests don't."""
 
 
+@pytest.mark.slow
 def test_given_hostile_input_when_a_tenant_chats_then_all_is_refused_and_nothing_dies(
     place: Path, model_folder: Path
 ) -> None:

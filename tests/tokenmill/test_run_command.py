@@ -350,6 +350,7 @@ def other_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, ti
     return folder
 
 
+@pytest.mark.slow
 def test_given_several_models_when_run_then_each_row_is_answered_by_the_model_that_it_names(
     tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
@@ -371,6 +372,7 @@ def test_given_several_models_when_run_then_each_row_is_answered_by_the_model_th
     assert texts["r0"] != texts["r1"], "the same question, to another model"
 
 
+@pytest.mark.slow
 def test_given_replicas_and_several_models_when_run_then_both_models_answer(
     tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:
@@ -384,6 +386,7 @@ def test_given_replicas_and_several_models_when_run_then_both_models_answer(
     assert [row["status"] for row in results(place / "out")] == ["succeeded"] * 6
 
 
+@pytest.mark.slow
 def test_given_a_job_of_several_models_when_rows_are_retried_then_its_models_answer_or_those_named_in_their_place(
     tokenmill: Cli, place: Path, model_folder: Path, other_model: Path, chat: Chat, write_lines: Write, results: Results
 ) -> None:

@@ -30,6 +30,7 @@ def rows(out: Path) -> Counter[str | None]:
     return Counter(pq.read_table(out / "results")["error_code"].to_pylist())
 
 
+@pytest.mark.slow
 def test_given_a_limit_when_it_is_passed_then_no_further_shard_is_begun_and_a_retry_answers_the_rest(
     tokenmill: Cli, place: Path, job: tuple[object, ...], model_folder: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> Non
         assert device.waits == []
 
 
+@pytest.mark.slow
 def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_model: TinyModel) -> None:
     """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
     path, work = tiny_model("llama"), list(islice(plain_work(), 8))
@@ -166,6 +167,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
     assert isinstance(int8_weight_only(weight), Int8WeightLinear)
 
 
+@pytest.mark.slow
 def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:

@@ -174,6 +174,7 @@ def test_given_a_server_that_is_killed_in_the_middle_of_an_upload_when_it_is_bac
         assert store.read("before") == b"acknowledged"
 
 
+@pytest.mark.slow
 def test_given_a_server_that_stays_away_then_one_line_says_so_and_nothing_is_half_there(
     durable_s3_server: SeaweedServer, unique_name: Callable[[], str], tmp_path: Path
 ) -> None:

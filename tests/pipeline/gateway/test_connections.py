@@ -259,6 +259,7 @@ def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> N
     assert int.from_bytes(said[2:4]) == 1002, "a protocol error: compression was not agreed on"
 
 
+@pytest.mark.slow
 def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: Path) -> None:
     """From when they are received, whole or not, until they are parsed."""
     unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
