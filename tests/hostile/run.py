@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from tests.cluster.cluster import ROOT
 from tests.hostile.attack import Answer, Attack, Target, unexpected
-from tests.hostile.client import batch_end, chat, create_batch, line, send, upload
+from tests.hostile.client import CHAT, batch_end, chat, create_batch, line, send, upload
 from tests.hostile.deployment import Death, Deployment
 from tests.hostile.judging import Verdict, judge
 from tests.hostile.well_behaved import GIVE_UP_SECONDS, Sample
@@ -32,6 +33,9 @@ SETTLE_SECONDS: Final = 10.0
 BATCH_ROWS: Final = 100
 BATCH_TOKENS: Final = 8
 BATCH_SECONDS: Final = 240.0
+LONG_PROMPTS: Final = 24
+LONG_PROMPT_WORDS: Final = 300
+"""Together more tokens than the cache holds: memory of the cache is resident once it has been written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class Campaign:
 
     def run(self, attacks: Sequence[Attack]) -> Outcome:
         outcome, deployment = self._outcome, self._deployment
+        self._fill_cache()
         texts = self._texts(self._send_batch())
         with _WellBehaved(deployment) as tenant:
             time.sleep(self._options.quiet_seconds)
@@ -215,6 +220,13 @@ class Campaign:
                  for job in sorted(jobs) for key in ("bad", "other", "limited")]  # fmt: skip
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda call: call(), calls))
+
+    def _fill_cache(self) -> None:
+        """Have the model's cache written to as a whole, as that of a service that has run for a while is."""
+        drawn = random.Random(self._options.seed)
+        for _ in range(LONG_PROMPTS):
+            words = " ".join(str(drawn.randrange(1_000_000)) for _ in range(LONG_PROMPT_WORDS))
+            self._deployment.ask("POST", CHAT, chat(words), key="good")
 
     def _send_batch(self) -> str | None:
         """The well-behaved tenant's batch."""
