@@ -92,12 +92,8 @@ def test_an_attempt_is_recorded_when_it_begins(bench: Bench) -> None:
 
 def test_of_two_workers_that_did_the_same_shard_the_first_counts(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two", deaf=True)
-    mine = bench.take(one)
-    assert mine is not None
-    one.begin(mine)
-    yours = bench.take(two)
-    assert yours is not None
-    two.begin(yours)
+    mine = begun(bench, one)
+    yours = begun(bench, two)
     assert (mine.attempt, yours.attempt) == (1, 2)
     assert two.commit(yours, computed(yours, mark=" of two"), report(yours)) is True
     stands = bench.world.store.read(part_key(1))
@@ -170,6 +166,14 @@ def test_given_a_shard_that_is_taken_and_not_begun_when_the_heart_beats_then_it_
     assert client.find_revoked([work]).to_release == {(bench.job, 1)}
 
 
+def begun(bench: Bench, client: ShardClient) -> ShardWork:
+    """The next shard, which the client has begun."""
+    work = bench.take(client)
+    assert work is not None
+    client.begin(work)
+    return work
+
+
 def silent_for(bench: Bench, client: ShardClient, work: ShardWork, seconds: float) -> None:
     """The worker's process stands still for so long, and goes on with a heartbeat."""
     client.send_heartbeat([work])
@@ -178,9 +182,7 @@ def silent_for(bench: Bench, client: ShardClient, work: ShardWork, seconds: floa
 
 def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revoked(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
     other = bench.take(two)
     assert other is not None
@@ -197,13 +199,9 @@ def test_given_a_silence_when_another_worker_has_taken_the_shard_then_it_is_revo
 
 def test_given_no_silence_or_one_that_nobody_used_then_nothing_is_revoked(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two", deaf=True)
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 9.0)
-    other = bench.take(two)
-    assert other is not None
-    two.begin(other)
+    begun(bench, two)
     one.send_heartbeat([work])
     assert one.find_revoked([work]) == RevokedShards(), "the attempts differ, but this one was never silent"
     silent_for(bench, one, work, 11.0)
@@ -213,13 +211,9 @@ def test_given_no_silence_or_one_that_nobody_used_then_nothing_is_revoked(bench:
 
 def test_given_two_workers_that_both_were_silent_then_the_later_attempt_goes_on(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
-    other = bench.take(two)
-    assert other is not None
-    two.begin(other)
+    other = begun(bench, two)
     bench.world.clock.sleep(11.0)
     one.send_heartbeat([work])
     two.send_heartbeat([other])
@@ -229,13 +223,9 @@ def test_given_two_workers_that_both_were_silent_then_the_later_attempt_goes_on(
 
 def test_given_a_silence_and_a_long_step_after_it_then_what_was_taken_over_is_still_found(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
-    other = bench.take(two)
-    assert other is not None
-    two.begin(other)
+    other = begun(bench, two)
     # When heartbeats are repeated during a step that outlasts their lifetime
     for _ in range(10):
         one.send_heartbeat([])
@@ -254,25 +244,19 @@ def test_given_heartbeats_that_cant_be_sent_or_read_then_a_later_attempt_stands_
         raise ServiceUnavailable("Redis is away")
 
     one, two = bench.client("one"), bench.client("two", deaf=True)
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
     monkeypatch.setattr(bench.beats, "beat", away)
     monkeypatch.setattr(bench.beats, "workers", away)
     one.send_heartbeat([work])
     assert one.find_revoked([work]) == RevokedShards(), "nobody else has begun it"
-    other = bench.take(two)
-    assert other is not None
-    two.begin(other)
+    begun(bench, two)
     assert one.find_revoked([work]).to_release == {(bench.job, 1)}
 
 
 def test_given_records_of_a_later_version_after_a_silence_then_the_shard_is_released(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     silent_for(bench, one, work, 11.0)
     assert bench.take(two) is not None
     later = AttemptRecord(attempt=2, attempt_id="x", worker="two", session="s", started_at=bench.world.clock.now())
@@ -405,9 +389,7 @@ def test_given_a_store_that_fails_then_nothing_is_blamed_on_the_shard(
 
 def test_given_up_by_one_attempt_a_shard_is_recorded_and_free_for_another(bench: Bench) -> None:
     one, two = bench.client("one"), bench.client("two")
-    work = bench.take(one)
-    assert work is not None
-    one.begin(work)
+    work = begun(bench, one)
     one.give_up(work, Unforeseen("planted"), generated=9)
     assert bench.take(one) is None
     assert [record.worker for record in bench.ledger.unreadable(1)] == ["one"]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -136,13 +137,20 @@ def test_one_process_plans_many_jobs(root: Root, pool: PlannerPool, tmp_path: Pa
     assert pool.pids == pids
 
 
-def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_process_goes_on(
-    root: Root, pool: PlannerPool, tmp_path: Path
-) -> None:
+@contextmanager
+def being_planned(root: Root, pool: PlannerPool, tmp_path: Path) -> Iterator[tuple[JobLedger, Future[PlanOutcome]]]:
+    """A large job whose first segment stands, and how planning it ends."""
     large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
     with ThreadPoolExecutor(1) as thread:
         planning = thread.submit(pool.plan, large, in_time=True)
         wait_until(lambda: large.segment(0))
+        yield large, planning
+
+
+def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_process_goes_on(
+    root: Root, pool: PlannerPool, tmp_path: Path
+) -> None:
+    with being_planned(root, pool, tmp_path) as (large, planning):
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(
@@ -157,10 +165,7 @@ def test_given_a_planner_that_is_killed_then_its_job_is_blamed_and_another_proce
 def test_given_a_planner_that_is_told_to_stop_by_another_then_its_job_is_not_blamed(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
-    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
-    with ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(pool.plan, large, in_time=True)
-        wait_until(lambda: large.segment(0))
+    with being_planned(root, pool, tmp_path) as (_large, planning):
         (pid,) = pool.pids
         os.kill(pid, signal.SIGTERM)
         with pytest.raises(PipelineError, match="a planner process was told to stop"):
@@ -170,10 +175,7 @@ def test_given_a_planner_that_is_told_to_stop_by_another_then_its_job_is_not_bla
 def test_given_a_plan_under_way_when_the_pool_is_closed_then_its_processes_end_and_nothing_is_blamed(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
-    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
-    with ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(pool.plan, large, in_time=True)
-        wait_until(lambda: large.segment(0))
+    with being_planned(root, pool, tmp_path) as (_large, planning):
         pool.close()
         with pytest.raises(PipelineError, match="planning ends with this process"):
             planning.result()
@@ -205,10 +207,7 @@ def test_given_processes_that_cant_open_the_root_then_no_job_is_blamed(
 def test_given_a_plan_under_way_when_it_is_cancelled_then_its_process_ends_without_blame_and_others_are_planned(
     root: Root, pool: PlannerPool, tmp_path: Path
 ) -> None:
-    large = submitted(root, "large", requests(tmp_path / "large.jsonl", 20_000))
-    with ThreadPoolExecutor(1) as thread:
-        planning = thread.submit(pool.plan, large, in_time=True)
-        wait_until(lambda: large.segment(0))
+    with being_planned(root, pool, tmp_path) as (large, planning):
         (pid,) = pool.pids
         for _ in range(2):
             pool.cancel("large")
