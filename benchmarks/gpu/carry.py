@@ -30,10 +30,11 @@ VLLM = "vllm==0.26.0"
 
 BESIDE = (
     "annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "fastapi", "httpcore2", "httpx2", "jiter",
-    "llguidance==1.7.6", "msgspec", "openai", "openai-harmony", "partial-json-parser", "pybase64", "pydantic",
-    "pydantic-core", "pyzmq", "sniffio", "starlette", "truststore", "typing-inspection", "xgrammar",
+    "llguidance==1.7.6", "msgspec", "openai", "openai-harmony", "opentelemetry-api", "partial-json-parser", "pybase64",
+    "pydantic", "pydantic-core", "pyzmq", "sniffio", "starlette", "truststore", "typing-inspection", "xgrammar==0.2.3",
 )  # fmt: skip
-"""What it imports for an offline engine beside torch, transformers and what these bring."""
+"""What it imports for an offline engine beside torch, transformers and what these bring. A later xgrammar wants another
+apache-tvm-ffi than the one that vLLM pins."""
 
 DROPPED = (
     "vllm/vllm_flash_attn/_vllm_fa2_C*",
@@ -41,14 +42,18 @@ DROPPED = (
     "vllm/vllm-rs*",
     "vllm/*deep_gemm*",
     "vllm/*fmha_sm100*",
+    "*.a",
 )
-"""Of files that are no Python: another FlashAttention, experts, the server's front end, kernels for other GPUs."""
+"""Of files that are no Python: another FlashAttention, experts, the server's front end, kernels for other GPUs, archives."""
 
-PART_BYTES = 54 << 20
+PART_BYTES = 46 << 20
 """Of a part at most: with the repository's own files it stays below 64 MiB."""
 
 LARGE = 4 << 20
 """A file from this size on is packed by itself."""
+
+SLICE = 32 << 20
+"""Of a large file, before it is packed: a longer one travels in slices, so that parts come out even."""
 
 _MANIFEST = "manifest.json"
 _MARK = ".carried.json"
@@ -58,15 +63,17 @@ _PRESET = 6
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A packed file: a tar of many small files, or one large file at `path`.
+    """A packed file: a tar of many small files, or a slice of one large file at `path`.
 
     Attributes:
         name: of the file in its part's folder.  path: where it goes; None: it is a tar.
+        offset: of the slice in the file at `path`, bytes.
         sha256: of the packed file.  packed, raw: bytes.
     """
 
     name: str
     path: str | None
+    offset: int
     sha256: str
     packed: int
     raw: int
@@ -93,11 +100,13 @@ def files_of(wheels: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
                     yield installed_path(path), archive.read(path)
 
 
-def pack(wheels: Iterable[Path], to: Path, *, part_bytes: int = PART_BYTES, large: int = LARGE) -> list[list[Piece]]:
+def pack(
+    wheels: Iterable[Path], to: Path, *, part_bytes: int = PART_BYTES, large: int = LARGE, slice_bytes: int = SLICE
+) -> list[list[Piece]]:
     """Pack the wheels into `to`/a, `to`/b, …; what went into each.
 
     Raises:
-        ValueError: a single file is larger than a part.
+        ValueError: a single piece is larger than a part.
     """
     scratch = to / "packing"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -106,7 +115,9 @@ def pack(wheels: Iterable[Path], to: Path, *, part_bytes: int = PART_BYTES, larg
     with tarfile.open(fileobj=small, mode="w") as rest:
         for path, content in files_of(wheels):
             if len(content) >= large:
-                pieces.append(_packed(scratch, path.replace("/", "+"), path, content))
+                for offset in range(0, len(content), slice_bytes):
+                    name = f"{path.replace('/', '+')}@{offset}"
+                    pieces.append(_packed(scratch, name, path, content[offset : offset + slice_bytes], offset))
                 continue
             entry = tarfile.TarInfo(path)
             entry.size = len(content)
@@ -127,10 +138,10 @@ def pack(wheels: Iterable[Path], to: Path, *, part_bytes: int = PART_BYTES, larg
     return parts
 
 
-def _packed(folder: Path, name: str, path: str | None, content: bytes) -> Piece:
+def _packed(folder: Path, name: str, path: str | None, content: bytes, offset: int = 0) -> Piece:
     packed = lzma.compress(content, preset=_PRESET)
     (folder / f"{name}.xz").write_bytes(packed)
-    return Piece(f"{name}.xz", path, hashlib.sha256(packed).hexdigest(), len(packed), len(content))
+    return Piece(f"{name}.xz", path, offset, hashlib.sha256(packed).hexdigest(), len(packed), len(content))
 
 
 def divided(pieces: Sequence[Piece], part_bytes: int) -> list[list[Piece]]:
@@ -178,7 +189,10 @@ def unpack(part: Path, site: Path) -> list[str]:
             if not into.resolve().is_relative_to(site.resolve()):
                 raise ValueError(f"{piece.path} leads out of {site}")
             into.parent.mkdir(parents=True, exist_ok=True)
-            into.write_bytes(content)
+            into.touch()
+            with into.open("r+b") as whole_file:
+                whole_file.seek(piece.offset)
+                whole_file.write(content)
         done.append(piece.name)
     mark = _marked(site)
     mark = {"all": manifest["all"], "done": sorted({*mark.get("done", []), *done})}

@@ -89,6 +89,7 @@ def plan(context: Context) -> dict[str, Runner]:
     options = {"dtype": "bfloat16", "max_num_seqs": context.batch, "max_num_batched_tokens": 8192}
     options |= {"gpu_memory_utilization": 0.85}
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # FlashInfer does not come along, and greedy rows need none
     vllm = Runner("vllm", "benchmarks.gpu.runners.run_vllm", options, env=env)
     eager = Runner("vllm", vllm.module, {**options, "enforce_eager": True}, env=env)
     found = {"tokenmill": ours, "vllm": vllm, "transformers": theirs}

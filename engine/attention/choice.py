@@ -34,7 +34,6 @@ _TORCH_BACKENDS: dict[str, Callable[[KVLayout, torch.dtype, torch.device], Atten
 }
 
 _KNOWN = {
-    TRITON: "not tried on a GPU by us yet, only in Triton's interpreter",
     PagedSdpaAttention.name: "slow on a GPU: install triton, or FlashAttention",
     ReferenceAttention.name: "slow on purpose",
     **dict.fromkeys(LIBRARIES, "not tried on a GPU by us yet, only with stand-ins of the same signature"),

@@ -279,6 +279,21 @@ def test_given_parts_when_one_is_missing_or_damaged_then_it_is_noticed(tmp_path:
         carry.pack(wheels, tmp_path / "other", part_bytes=9_000, large=10_000)
 
 
+def test_given_a_file_larger_than_a_part_when_packed_then_its_slices_make_it_whole_again(tmp_path: Path) -> None:
+    noise = os.urandom(40_000)
+    wheels = [wheel(tmp_path, "vllm", "1", {"vllm/a.so": noise})]
+    parts = carry.pack(wheels, tmp_path / "to", part_bytes=20_000, large=10_000, slice_bytes=15_000)
+    site = tmp_path / "site"
+
+    for letter in reversed("abcdefgh"[: len(parts)]):
+        assert not carry.whole(site)
+        carry.unpack(tmp_path / "to" / letter, site)
+
+    assert len(parts) == 3
+    assert carry.whole(site)
+    assert (site / "vllm/a.so").read_bytes() == noise
+
+
 def test_given_exact_requirements_when_pins_are_read_then_those_of_extras_are_none(tmp_path: Path) -> None:
     requires = (
         "pydantic_core==2.41.5",
