@@ -237,7 +237,8 @@ def upgrade(connection: socket.socket, more: str = "") -> bytes:
 
 def stream_of(house: HttpHouse, key: str | None = None) -> ClientConnection:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return connect(house.url.replace("http", "ws") + "/v1/stream", additional_headers=headers)
+    address = house.url.replace("http", "ws") + "/v1/stream"
+    return connect(address, additional_headers=headers, ping_interval=None)  # a busy machine may be late with pongs
 
 
 def close_code(socket: ClientConnection) -> int:
