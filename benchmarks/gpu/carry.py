@@ -44,7 +44,7 @@ DROPPED = (
     "vllm/*fmha_sm100*",
     "*.a",
 )
-"""Of files that are no Python: another FlashAttention, experts, the server's front end, other GPUs' kernels, archives."""
+"""Of files that are no Python: another FlashAttention, experts, the server's front end, other GPUs' kernels."""
 
 PART_BYTES = 46 << 20
 """Of a part at most: with the repository's own files it stays below 64 MiB."""
