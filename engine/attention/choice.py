@@ -33,12 +33,12 @@ _TORCH_BACKENDS: dict[str, Callable[[KVLayout, torch.dtype, torch.device], Atten
     PagedSdpaAttention.name: PagedSdpaAttention,
 }
 
-_KNOWN = {
+_CAVEATS = {
     PagedSdpaAttention.name: "slow on a GPU: install triton, or FlashAttention",
     ReferenceAttention.name: "slow on purpose",
     **dict.fromkeys(LIBRARIES, "not tried on a GPU by us yet, only with stand-ins of the same signature"),
 }
-"""What is to be said of a backend that serves on a GPU."""
+"""Why a backend is not the one to choose on a GPU, by its name; "triton" has none."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -88,7 +88,11 @@ def say_choice(backend: AttentionBackend, device: torch.device) -> None:
     """Log which attention serves on a GPU, and what is known of it; `attention` in the settings names another."""
     if device.type == "cuda":
         origin = {"origin": backend.origin} if isinstance(backend, FlashAttention) else {}
-        logger.warning("attention was chosen", backend=backend.name, note=_KNOWN[backend.name], **origin)
+        caveat = _CAVEATS.get(backend.name)
+        if caveat is None:
+            logger.info("attention was chosen", backend=backend.name, **origin)
+        else:
+            logger.warning("attention was chosen", backend=backend.name, note=caveat, **origin)
 
 
 def keeps_fp8(device: torch.device) -> bool:

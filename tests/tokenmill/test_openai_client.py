@@ -94,7 +94,7 @@ def served(
         processes.start(*worker, "--model", f"embeds={embedding_model}")
         processes.start(*command, "dispatcher")
         url = processes.url(number)
-        witness = Witness(httpx2.get(f"{url}/openapi.json").json())
+        witness = Witness(httpx2.get(f"{url}/openapi.json", timeout=HANG_SECONDS).json())
         seen = DefaultHttpxClient(event_hooks={"response": [lambda answer: judge(witness, answer)]})
         client = OpenAI(base_url=f"{url}/v1", api_key=keys["all"], http_client=seen)
         wait_for(lambda: len(client.models.list().data) == 2, "the models are not served")
@@ -469,7 +469,10 @@ def test_a_gateway_that_stops_refuses_what_is_new_and_ends_its_streams(served: S
         reader.start()
     lane = {"Authorization": f"Bearer {served.keys['all']}"}
     status = f"{served.url}/v1/status"
-    wait_for(lambda: httpx2.get(status, headers=lane).json()["lane"]["open"] == STREAMS, "they don't begin")
+    wait_for(
+        lambda: httpx2.get(status, headers=lane, timeout=HANG_SECONDS).json()["lane"]["open"] == STREAMS,
+        "they don't begin",
+    )
     process = served.processes.running[0]
     process.send_signal(signal.SIGTERM)
 

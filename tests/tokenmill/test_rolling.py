@@ -202,11 +202,11 @@ def test_streams_survive_a_rolling_restart_of_gateways_and_a_worker(make_house: 
 def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
     """Stop a gateway that has streams. `House.traffic` knows how these ended."""
     url = house.cluster.url(name)
-    assert httpx2.get(f"{url}/readyz").status_code == 200
+    assert httpx2.get(f"{url}/readyz", timeout=HANG_SECONDS).status_code == 200
     wait_for(lambda: streams_at(url) > 5, "it gets no streams")
     house.cluster.processes[name].send_signal(signal.SIGTERM)
-    wait_for(lambda: httpx2.get(f"{url}/readyz").status_code == 503, "it is still ready")
-    refused = httpx2.post(f"{url}/v1/chat/completions", json=house.traffic.bodies[0])
+    wait_for(lambda: httpx2.get(f"{url}/readyz", timeout=HANG_SECONDS).status_code == 503, "it is still ready")
+    refused = httpx2.post(f"{url}/v1/chat/completions", json=house.traffic.bodies[0], timeout=HANG_SECONDS)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "draining"
     assert streams_at(url) > 0, "what it had was cut off"
@@ -215,7 +215,9 @@ def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
 
 def streams_at(url: str) -> int:
     """How many a gateway has."""
-    found = re.search(r"^tokenmill_callers{state=\"open\"} (\S+)", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
+    found = re.search(
+        r"^tokenmill_callers{state=\"open\"} (\S+)", httpx2.get(f"{url}/metrics", timeout=HANG_SECONDS).text, re.M
+    )
     assert found is not None
     return int(float(found[1]))
 
