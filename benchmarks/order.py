@@ -37,8 +37,9 @@ from engine.models.load import describe_model
 from pipeline.adapters.system import SystemClock
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
+from pipeline.records import ShardReport
 from pipeline.submit import Order, submit
-from pipeline.worker_api import CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Job, JobSettings, Tier
 from schemas.models import ModelPin

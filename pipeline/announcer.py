@@ -28,8 +28,7 @@ from pipeline.doors.kafka_batches import ORIGINS, KafkaBatch, Origin, group_reco
 from pipeline.doors.kafka_letters import OwedLetters
 from pipeline.leading import Leading
 from pipeline.ledger import JOBS, JobLedger, LedgerError, part_key
-from pipeline.messages import Message, Messages, NotConfirmed
-from pipeline.ports import Lease, ObjectStore, PipelineError, World
+from pipeline.ports import Lease, Message, Messages, NotConfirmed, ObjectStore, PipelineError, World
 from pipeline.results import read_part
 from pipeline.supervision import reason_of
 from pipeline.tracing import TRACEPARENT

@@ -19,7 +19,7 @@ from pipeline.ledger import JobLedger
 from pipeline.lost_shards import table_of
 from pipeline.part_builder import PartMaker, commit_part
 from pipeline.ports import World
-from pipeline.worker_api import ShardReport
+from pipeline.records import ShardReport
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from schemas.job import Closing, Job

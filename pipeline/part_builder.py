@@ -14,9 +14,8 @@ import pyarrow as pa
 from pipeline.checkpoints import ShardHistory
 from pipeline.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.records import PartSummary
+from pipeline.records import PartSummary, ShardReport
 from pipeline.results import PartWriter, committed_tokens, part_schema, shard_results
-from pipeline.worker_api import ShardReport
 from schemas.outcome import Worked
 
 

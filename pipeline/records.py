@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from pydantic import AwareDatetime, Field
@@ -9,7 +12,32 @@ from pydantic import AwareDatetime, Field
 from schemas.outcome import Counts, Usage, Worked
 from schemas.papers import Count, Paper, Report
 
-EngineFacts = dict[str, str | int | float | bool | None]
+EngineFact = str | int | float | bool | None
+
+EngineFacts = dict[str, EngineFact]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What an attempt cost; kept in the part's footer, so that the manifest adds up footers only.
+
+    Attributes:
+        generated: tokens that this attempt sampled, whatever became of them.
+        exposed: the most tokens that its engine sampled between two checkpoints.
+        busy_seconds: of the engine's steps, the shard's share.
+        engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
+            (every row refused before the engine).
+        engine: the engine's settings, for the manifest.
+        versions: of the libraries that computed, for the manifest.
+    """
+
+    generated: int = 0
+    exposed: int = 0
+    busy_seconds: float = 0.0
+    engine_started_at: datetime | None = None
+    engine_finished_at: datetime | None = None
+    engine: Mapping[str, EngineFact] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class PartSummary(Report):

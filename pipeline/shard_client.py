@@ -32,10 +32,10 @@ from pipeline.ports import (
     World,
     queue_name,
 )
-from pipeline.records import AttemptRecord, EndRecord, NoteRecord, UnreadableRecord
+from pipeline.records import AttemptRecord, EndRecord, NoteRecord, ShardReport, UnreadableRecord
 from pipeline.results import read_part
 from pipeline.supervision import reason_of
-from pipeline.worker_api import BY_URGENCY, CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.figures import WorkerFigures
 from schemas.job import Job, Tier

@@ -14,11 +14,10 @@ from typing import Final, Protocol
 import pyarrow as pa
 
 from pipeline.checkpoints import ShardHistory
+from pipeline.records import ShardReport
 from schemas.checkpoints import FinishedRows, LoggedChoice
 from schemas.figures import WorkerFigures
 from schemas.job import Job, Tier
-
-EngineFact = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +48,6 @@ class ShardWork:
     def tier(self) -> Tier:
         """How urgent it is."""
         return self.as_tier or self.job.tier
-
-
-@dataclass(frozen=True, slots=True)
-class ShardReport:
-    """What an attempt cost; kept in the part's footer, so that the manifest adds up footers only.
-
-    Attributes:
-        generated: tokens that this attempt sampled, whatever became of them.
-        exposed: the most tokens that its engine sampled between two checkpoints.
-        busy_seconds: of the engine's steps, the shard's share.
-        engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
-            (every row refused before the engine).
-        engine: the engine's settings, for the manifest.
-        versions: of the libraries that computed, for the manifest.
-    """
-
-    generated: int = 0
-    exposed: int = 0
-    busy_seconds: float = 0.0
-    engine_started_at: datetime | None = None
-    engine_finished_at: datetime | None = None
-    engine: Mapping[str, EngineFact] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 BY_URGENCY: Final = (Tier.STANDARD, Tier.BULK)

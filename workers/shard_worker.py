@@ -29,11 +29,11 @@ import structlog
 from engine.errors import ContextLengthExceeded, EngineError, EngineLost, RequestRefused
 from engine.request import Completion
 from pipeline.ports import Clock, StoreError
+from pipeline.records import ShardReport
 from pipeline.tracing import NO_TRACES, Traces
 from pipeline.worker_api import (
     BY_URGENCY,
     RevokedShards,
-    ShardReport,
     ShardSink,
     ShardSource,
     WorkerLoad,

@@ -15,11 +15,11 @@ from typing import Final, Literal, Protocol, TypeVar
 import structlog
 
 from pipeline.ports import Clock, StoreUnavailable
+from pipeline.records import ShardReport
 from pipeline.worker_api import (
     BY_URGENCY,
     CheckpointWork,
     RevokedShards,
-    ShardReport,
     ShardSink,
     ShardSource,
     ShardWork,

@@ -15,7 +15,7 @@ from kafka import KafkaProducer
 from kafka.errors import KafkaError
 
 from pipeline.adapters.kafka_connection import KafkaConnection
-from pipeline.messages import Message, NotConfirmed
+from pipeline.ports import Message, NotConfirmed
 
 _GRACE = 5.0
 

@@ -10,8 +10,7 @@ from pipeline.doors.kafka_requests import RequestBatches
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.inputs import Pin
 from pipeline.intake import Accepts
-from pipeline.messages import Messages
-from pipeline.ports import World
+from pipeline.ports import Messages, World
 from schemas.limits import Limits
 
 

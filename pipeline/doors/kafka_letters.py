@@ -27,8 +27,7 @@ from pipeline.dead_letters import (
 from pipeline.doors.kafka_batches import Place, moment
 from pipeline.doors.kafka_records import Record, Refused
 from pipeline.ledger import read_paper
-from pipeline.messages import Headers, Message, Messages, NotConfirmed
-from pipeline.ports import ObjectNotFound, ObjectStore, World
+from pipeline.ports import Headers, Message, Messages, NotConfirmed, ObjectNotFound, ObjectStore, World
 from schemas.papers import Count, Paper
 
 DOOR: Final = "kafka"

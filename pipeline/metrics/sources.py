@@ -9,12 +9,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from pipeline.buckets import Buckets
+from pipeline.counters import LetterCounts, UnforeseenErrors
 from pipeline.dispatching.figures import JOB_BOUNDS, DispatchFigures
-from pipeline.letter_counts import LetterCounts
 from pipeline.metrics.table import OTHER
 from pipeline.metrics.told import Source, Times, Told
 from pipeline.ports import Clock, Heartbeats
-from pipeline.unforeseen import UnforeseenErrors
 from schemas.figures import Histogram, PaceFigures, PaceWeights, WorkerFigures
 from schemas.job import Tier
 from schemas.outcome import JobStatus

@@ -7,8 +7,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.messages import Message, Messages
-from pipeline.ports import ObjectStore, PipelineError
+from pipeline.ports import Message, Messages, ObjectStore, PipelineError
 from pipeline.releases.book import ReleaseBook, Standing
 from schemas.events import ReleaseEnded
 

@@ -21,9 +21,10 @@ from pipeline.active import marked_jobs
 from pipeline.ledger import JOBS, JobLedger, LedgerError
 from pipeline.lost_shards import read_table
 from pipeline.ports import ObjectNotFound, World
+from pipeline.records import ShardReport
 from pipeline.releases.book import ReleaseBook
 from pipeline.releases.copies import ShadowCopies
-from pipeline.worker_api import BY_URGENCY, CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.figures import WorkerFigures
 from schemas.job import Job, Tier

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 from pipeline.ledger import REJECTS, JobLedger, shard_key
 from pipeline.planning import LedgerPlanSink
 from pipeline.ports import Heartbeats, World, queue_name
+from pipeline.records import ShardReport
 from pipeline.submit import Order, submit
-from pipeline.worker_api import ShardReport, ShardWork
+from pipeline.worker_api import ShardWork
 from schemas.checkpoints import FinishedRows
 from schemas.errors import RowError, RowErrorCode
 from schemas.inputs import InputFile, InputFormat, InputRef

@@ -10,12 +10,12 @@ from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory_queue import MemoryQueue
 from pipeline.ledger import JOBS, JobLedger
 from pipeline.ports import ShardTask, World, queue_name
+from pipeline.records import ShardReport
 from pipeline.rejects import commit_rejects
 from pipeline.releases.book import ReleaseBook
 from pipeline.releases.keeper import ReleaseKeeper
 from pipeline.releases.shadow_client import ShadowClient
 from pipeline.shard_client import ShardClient
-from pipeline.worker_api import ShardReport
 from schemas.checkpoints import FinishedRows
 from schemas.job import Tier
 from schemas.models import CatalogEntry, ModelPin

@@ -21,10 +21,9 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.announcer import Announcer, AnnouncerSettings, result_id
 from pipeline.dispatching.dispatcher import Dispatcher
 from pipeline.ledger import JobLedger
-from pipeline.messages import Message, Messages, NotConfirmed
 from pipeline.pinning import pin_input
 from pipeline.planning import plan_job
-from pipeline.ports import World
+from pipeline.ports import Message, Messages, NotConfirmed, World
 from pipeline.shard_client import ShardClient
 from pipeline.submit import submit
 from schemas.checkpoints import FinishedRows

@@ -11,9 +11,9 @@ from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger import JobLedger, LedgerError, part_key, work_key
 from pipeline.manifest import BrokenInvariant
 from pipeline.ports import ShardTask
-from pipeline.records import AttemptRecord, PartSummary
+from pipeline.records import AttemptRecord, PartSummary, ShardReport
 from pipeline.submit import submit
-from pipeline.worker_api import CheckpointWork, ShardReport
+from pipeline.worker_api import CheckpointWork
 from schemas.checkpoints import FinishedRows
 from tests.pipeline.made_jobs import EXPOSED, QUEUE, computed, order, plan_by_hand, report
 from tests.pipeline.simulated_house import LIFETIME, House, broken_store, commit_all, finish, taken

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.catalog import Catalog
 from pipeline.ledger import JOBS
-from pipeline.messages import Message, NotConfirmed
-from pipeline.ports import ShardTask, queue_name
+from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
 from pipeline.releases.book import RELEASES, ReleaseError
 from pipeline.releases.copies import ShadowCopies
 from pipeline.releases.news import ReleaseNews

@@ -17,10 +17,10 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.availability import ServiceUnavailable
 from pipeline.ledger import CLOSING, JobLedger, part_key, work_key
 from pipeline.ports import ShardTask, StoreError, WorkerState, World
-from pipeline.records import AttemptRecord
+from pipeline.records import AttemptRecord, ShardReport
 from pipeline.results import RowsMismatch, read_part
 from pipeline.shard_client import PASS_OVER_SECONDS, ShardClient
-from pipeline.worker_api import RevokedShards, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import RevokedShards, ShardWork, WorkerLoad
 from schemas.checkpoints import FinishedRows
 from schemas.job import Closing
 from tests.pipeline.made_jobs import MODELS, QUEUE, all_rows, computed, held, plan_by_hand, report

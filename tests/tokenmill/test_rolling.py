@@ -216,7 +216,9 @@ def assert_it_sends_away_and_ends_what_it_has(house: House, name: str) -> None:
 def streams_at(url: str) -> int:
     """How many a gateway has."""
     found = re.search(
-        r"^tokenmill_callers{state=\"open\"} (\S+)", httpx2.get(f"{url}/metrics", timeout=HANG_SECONDS).text, re.M
+        r"^tokenmill_callers{state=\"open\"} (\S+)",
+        httpx2.get(f"{url}/metrics", timeout=HANG_SECONDS).text,
+        re.MULTILINE,
     )
     assert found is not None
     return int(float(found[1]))

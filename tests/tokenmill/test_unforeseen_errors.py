@@ -29,9 +29,9 @@ from pipeline.gateway.files import Files
 from pipeline.gateway.finalizing import Finalizer
 from pipeline.gateway.webhooks import Notifier, NotifierSettings
 from pipeline.lane_caller import CallSettings, LaneCalls
-from pipeline.messages import Message
 from pipeline.metrics import sources
 from pipeline.metrics.told import Told
+from pipeline.ports import Message
 from pipeline.releases.keeper import ReleaseKeeper
 from pipeline.releases.news import ReleaseNews
 from pipeline.retention import Collector

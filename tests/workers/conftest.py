@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.records import ShardReport
 from pipeline.together import InTurn
-from pipeline.worker_api import CheckpointWork, RevokedShards, ShardReport, ShardWork, WorkerLoad
+from pipeline.worker_api import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.inputs import InputFile, InputRef
 from schemas.job import Job, JobSettings, Tier

@@ -19,8 +19,7 @@ from pipeline.doors.kafka_requests import OtherRecords, RequestBatches
 from pipeline.doors.kafka_settings import KafkaDoorSettings
 from pipeline.intake import Intake
 from pipeline.jobs import find_ledgers
-from pipeline.messages import Message, NotConfirmed
-from pipeline.ports import PipelineError, World
+from pipeline.ports import Message, NotConfirmed, PipelineError, World
 from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.doors.kafka_house import MODEL, request
 from tests.pipeline.simulation import SimulatedClock

@@ -14,7 +14,7 @@ from pipeline.dead_letters import DeadLetters, letter_objects
 from pipeline.doors.kafka_batches import Place
 from pipeline.doors.kafka_letters import OWED, KafkaLetters, OwedLetters
 from pipeline.doors.kafka_records import Record, Refused
-from pipeline.messages import NotConfirmed
+from pipeline.ports import NotConfirmed
 from tests.pipeline.doors.kafka_house import KafkaHouse, Said, request, until
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.servers.kafka import KafkaBroker

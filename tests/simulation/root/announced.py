@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipeline.messages import Message
+from pipeline.ports import Message
 from tests.simulation.machine import Broken
 from tests.simulation.root.ports import Broker
 

@@ -15,8 +15,7 @@ from typing import BinaryIO
 from pipeline.adapters.folder import FolderStore
 from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
 from pipeline.availability import ServiceUnavailable
-from pipeline.messages import Message, NotConfirmed
-from pipeline.ports import Clock, ObjectInfo, ShardTask, StoreError, WorkerState
+from pipeline.ports import Clock, Message, NotConfirmed, ObjectInfo, ShardTask, StoreError, WorkerState
 from schemas.figures import WorkerFigures
 from tests.simulation.machine import Machine, Process
 from tests.simulation.root.watch import RootWatch

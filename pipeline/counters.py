@@ -1,4 +1,4 @@
-"""Exceptions that were never foreseen, counted for monitoring and logged with their tracebacks."""
+"""Counters that the parts of a process share, for monitoring: exceptions that were never foreseen, dead letters."""
 
 from __future__ import annotations
 
@@ -32,3 +32,21 @@ class UnforeseenErrors:
         """Part -> exceptions."""
         with self._lock:
             return dict(self._counts)
+
+
+class LetterCounts:
+    """By door. Threads share one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written: Counter[str] = Counter()
+
+    def note(self, door: str) -> None:
+        """One more."""
+        with self._lock:
+            self._written[door] += 1
+
+    def read(self) -> dict[str, int]:
+        """Door -> letters."""
+        with self._lock:
+            return dict(self._written)
