@@ -64,8 +64,9 @@ test-memory: $(VENV)/.dev.stamp  ## run the tests of the native kernels while Ad
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:log_path=$(ASAN)/report $(PY) -m pytest $(PARALLEL) \
 		-m "not slow and not exhaustive" --ignore tests/engine/native/test_native_build.py \
-		tests/engine/native tests/engine/attention tests/engine/embedding tests/engine/models tests/engine/quant \
-		tests/engine/speculative $(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/test_*.py)) \
+		$(addprefix tests/engine/,native attention cache checkpoints embedding models quant sampling speculative) \
+		$(filter-out %scheduler.py %properties.py %overhead.py,$(wildcard tests/engine/scheduler/test_*.py)) \
+		tests/engine/runner/test_cache_planning.py $(wildcard tests/engine/test_*.py) \
 		$(PYTEST_ARGS) || { cat $(ASAN)/report.* 2>/dev/null; exit 1; }
 
 test-servers: $(VENV)/.dev.stamp  ## the long tests on real servers: a durable S3 server, 50 rebalances of Kafka
@@ -75,7 +76,7 @@ test-bench: $(VENV)/.dev.stamp  ## the long tests of benchmarks (environments of
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive tests/benchmarks tests/engine tests/workers $(PYTEST_ARGS)
 
 test-page: $(VENV)/.browser.stamp  ## try the page in headless Chromium, which must be installed, and make its pictures in docs/images
-	$(PY) -m pytest tests/tokenmill/test_page.py $(PYTEST_ARGS)
+	$(PY) -m pytest tests/tokenmill/services/test_page.py $(PYTEST_ARGS)
 	PYTHONPATH=. $(PY) docs/make_pictures.py
 
 chaos: $(VENV)/.dev.stamp  ## kill real runs of the demo model at random moments (KILLS=n), and compare
@@ -92,7 +93,7 @@ hostile: $(VENV)/.dev.stamp  ## attack a cluster and serve with hostile input be
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(FORM),--form $(FORM)) $(if $(ATTACKS),--attacks $(ATTACKS)) $(HOSTILE_ARGS)
 
 releases: $(VENV)/.dev.stamp  ## a rolling release on real processes: a bad version of a model is rolled back, a good one promoted
-	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/test_releases.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "exhaustive or not exhaustive" tests/tokenmill/services/test_releases.py $(PYTEST_ARGS)
 
 simulate: $(VENV)/.dev.stamp  ## simulate SEEDS=n histories of one job, and of whole roots, with crashes, races and power cuts
 	OMP_NUM_THREADS=1 $(PY) -m tests.simulation --seeds $(SEEDS)
@@ -104,7 +105,7 @@ alerts:  ## check the alert rules and Prometheus's settings, and try each alert 
 	promtool test rules infra/prometheus/alerts_test.yml
 
 observability: $(VENV)/.dev.stamp alerts  ## let Prometheus watch real processes: each dashboard's questions, each alert that can be brought about (needs prometheus)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive -s tests/tokenmill/test_observability.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m exhaustive -s tests/tokenmill/services/test_observability.py $(PYTEST_ARGS)
 
 infra: $(VENV)-infra/linters.stamp  ## check Terraform, images and compose.yaml: fmt, validate, tests with mocks, checkov, hadolint (needs terraform)
 	infra/check.sh

@@ -30,18 +30,18 @@ import orjson
 import pyarrow.parquet as pq
 from throughput import machine
 
-from pipeline.pinning import pin_input
-from schemas.job import JobSettings, Tier
+from pipeline.inputs.pinning import pin_input
+from schemas.jobs.job import JobSettings, Tier
+from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
-from schemas.plan import PlanSegment
-from tokenmill.engine_options import EngineOptions
-from tokenmill.job_options import ChosenModel, known_input
-from tokenmill.logs import log_to_stderr
-from tokenmill.models import ModelSource
-from tokenmill.run_plan import RunPlan, tokens_per_sequence
-from tokenmill.tracker import RunTracker
-from tokenmill.wiring import run_job
-from workers.model_host import LoadedModel
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.job_options import ChosenModel, known_input
+from tokenmill.local.run_job import run_job
+from tokenmill.local.run_plan import RunPlan, tokens_per_sequence
+from tokenmill.local.tracker import RunTracker
+from tokenmill.models.sources import ModelSource
+from tokenmill.processes.logging import log_to_stderr
+from workers.model.loaded_model import LoadedModel
 
 OUTPUT_TOKENS = 8
 NUM_BLOCKS = 8192

@@ -22,12 +22,12 @@ from typing import Any
 from benchmarks.throughput import machine
 from engine.config import EngineConfig
 from engine.request import PartialChoice
-from schemas.lane import LaneRequest
-from workers.content_policies import NO_POLICIES, About, Policies
-from workers.lane_answers import LaneAnswer
-from workers.lane_requests import LaneReader, LaneRules
-from workers.model_host import LoadedModel, model_path
-from workers.policy_loading import load_policies
+from schemas.workers.lane import LaneRequest
+from workers.lane.requests import LaneReader, LaneRules
+from workers.lane.responses import LaneAnswer
+from workers.model.loaded_model import LoadedModel, model_path
+from workers.policies.loader import load_policies
+from workers.policies.policy import NO_POLICIES, About, Policies
 
 ROUNDS = 9
 PROSE = Path(__file__).with_name("workloads") / "prose.txt"

@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import machine
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.adapters.memory_queue import MemoryQueue
-from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatching.foreman import Foreman
-from pipeline.ledger import JOBS, JobLedger
+from pipeline.dispatcher.controller import Foreman
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from pipeline.shard_client import ShardClient
-from pipeline.together import AT_ONCE, BESIDE, InTurn
-from schemas.job import Closing
+from pipeline.runtime.inline_executor import AT_ONCE, BESIDE, InTurn
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.job import Closing
 from tests.cluster.cluster import settings_of
 from tests.pipeline.made_jobs import PIN, computed, plan_by_hand, report
 from tests.servers.seaweedfs import SeaweedServer

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 from engine.config import EngineConfig, ScheduleConfig
 from engine.request import Request
-from schemas.requests import EMBEDDINGS_URL, EmbeddingBody, parse_body
-from workers.embedding import EmbeddingReader
-from workers.model_host import LoadedModel
-from workers.translate import JobRules
+from schemas.requests.requests import EMBEDDINGS_URL, EmbeddingBody, parse_body
+from workers.model.loaded_model import LoadedModel
+from workers.translation.embeddings import EmbeddingReader
+from workers.translation.requests import JobRules
 
 PROSE = Path(__file__).parent / "workloads" / "prose.txt"
 Vectors = NDArray[np.float32]
@@ -96,14 +96,14 @@ class Job:
     def __call__(self, texts: Sequence[str]) -> Vectors:
         import pyarrow.parquet as pq
 
-        from schemas.job import JobSettings, Tier
-        from tokenmill.engine_options import EngineOptions
-        from tokenmill.inputs import pin
-        from tokenmill.job_options import ChosenModel
-        from tokenmill.models import ModelSource
-        from tokenmill.run_plan import RunPlan
-        from tokenmill.tracker import RunTracker
-        from tokenmill.wiring import run_job
+        from schemas.jobs.job import JobSettings, Tier
+        from tokenmill.config.engine_options import EngineOptions
+        from tokenmill.config.inputs import pin
+        from tokenmill.config.job_options import ChosenModel
+        from tokenmill.local.run_job import run_job
+        from tokenmill.local.run_plan import RunPlan
+        from tokenmill.local.tracker import RunTracker
+        from tokenmill.models.sources import ModelSource
 
         self._round += 1
         given, out = self._folder / "texts.jsonl", self._folder / f"out-{self._round}"

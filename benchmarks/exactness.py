@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from workload import read_workload
 
 from engine import Engine, Request, SamplingParams, as_token_ids
-from schemas.requests import ChatMessage
+from schemas.requests.requests import ChatMessage
 from tests.engine.oracle import (
     Answer,
     Setting,
@@ -38,7 +38,7 @@ from tests.engine.oracle import (
     greedy_answer,
     tokens_of,
 )
-from workers.tokenizer import Tokenizer
+from workers.text.tokenizer import Tokenizer
 
 LONG_PROMPT = 700
 """Tokens that a raw prompt is stretched to, every fifth one: beyond a sliding window of 512."""

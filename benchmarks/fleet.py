@@ -31,19 +31,19 @@ import pyarrow.parquet as pq
 
 from benchmarks.process_meter import Meter
 from benchmarks.throughput import machine
-from pipeline.active import ACTIVE
-from pipeline.doors.kafka_batches import ORIGINS
-from pipeline.ledger import JOBS, RESULTS, JobLedger
+from pipeline.ingest.kafka.micro_batches import ORIGINS
+from pipeline.ledger.active_index import ACTIVE
+from pipeline.ledger.ledger import JOBS, RESULTS, JobLedger
 from pipeline.ports import ObjectStore
-from schemas.outcome import Manifest
+from schemas.jobs.outcome import Manifest
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster
 from tests.cluster.null_worker import Answers
 from tests.servers.moto import MotoServer
 from tests.servers.seaweedfs import SeaweedServer
 from tests.waiting import wait_for
-from tokenmill.job_options import choose_model
+from tokenmill.config.job_options import choose_model
 from tokenmill.settings import read_settings
-from workers.model_host import model_path
+from workers.model.loaded_model import model_path
 
 OUTPUT_TOKENS: Final = 8
 SAMPLE: Final = 997

@@ -45,19 +45,19 @@ from throughput import machine
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.models.load import describe_model
-from pipeline.pinning import pin_input
-from schemas.job import JobSettings, Tier
+from pipeline.inputs.pinning import pin_input
+from schemas.jobs.job import JobSettings, Tier
+from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
-from schemas.plan import PlanSegment
-from tokenmill.engine_options import EngineOptions
-from tokenmill.job_options import ChosenModel
-from tokenmill.logs import log_to_stderr
-from tokenmill.models import ModelSource
-from tokenmill.processes import settled_heap
-from tokenmill.run_plan import RunPlan, load_model
-from tokenmill.tracker import RunTracker
-from tokenmill.wiring import run_job
-from workers.model_host import LoadedModel
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.job_options import ChosenModel
+from tokenmill.local.run_job import run_job
+from tokenmill.local.run_plan import RunPlan, load_model
+from tokenmill.local.tracker import RunTracker
+from tokenmill.models.sources import ModelSource
+from tokenmill.processes.logging import log_to_stderr
+from tokenmill.processes.runtime import settled_heap
+from workers.model.loaded_model import LoadedModel
 
 ALLOWED = 0.05
 """How much slower a larger size may be than the smallest one."""

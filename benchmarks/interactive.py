@@ -11,7 +11,7 @@ could be told.
 idle      no bulk work.
 none      bulk work, and requests are of its class: they queue behind it.
 first     requests go first, and nothing is held back for them.
-paced     promises are kept (`engine.pacing`), `--runs` times.
+paced     promises are kept (`engine.scheduler.slo_control`), `--runs` times.
 fixed:N   other classes have N tokens of each step beside requests: the static shares that `paced` is compared with.
 
 With `--check` it ends with 1 where a claim doesn't hold: `broken_claims`. `interactive_chart.py` draws what was found.

@@ -35,24 +35,24 @@ from workload import load_prompts
 from engine import Engine, EngineConfig
 from engine.models.load import describe_model
 from pipeline.adapters.system import SystemClock
-from pipeline.pinning import pin_input
-from pipeline.planning import plan_job
-from pipeline.records import ShardReport
-from pipeline.submit import Order, submit
-from pipeline.worker_api import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
-from schemas.checkpoints import FinishedRows
-from schemas.job import Job, JobSettings, Tier
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import Order, submit
+from pipeline.ledger.records import ShardReport
+from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from schemas.jobs.checkpoints import FinishedRows
+from schemas.jobs.job import Job, JobSettings, Tier
 from schemas.models import ModelPin
-from tokenmill.embedded import open_output
-from tokenmill.engine_options import EngineOptions
-from tokenmill.job_options import ChosenModel, token_counter
-from tokenmill.logs import log_to_stderr
-from tokenmill.models import ModelSource
-from tokenmill.run_plan import rows_at_once, sequences, tokens_per_sequence
-from tokenmill.wiring import pin_model
-from workers.model_host import LoadedModel
-from workers.shard_state import HINTS
-from workers.shard_worker import ShardWorker
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.job_options import ChosenModel, token_counter
+from tokenmill.local.embedded import open_output
+from tokenmill.local.run_job import pin_model
+from tokenmill.local.run_plan import rows_at_once, sequences, tokens_per_sequence
+from tokenmill.models.sources import ModelSource
+from tokenmill.processes.logging import log_to_stderr
+from workers.model.loaded_model import LoadedModel
+from workers.shards.state import HINTS
+from workers.shards.worker import ShardWorker
 
 RunOrder = Literal["plan", "arrival"]
 

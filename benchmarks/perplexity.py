@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from throughput import machine
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from workers.tokenizer import Tokenizer
+from workers.text.tokenizer import Tokenizer
 
 PROSE = Path(__file__).parent / "workloads" / "prose.txt"
 PROSE_SHA256 = "e18a1145d8a9c343ab8c29d548c2e903bbe0d8512b779cb7114812a8cb1cd716"

@@ -24,19 +24,19 @@ from workload import Prompt, read_workload
 
 from engine import Request, SamplingParams, as_token_ids
 from engine.request import Completion
-from pipeline.pinning import pin_input
-from schemas.job import JobSettings, Tier
+from pipeline.inputs.pinning import pin_input
+from schemas.jobs.job import JobSettings, Tier
+from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
-from schemas.plan import PlanSegment
-from schemas.requests import ChatMessage
-from tokenmill.engine_options import EngineOptions
-from tokenmill.job_options import ChosenModel
-from tokenmill.logs import log_to_stderr
-from tokenmill.models import ModelSource
-from tokenmill.run_plan import RunPlan, load_model
-from tokenmill.tracker import RunTracker
-from tokenmill.wiring import run_job
-from workers.model_host import LoadedModel
+from schemas.requests.requests import ChatMessage
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.job_options import ChosenModel
+from tokenmill.local.run_job import run_job
+from tokenmill.local.run_plan import RunPlan, load_model
+from tokenmill.local.tracker import RunTracker
+from tokenmill.models.sources import ModelSource
+from tokenmill.processes.logging import log_to_stderr
+from workers.model.loaded_model import LoadedModel
 from workers.settings import WorkerSettings
 
 

@@ -21,17 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ledger import JOBS, JobLedger
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import Order, submit
+from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.planner import SourceFile
-from pipeline.planning import plan_job
 from pipeline.ports import World
-from pipeline.submit import Order, submit
-from schemas.inputs import InputFile, InputFormat, InputRef
-from schemas.job import JobSettings, Tier
-from schemas.limits import PlanSettings
+from schemas.jobs.inputs import InputFile, InputFormat, InputRef
+from schemas.jobs.job import JobSettings, Tier
 from schemas.models import ModelPin
+from schemas.requests.limits import PlanSettings
 
 PIECE = 4096
 ROOT = Path(__file__).parents[1]

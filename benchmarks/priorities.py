@@ -34,9 +34,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from benchmarks.throughput import machine
-from pipeline.catalog import Catalog
-from pipeline.ledger import RESULTS
-from schemas.tables import result_schema
+from pipeline.ledger.ledger import RESULTS
+from pipeline.models.catalog import Catalog
+from schemas.jobs.tables import result_schema
 from tests.cluster.cluster import BUCKET, Cluster, running_cluster
 from tests.waiting import wait_for
 

@@ -32,11 +32,11 @@ from throughput import machine, run_once
 from workload import load_prompts
 
 from engine import CacheConfig, Engine, EngineConfig
-from engine.models.config import folder_config
+from engine.checkpoints.config import folder_config
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.models.gguf import GGUFCheckpoint
-from engine.step_work import cache_windows
+from engine.scheduler.step_cost import cache_windows
 
 WEIGHTS = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 """Bytes an element; scales of quantized weights and keys count nothing."""

@@ -18,14 +18,14 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.dispatching.triage import Due, triage
-from pipeline.simulator.least_cost import Task
-from pipeline.simulator.mill import simulate
+from pipeline.dispatcher.load_shedding import Due, triage
+from pipeline.simulator.lower_bound import Task
 from pipeline.simulator.report import report, tasks_of
 from pipeline.simulator.settings import MillSettings
+from pipeline.simulator.simulation import simulate
 from pipeline.simulator.trace import Drawn, Pattern, draw_trace
 from pipeline.simulator.worker_model import EXAMPLE, WorkerModel, read_worker_model
-from schemas.scaling import ScalingLimits
+from schemas.settings.autoscaling import ScalingLimits
 
 PATTERNS: Final[tuple[Pattern, ...]] = ("bursts", "ramp", "daynight", "spot-storm")
 HOURS: Final = (3_600.0, 21_600.0)

@@ -19,7 +19,7 @@ from throughput import machine
 
 from engine import Request, SamplingParams, ScheduleConfig
 from engine.plan import CacheGroup
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 
 ROWS = 256
 STEPS = 300

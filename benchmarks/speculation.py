@@ -110,8 +110,8 @@ def counts(engine: Engine) -> dict[str, Any]:
 
 
 def copying(args: argparse.Namespace) -> dict[str, Any]:
-    from schemas.requests import ChatMessage
-    from workers.tokenizer import Tokenizer
+    from schemas.requests.requests import ChatMessage
+    from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model)
     prose = (Path(__file__).parent / "workloads" / "prose.txt").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ import numpy as np
 
 from engine import Engine
 from engine.plan import RowState, StepOutput, StepPlan
-from engine.runner import StepRunner
-from engine.step_work import GroupWork, cache_windows, group_work
+from engine.runner.runner import StepRunner
+from engine.scheduler.step_cost import GroupWork, cache_windows, group_work
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ from tests.cluster.lane_cluster import dropped, lane_cluster, readers
 from tests.cluster.null_worker import read_meters, read_running
 from tests.cluster.stream_clients import Kind, Plan, Seen, report_of, run_clients
 from tests.servers.redis import RedisServer
-from tokenmill.job_options import choose_model
+from tokenmill.config.job_options import choose_model
 from tokenmill.settings import read_settings
-from workers.model_host import model_path
+from workers.model.loaded_model import model_path
 
 SMALL = {"TOKENMILL_GATEWAY__STREAM_BYTES": "4096", "TOKENMILL_GATEWAY__UNSENT_BYTES": "4096"}
 CHOICES = 4  # of those who will stop reading: their buffers are full sooner

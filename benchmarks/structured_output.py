@@ -26,12 +26,12 @@ from throughput import machine
 
 from engine.config import EngineConfig, ScheduleConfig
 from engine.request import Request, SamplingParams, TokenMask
-from engine.sampler import Sampler
 from engine.sampling.chain import fill_masks
-from schemas.errors import RowError
-from workers.constraints import json_grammar
-from workers.grammar import Grammar, GrammarSource
-from workers.model_host import LoadedModel
+from engine.sampling.sampler import Sampler
+from schemas.requests.errors import RowError
+from workers.model.loaded_model import LoadedModel
+from workers.structured.constraints import json_grammar
+from workers.structured.grammar import Grammar, GrammarSource
 
 SCHEMAS = Path(__file__).parent / "workloads" / "schemas.jsonl"
 BATCHES = (1, 16, 128)

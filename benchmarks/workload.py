@@ -50,8 +50,8 @@ def load_prompts(path: Path, model: Path, limit: int | None = None) -> list[Prom
     """
     if path.suffix == ".json":
         return read_prompts(path)[:limit]
-    from schemas.requests import ChatMessage
-    from workers.tokenizer import Tokenizer
+    from schemas.requests.requests import ChatMessage
+    from workers.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model)
 

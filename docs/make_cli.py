@@ -48,8 +48,9 @@ Settings that are no options come from `TOKENMILL_` variables or from `tokenmill
 (`TOKENMILL_CONFIG` names another file): `TOKENMILL_MODEL_CACHE`, `TOKENMILL_PRICE_PER_HOUR`,
 `TOKENMILL_DEFAULT_MAX_TOKENS`, `TOKENMILL_MAX_OUTPUT_TOKENS__STANDARD`, `TOKENMILL_PLAN__SHARD_TOKENS`,
 `TOKENMILL_CHECKPOINT_SECONDS`, `TOKENMILL_REQUEST_TIMEOUT`, … All of them are in
-`schemas/settings.py` and `schemas/limits.py`. `TOKENMILL_INSTRUCTION_SET` (`avx2`, `avx512`, `avx512_bf16`, `amx`) has
-the native kernels compute with less than the processor has; `TOKENMILL_ATTENTION` names what attends on a GPU, and
+`schemas/settings/settings.py` and `schemas/requests/limits.py`. `TOKENMILL_INSTRUCTION_SET` (`avx2`, `avx512`,
+`avx512_bf16`, `amx`) has the native kernels compute with less than the processor has;
+`TOKENMILL_ATTENTION` names what attends on a GPU, and
 `TOKENMILL_KV_BLOCK_SIZE` the tokens of a block of its cache ([architecture.md](architecture.md#attention-on-a-gpu)). On
 a CUDA device `TOKENMILL_GPU__MEMORY_UTILIZATION` (0.9) bounds what is taken of its memory,
 `TOKENMILL_GPU__CUDA_GRAPHS=false` launches every step anew, `TOKENMILL_GPU__GRAPH_TOKENS` (512) says up to which size

@@ -1,4 +1,5 @@
-"""Writes the table of names in docs/operations.md, between its two marks, from `pipeline.metrics.table`.
+"""Writes the table of names in docs/operations.md, between its two marks, from
+`pipeline.observability.metric_definitions`.
 
 python docs/make_metrics.py
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from pipeline.metrics.table import METRICS
+from pipeline.observability.metric_definitions import METRICS
 
 PAGE: Final = Path(__file__).parent / "operations.md"
 BEGIN: Final = "<!-- metrics: made by docs/make_metrics.py -->\n"

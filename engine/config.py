@@ -39,7 +39,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class PaceConfig:
-    """What requests of class 0 are promised, and what it weighs against the other classes' work (`engine.pacing`).
+    """What requests of class 0 are promised, and what it weighs against the other classes' work
+    (`engine.scheduler.slo_control`).
 
     Attributes:
         ttft: seconds from a request's arrival in the engine until its first token.

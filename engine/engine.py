@@ -11,15 +11,9 @@ from pathlib import Path
 import torch
 
 from engine.attention import AttentionBackend, KVLayout, keeps_fp8, make_backend, say_choice
-from engine.collect import Collector
 from engine.config import EngineConfig, KVDType, SpeculationConfig
-from engine.device.graphs import graphs_of
-from engine.device.loop import StepLoop, health_of
-from engine.device.memory import cache_budget, give_back, measure
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
-from engine.latency import ClassStats, LatencyCounts
 from engine.logs import get_logger
-from engine.memory import plan_cache
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
 from engine.models.load import is_encoder, load_model, wanted_cache
 from engine.models.loader import DecoderBuilder, TorchBuilder
@@ -28,25 +22,31 @@ from engine.native.choice import native_library
 from engine.native.library import NativeLibrary
 from engine.native.shapes import ShapeTable
 from engine.native.structs import Kind
-from engine.null_runner import NullRunner
-from engine.pacing import PaceStats
-from engine.parallel.lead import LeadRunner, load_parallel
-from engine.parallel.team import Team
+from engine.parallel.leader import LeadRunner, load_parallel
+from engine.parallel.rank_group import Team
 from engine.plan import CacheGroup, RowState
 from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
-from engine.resumption import ANSWERED
-from engine.runner import AheadRunner, ModelRunner, StateReader, StepRunner
+from engine.runner.async_loop import StepLoop, health_of
+from engine.runner.collect import Collector
+from engine.runner.device_memory import cache_budget, give_back, measure
+from engine.runner.graphs import graphs_of
+from engine.runner.memory import plan_cache
+from engine.runner.null_runner import NullRunner
+from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
 from engine.sampling.rows import check_params
-from engine.scheduler import Scheduler
-from engine.sequence import FinishedSequence
+from engine.scheduler.latency import ClassStats, LatencyCounts
+from engine.scheduler.resume import ANSWERED
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import FinishedSequence
+from engine.scheduler.slo_control import PaceStats
 from engine.speculative.base import Proposer
-from engine.speculative.draft_model import DraftBeside, load_draft
-from engine.speculative.eagle import HeadBeside, load_eagle
-from engine.speculative.lengths import lengths_of, longest_of
-from engine.speculative.ngram import NgramProposer
-from engine.speculative.tally import SpeculationStats
+from engine.speculative.draft_lengths import lengths_of, longest_of
+from engine.speculative.proposers.draft_model import DraftBeside, load_draft
+from engine.speculative.proposers.eagle import HeadBeside, load_eagle
+from engine.speculative.proposers.ngram import NgramProposer
+from engine.speculative.stats import SpeculationStats
 from engine.speculative.trial_budget import TrialBudget
 
 logger = get_logger(__name__)

@@ -272,10 +272,10 @@ def _resources(module: Mapping[str, Any]) -> list[str]:
 
 def _put_weights(aws: LocalAws) -> Path:
     """The demo model, as somebody would have put it into a bucket of weights; where it is on this machine."""
-    from tokenmill import models
+    from tokenmill.models import sources
     from tokenmill.settings import read_settings
 
-    path = models.pull(MODEL, read_settings().model_cache, print).path
+    path = sources.pull(MODEL, read_settings().model_cache, print).path
     client = aws.client("s3")
     client.create_bucket(Bucket=WEIGHTS)
     client.upload_file(str(path), WEIGHTS, "demo.gguf")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from pipeline.metrics.table import BY_NAME, WORKER
+from pipeline.observability.metric_definitions import BY_NAME, WORKER
 
 _NAME: Final = re.compile(r"\b(tokenmill_[a-z_]+)\b(?:\{([^}]*)\})?")
 _GROUPING: Final = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")

@@ -12,7 +12,7 @@ from typing import BinaryIO, Final, Protocol
 
 from pipeline.counters import LetterCounts, UnforeseenErrors
 from pipeline.tracing import NO_TRACES, Traces
-from schemas.figures import WorkerFigures
+from schemas.workers.metrics import WorkerFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from structlog.contextvars import bound_contextvars
 
-from schemas.job import Job
-from schemas.outcome import JobStatus, Manifest
+from schemas.jobs.job import Job
+from schemas.jobs.outcome import JobStatus, Manifest
 
 TRACEPARENT: Final = "traceparent"
 """The header's name, everywhere."""

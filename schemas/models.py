@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.papers import Paper
+from schemas.stored import Paper
 
 
 class ModelPin(Paper):

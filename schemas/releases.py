@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, model_validator
 
 from schemas.models import CatalogEntry, ModelPin
-from schemas.papers import Count, Paper, Report
-from schemas.release_options import ReleaseRules
+from schemas.settings.releases import ReleaseRules
+from schemas.stored import Count, Paper, Report
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.metrics.table import METRICS
-from schemas.errors import STATUS_CODES
+from pipeline.observability.metric_definitions import METRICS
+from schemas.requests.errors import STATUS_CODES
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = sorted(

@@ -20,7 +20,7 @@ def main() -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
 
-        from tokenmill.stopping import Starting, Stopped, on_unraisable
+        from tokenmill.processes.signals import Starting, Stopped, on_unraisable
 
         sys.unraisablehook = on_unraisable
         starting = Starting()

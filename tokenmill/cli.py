@@ -21,7 +21,6 @@ from tokenmill.commands import (
     deadletters,
     estimate,
     gc,
-    jobs,
     keys,
     models,
     prices,
@@ -32,6 +31,7 @@ from tokenmill.commands import (
     simulate,
     submit,
 )
+from tokenmill.commands.jobs import show
 from tokenmill.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -88,7 +88,7 @@ app.add_typer(keys.app, name="keys", short_help="API keys for HTTP.")
 app.command("estimate", short_help="Tokens, time and cost before anything runs.")(estimate.estimate)
 app.command("simulate", short_help="A day of an installation in seconds.")(simulate.simulate)
 app.add_typer(prices.app, name="prices", short_help="What machines cost by the hour.")
-app.add_typer(jobs.app, name="jobs", short_help="Jobs in local folders, and in roots.")
+app.add_typer(show.app, name="jobs", short_help="Jobs in local folders, and in roots.")
 app.add_typer(models.app, name="models", short_help="Models in the local cache.")
 app.add_typer(release.app, name="release", short_help="New versions of models, compared before they are served.")
 app.add_typer(canary.app, name="canary", short_help="What a model must answer before it is served.")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from schemas.models import ModelPin
-    from tokenmill.measured import MeasuredSpeed
+    from tokenmill.bench_results import MeasuredSpeed
 
 PIPED_WIDTH = 4_000
 """Columns of a table that goes to a file or another program, which has no width to keep to."""

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from pipeline.adapters.durable import private_disk
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.store_time import StoreClock
+from pipeline.adapters.folder.durable import private_disk
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.store_clock import StoreClock
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.inputs import PinnedInput, open_pinned, pin_uri
-from pipeline.intake import Intake, IntakeFigures, IntakeSettings
-from pipeline.ledger import JOBS, JobLedger
+from pipeline.ingest.intake import Intake, IntakeFigures, IntakeSettings
+from pipeline.inputs.open import PinnedInput, open_pinned, pin_uri
+from pipeline.ledger.ledger import JOBS, JobLedger
+from pipeline.maintenance.retention import RetentionSettings
 from pipeline.ports import World
-from pipeline.retention import RetentionSettings
-from pipeline.together import InTurn
+from pipeline.runtime.inline_executor import InTurn
 from pipeline.tracing import NO_TRACES, Traces
-from schemas.inputs import InputRef
-from schemas.job import Tier
+from schemas.jobs.inputs import InputRef
+from schemas.jobs.job import Tier
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.adapters.s3 import S3Store
-    from pipeline.adapters.s3_client import S3Connection
-    from schemas.settings import Settings
+    from pipeline.adapters.s3.client import S3Connection
+    from pipeline.adapters.s3.store import S3Store
+    from schemas.settings.settings import Settings
 
 S3 = "s3://"
 
@@ -90,8 +90,8 @@ def open_root(
         raise UserError("no root is named; give --root FOLDER or --root s3://BUCKET/PREFIX, or set TOKENMILL_ROOT")
     s3 = s3_connection(settings) if url.startswith(S3) or settings.s3.endpoint else None
     if url.startswith(S3):
-        from pipeline.adapters.s3 import S3Store
-        from pipeline.adapters.s3_url import split_url
+        from pipeline.adapters.s3.store import S3Store
+        from pipeline.adapters.s3.url import split_url
 
         with S3Store(*split_url(url), s3 or s3_connection(settings), read_only=read_only) as bucket:
             yield Root(url, _world(bucket, read_only, traces), s3)
@@ -125,8 +125,8 @@ def requests_at_once(root: Root, threads: int) -> Executor:
 
 def s3_connection(settings: Settings) -> S3Connection:
     """S3, as the settings say that it is reached."""
-    from pipeline.adapters.s3_client import S3Connection
-    from pipeline.adapters.s3_settings import S3Settings
+    from pipeline.adapters.s3.client import S3Connection
+    from pipeline.adapters.s3.settings import S3Settings
 
     return S3Connection(S3Settings(**settings.s3.model_dump()))
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from tokenmill.errors import UserError
 
 if TYPE_CHECKING:
-    from schemas.settings import Settings
+    from schemas.settings.settings import Settings
 
 
 def read_settings() -> Settings:
     """Settings from TOKENMILL_ variables and tokenmill.toml; raises `UserError`."""
-    from schemas.settings import InvalidSettingsError, load_settings
+    from schemas.settings.settings import InvalidSettingsError, load_settings
 
     try:
         return load_settings()

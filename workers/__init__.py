@@ -1,0 +1,1 @@
+"""Execution: a process that owns an engine; text in and out, shards, the lane, checkpoints."""

@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import NamedTuple
 
 from engine.request import Completion, Request
-from schemas.errors import RowError
-from schemas.requests import Body
-from workers.content_policies import Guard
+from schemas.requests.errors import RowError
+from schemas.requests.requests import Body
+from workers.policies.policy import Guard
 
 
 class RowName(NamedTuple):

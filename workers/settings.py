@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.worker_api import CHECKPOINT_SECONDS
-from workers.content_policies import NO_POLICIES, Policies
+from pipeline.worker_client.protocol import CHECKPOINT_SECONDS
+from workers.policies.policy import NO_POLICIES, Policies
 
 IDLE_SECONDS: Final = 0.02
 """Pause between looks when there is nothing to compute."""

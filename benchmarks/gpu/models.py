@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import engine.models.load as loading
 from engine import Engine, EngineConfig
-from engine.models.config import folder_config
+from engine.checkpoints.config import folder_config
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
 from engine.quant.weight import QWeight

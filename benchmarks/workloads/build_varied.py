@@ -250,8 +250,8 @@ def _chat(system: str, user: str) -> Messages:
 
 
 def main() -> None:
-    from schemas.requests import ChatMessage
-    from workers.tokenizer import Tokenizer
+    from schemas.requests.requests import ChatMessage
+    from workers.text.tokenizer import Tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, help="the folder with the three packages")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
-from engine.device.transfer import transfer_of
+from engine.transfer import transfer_of
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,1 @@
+"""The paged KV cache: blocks, block tables, prefix hashes, demand."""

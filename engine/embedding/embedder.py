@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.embedding.head import EmbeddingHead
 from engine.engine import EngineStats
 from engine.errors import RequestRefused
-from engine.latency import ClassStats
+from engine.models.encoders.head import EmbeddingHead
 from engine.request import Choice, Completion, FinishReason, PartialChoice, Request, as_token_ids
-from engine.resumption import ANSWERED
+from engine.scheduler.latency import ClassStats
+from engine.scheduler.resume import ANSWERED
 
 _PART = "\0"
 """Between a request's name and the number of a text."""

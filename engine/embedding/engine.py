@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.checkpoints.config import folder_config
 from engine.config import EngineConfig
-from engine.embedding.encoder import load_encoder
-from engine.embedding.settings import required_settings
 from engine.embedding.waiting import WaitingPrompts
 from engine.engine import EngineStats, resolve_device, resolve_model_dtype
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused, UnsupportedModel
-from engine.latency import ClassStats, Histogram
 from engine.models.base import ModelSpec
-from engine.models.config import folder_config
+from engine.models.encoders.encoder import load_encoder
+from engine.models.encoders.settings import required_settings
 from engine.request import (
     Choice,
     Completion,
@@ -34,7 +33,8 @@ from engine.request import (
     as_token_ids,
     check_request,
 )
-from engine.sequence import CLASSES, class_of
+from engine.scheduler.latency import ClassStats, Histogram
+from engine.scheduler.sequence import CLASSES, class_of
 
 WAITING_PROMPTS: Final = 1024
 """That whoever feeds the engine should keep waiting: of so many, those of one length fill a batch."""

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.sequence import CLASSES, class_of
+from engine.scheduler.sequence import CLASSES, class_of
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class WaitingPrompts:
         return request_id in self._serials
 
     def by_class(self) -> list[int]:
-        """How many there are of each class (`engine.sequence.class_of`)."""
+        """How many there are of each class (`engine.scheduler.sequence.class_of`)."""
         counts = [0] * CLASSES
         for priority, waiting in self._classes.items():
             counts[class_of(priority)] += len(waiting.arrived)

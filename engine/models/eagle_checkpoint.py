@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints.checkpoint import SafetensorsCheckpoint
+from engine.checkpoints.config import built_config, check_sizes, usable
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from engine.models.base import ModelSpec
-from engine.models.checkpoint import SafetensorsCheckpoint
-from engine.models.config import built_config, check_sizes, usable
 from engine.models.decoder import DecoderSpec
 from engine.models.eagle import EagleHead, HeadSpec, HeadWeights
 from engine.models.families import llama

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.checkpoints.config import end_tokens
 from engine.errors import UnsupportedModel
-from engine.models.config import end_tokens
 from engine.models.decoder import Activation, DecoderSpec
 from engine.models.rope import RopeSpec, context_length, rope_spec
 

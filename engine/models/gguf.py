@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints.config import built_config, check_sizes, end_tokens
+from engine.checkpoints.gguf_file import GGUFFile
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.models.config import built_config, check_sizes, end_tokens
 from engine.models.decoder import DecoderSpec
 from engine.models.families import fused_family
-from engine.models.gguf_file import GGUFFile
 from engine.quant.weight import QWeight
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints.checkpoint import DERIVED, SafetensorsCheckpoint, WeightSource, folder_weights
+from engine.checkpoints.config import usable
 from engine.errors import CorruptWeights, UnsupportedModel
 from engine.models.base import Attend, ModelSpec
-from engine.models.checkpoint import DERIVED, SafetensorsCheckpoint, WeightSource, folder_weights
-from engine.models.config import usable
 from engine.models.hf_check import check_against_eager, check_quantized
 from engine.models.hf_quant import quantize_linears, restore_quantized
 from engine.models.loader import DecoderBuilder

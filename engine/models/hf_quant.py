@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoints.checkpoint import WeightSource
+from engine.checkpoints.weight_formats import FormTally
 from engine.errors import UnsupportedModel
-from engine.models.checkpoint import WeightSource
-from engine.models.forms import FormTally
 from engine.models.loader import DecoderBuilder
 from engine.quant.base import Linear
 

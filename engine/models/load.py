@@ -12,12 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from engine.embedding.encoder import describe_encoder
-from engine.embedding.settings import embedding_settings, required_settings
-from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
-from engine.models.base import CausalModel, ModelSpec
-from engine.models.checkpoint import WeightSource, folder_weights
-from engine.models.config import (
+from engine.checkpoints.checkpoint import WeightSource, folder_weights
+from engine.checkpoints.config import (
     folder_config,
     folder_end_tokens,
     has_head,
@@ -25,7 +21,11 @@ from engine.models.config import (
     quantization_settings,
     usable,
 )
+from engine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
+from engine.models.base import CausalModel, ModelSpec
 from engine.models.decoder import DecoderSpec
+from engine.models.encoders.encoder import describe_encoder
+from engine.models.encoders.settings import embedding_settings, required_settings
 from engine.models.families import fused_family
 from engine.models.hf import check_supported, describe_transformers_model, load_transformers_model
 from engine.models.loader import DecoderBuilder, TorchBuilder, build_decoder

@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from engine.checkpoints.checkpoint import DERIVED, WeightSource
+from engine.checkpoints.weight_formats import FormTally
 from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
-from engine.models.checkpoint import DERIVED, WeightSource
 from engine.models.decoder import DecoderSpec, FusedDecoder, Layer
-from engine.models.forms import FormTally
 from engine.quant.base import DenseLinear, Linear, dense, packs
 from engine.quant.int8 import Int8Linear
 from engine.quant.linear import fast_kernel, int8_weight_only, quantized_linear

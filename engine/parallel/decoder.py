@@ -13,8 +13,8 @@ from engine.config import Quantize
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderSpec, FusedDecoder
 from engine.models.loader import TorchBuilder, Use
-from engine.parallel.group import RankGroup
-from engine.parallel.shares import Share
+from engine.parallel.process_group import RankGroup
+from engine.parallel.sharding import Share
 from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 

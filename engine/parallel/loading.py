@@ -11,9 +11,9 @@ from engine.errors import OutOfMemory, UnsupportedModel
 from engine.models.load import open_model
 from engine.models.loader import TorchBuilder, build_decoder
 from engine.parallel.decoder import RankBuilder, RankDecoder
-from engine.parallel.group import RankGroup
-from engine.parallel.shares import Share
-from engine.parallel.slicing import ShareOfWeights
+from engine.parallel.process_group import RankGroup
+from engine.parallel.sharding import Share
+from engine.parallel.weight_slicing import ShareOfWeights
 
 
 def load_share(

@@ -10,8 +10,8 @@ import torch
 
 from engine.attention import AttentionBatch
 from engine.config import Quantize, ScheduleConfig
-from engine.device.memory import MemoryUse
 from engine.plan import CacheGroup
+from engine.runner.device_memory import MemoryUse
 
 
 @dataclass(frozen=True, slots=True)

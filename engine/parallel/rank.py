@@ -14,12 +14,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from engine.attention import AttentionBackend, AttentionStep, KVLayout, make_backend
-from engine.device.memory import measure
 from engine.errors import EngineError
 from engine.logs import only_errors
-from engine.memory import available_bytes
 from engine.parallel.decoder import RankDecoder
-from engine.parallel.group import RankGroup
 from engine.parallel.loading import load_share, rank_device, resident_bytes
 from engine.parallel.messages import (
     Answer,
@@ -36,6 +33,9 @@ from engine.parallel.messages import (
     Message,
     Zero,
 )
+from engine.parallel.process_group import RankGroup
+from engine.runner.device_memory import measure
+from engine.runner.memory import available_bytes
 
 
 class Follower:

@@ -1,0 +1,1 @@
+"""Quantized weights: their forms, their products, and the methods that make them."""

@@ -13,7 +13,7 @@ with so many rows as were never seen without drafts nothing can be said, and the
 
 from __future__ import annotations
 
-from engine.speculative.lengths import StepCosts
+from engine.speculative.draft_lengths import StepCosts
 
 
 class Gain:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import NO_TOKEN
-from engine.sampler import SampleOutput, Sampler
 from engine.sampling.draw import block_max
+from engine.sampling.sampler import SampleOutput, Sampler
 
 Ints = NDArray[np.int32]
 Line = tuple[float, NDArray[np.int32], NDArray[np.float32]]

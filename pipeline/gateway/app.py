@@ -14,23 +14,23 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from pipeline.gateway.answers import Answers
-from pipeline.gateway.app_errors import answer_to, api_error
-from pipeline.gateway.asked_shapes import shapes
-from pipeline.gateway.bodies import BodyBudget
-from pipeline.gateway.edge import Edge
-from pipeline.gateway.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
-from pipeline.gateway.inference_routes import inference_router
-from pipeline.gateway.metrics_routes import metrics_router
-from pipeline.gateway.openapi import Described
-from pipeline.gateway.openapi import answers as documented
-from pipeline.gateway.origins import HostGuard
+from pipeline.gateway.http.bodies import BodyBudget
+from pipeline.gateway.http.csrf import HostGuard
+from pipeline.gateway.http.error_mapping import answer_to, api_error
+from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
+from pipeline.gateway.http.middleware import Edge
+from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.openapi.document import Described
+from pipeline.gateway.openapi.document import answers as documented
+from pipeline.gateway.openapi.request_schemas import shapes
+from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
-from pipeline.gateway.parts import GatewayParts
-from pipeline.gateway.routes import batches_router, files_router, models_router
-from pipeline.gateway.shapes import Health, OpenApi
-from pipeline.gateway.status_routes import status_router
-from pipeline.gateway.websocket import websocket_router
+from pipeline.gateway.routes.batches import batches_router, files_router, models_router
+from pipeline.gateway.routes.dependencies import GatewayParts
+from pipeline.gateway.routes.inference import inference_router
+from pipeline.gateway.routes.metrics import metrics_router
+from pipeline.gateway.routes.status import status_router
+from pipeline.gateway.routes.websocket import websocket_router
 from pipeline.ports import PipelineError
 
 _DESCRIPTION: Final = """Files, batches, and requests whose callers wait, as OpenAI's API has them.

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Response
 
-from pipeline.gateway.errors import ApiError
-from pipeline.gateway.openapi import answers, other
+from pipeline.gateway.http.errors import ApiError
+from pipeline.gateway.openapi.document import answers, other
 
 FOLDER: Final = Path(__file__).parent / "static"
 INDEX: Final = "index.html"

@@ -9,12 +9,12 @@ import threading
 from collections import Counter
 from typing import Any
 
-from pipeline.catalog import Catalog
-from pipeline.metrics.table import OTHER
-from pipeline.open_work import OpenJob, OpenJobs, OpenWork
+from pipeline.models.catalog import Catalog
+from pipeline.observability.metric_definitions import OTHER
 from pipeline.ports import Heartbeats, WorkerState, World
-from schemas.figures import LATENCY_BOUNDS, WorkerFigures
+from pipeline.scaling.open_work import OpenJob, OpenJobs, OpenWork
 from schemas.models import CatalogEntry
+from schemas.workers.metrics import LATENCY_BOUNDS, WorkerFigures
 
 
 class Status:

@@ -19,11 +19,11 @@ from pipeline.planner.api import (
     TokenCounter,
     TooManyRows,
 )
-from pipeline.planner.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
-from pipeline.planner.estimate import InputEstimate, measure
+from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, Hardware, ModelShape, WorkEstimate, at_rate, bound
+from pipeline.planner.estimates.estimate import InputEstimate, measure
+from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import plan
-from pipeline.planner.sample import ShardSample
-from pipeline.planner.source import choose_files, open_source
+from pipeline.planner.readers.source import choose_files, open_source
 
 __all__ = [
     "measure",

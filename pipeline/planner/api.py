@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.ports import PipelineError
-from schemas.errors import RowError
-from schemas.outcome import JobError
-from schemas.plan import PlanSegment
+from schemas.jobs.outcome import JobError
+from schemas.jobs.plan import PlanSegment
+from schemas.requests.errors import RowError
 
 TokenCounter = Callable[[str], int]
 """Tokens of a text, by the job's tokenizer."""

@@ -27,11 +27,11 @@ from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import CheckedBatch, Validator
 from pipeline.ports import World
-from schemas.job import Job, OnInvalid
-from schemas.outcome import JobError
-from schemas.plan import PlanSegment, RejectsRef, ShardRef
-from schemas.results import ResultRow, results_table
-from schemas.tables import result_schema
+from schemas.jobs.job import Job, OnInvalid
+from schemas.jobs.outcome import JobError
+from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
+from schemas.jobs.results import ResultRow, results_table
+from schemas.jobs.tables import result_schema
 
 
 def plan(

@@ -24,8 +24,8 @@ from pipeline.planner.cut import ShardLimits, cut
 from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
 from pipeline.planner.validate import Checked, CheckedBatch
 from pipeline.ports import StoreError
-from schemas.limits import PlanSettings
-from schemas.tables import SHARD_FIELDS, shard_schema
+from schemas.jobs.tables import SHARD_FIELDS, shard_schema
+from schemas.requests.limits import PlanSettings
 
 SPILLED = pa.schema([("custom_id", pa.string()), ("url", pa.string()), ("body", pa.string())])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schemas.limits import PlanSettings
+from schemas.requests.limits import PlanSettings
 
 
 @dataclass(frozen=True, slots=True)

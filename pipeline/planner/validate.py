@@ -15,9 +15,9 @@ from pipeline.planner.api import SourceBatch, SourceRow
 from pipeline.planner.prefix import PrefixChain, prefix_chain, prompt_bytes
 from pipeline.planner.seen import SeenIds
 from pipeline.planner.tokens import TokenEstimator
-from schemas.errors import RowError, RowErrorCode
-from schemas.job import Job
-from schemas.requests import (
+from schemas.jobs.job import Job
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.requests import (
     BODIES,
     Body,
     ChatBody,

@@ -14,13 +14,13 @@ from typing import Final, Protocol
 
 import structlog
 
-from pipeline.backlog_figures import BacklogFigures, BacklogLook
-from pipeline.ledger import LedgerError, read_paper
+from pipeline.ledger.ledger import LedgerError, read_paper
 from pipeline.ports import Heartbeats, ObjectNotFound, PipelineError, World
+from pipeline.scaling.backlog import BacklogFigures, BacklogLook
 from pipeline.scaling.fleet import Start
-from pipeline.scaling.look import FirstTokens, observe, pools_of, see
+from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
 from pipeline.scaling.policy import Decision, Memory, Observed, decide
-from schemas.scaling import AutoscaleOptions, PoolMemory, ScalingPaper
+from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, ScalingPaper
 
 PAPER: Final = "scaling/decided.json"
 

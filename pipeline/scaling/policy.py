@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from pipeline.scaling.fleet import Demand, Fleet, Start, awaited, workers_for
-from schemas.scaling import ScalingLimits
+from schemas.settings.autoscaling import ScalingLimits
 
 HOUR = 3_600.0
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pipeline.simulator.least_cost import Task, least_cost
+from pipeline.simulator.lower_bound import Task, least_cost
 
 
 @dataclass(frozen=True, slots=True)

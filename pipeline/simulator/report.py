@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pipeline.simulator.least_cost import Task
+from pipeline.simulator.lower_bound import Task
 from pipeline.simulator.oracle import Best, best
 from pipeline.simulator.settings import MillSettings, Outcome
 from pipeline.simulator.trace import Trace
-from schemas.job import Tier
+from schemas.jobs.job import Tier
 
 HOUR = 3_600.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.dispatching.dispatcher import DispatchSettings
+from pipeline.dispatcher.dispatcher import DispatchSettings
 from pipeline.simulator.worker_model import WorkerModel
 from pipeline.simulator.workers import SimJob
-from schemas.limits import PlanSettings
-from schemas.scaling import ScalingLimits
+from schemas.requests.limits import PlanSettings
+from schemas.settings.autoscaling import ScalingLimits
 
 
 @dataclass(frozen=True, slots=True)

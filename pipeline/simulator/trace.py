@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.ports import PipelineError
 from pipeline.simulator.worker_model import WorkerModel
-from schemas.job import Tier
+from schemas.jobs.job import Tier
 
 Pattern = Literal["bursts", "ramp", "daynight", "spot-storm"]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

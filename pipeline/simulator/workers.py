@@ -12,9 +12,9 @@ from datetime import datetime
 from math import inf
 from typing import Final
 
-from pipeline.bulk_floor import BulkFloor
 from pipeline.simulator.worker_model import WorkerModel
-from schemas.job import Tier
+from pipeline.worker_client.bulk_reserve import BulkFloor
+from schemas.jobs.job import Tier
 
 MOST_HELD: Final = 5
 """Four shards that are open and one that is prepared, as a worker has them (`workers.settings.WorkerSettings`)."""

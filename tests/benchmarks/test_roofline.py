@@ -17,7 +17,7 @@ from step_record import StepRecord, StepRecorder, occupancy
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 from engine.plan import StepPlan
-from engine.step_work import GroupWork, group_work
+from engine.scheduler.step_cost import GroupWork, group_work
 
 BF16 = Precision(weights="bf16", linears="bf16", kv="bf16", scores="bf16", values="bf16", head="bf16")
 PEAKS = MachinePeaks(

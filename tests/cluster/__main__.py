@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.cluster.cluster import Cluster, running_cluster
-from tests.cluster.doors import all_done, answers, by_door, send, told
+from tests.cluster.ingest import all_done, answers, by_door, send, told
 from tests.waiting import wait_for
 
 PROCESSES = ("dispatcher-1", "dispatcher-2", "intake-1", "worker-1", "worker-2")

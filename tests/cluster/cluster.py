@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.adapters.s3 import S3Store
-from pipeline.adapters.s3_settings import S3Settings
-from pipeline.ledger import JOBS, JobLedger
-from schemas.outcome import Manifest
+from pipeline.adapters.s3.settings import S3Settings
+from pipeline.adapters.s3.store import S3Store
+from pipeline.ledger.ledger import JOBS, JobLedger
+from schemas.jobs.outcome import Manifest
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.kafka import BucketStorage, KafkaBroker
 from tests.servers.moto import MotoServer

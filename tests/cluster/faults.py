@@ -222,7 +222,7 @@ def main() -> int:
 
 
 def _demo() -> Path:
-    from tokenmill.job_options import choose_model
+    from tokenmill.config.job_options import choose_model
     from tokenmill.settings import read_settings
 
     return Path(choose_model("demo", read_settings().model_cache).source.path)

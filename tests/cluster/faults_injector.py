@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pipeline.adapters.redis_connection import RedisSettings
-from pipeline.adapters.redis_heartbeats import RedisHeartbeats
-from pipeline.availability import ServiceUnavailable
+from pipeline.adapters.redis.connection import RedisSettings
+from pipeline.adapters.redis.heartbeats import RedisHeartbeats
+from pipeline.runtime.availability import ServiceUnavailable
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import SILENCE, Fault, Sending

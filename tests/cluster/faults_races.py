@@ -6,13 +6,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ledger import JOBS, JobLedger
+from pipeline.jobs.retry import NothingToRetry, choose_rows
+from pipeline.jobs.submit import Order, derived_job_id, submit
+from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from pipeline.retry import NothingToRetry, choose_rows
-from pipeline.submit import Order, derived_job_id, submit
-from schemas.outcome import JobStatus
+from schemas.jobs.outcome import JobStatus
 from tests.cluster.cluster import Cluster, settings_of
 from tests.cluster.faults_load import Senders
 from tests.cluster.faults_plan import Sending

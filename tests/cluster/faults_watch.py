@@ -19,7 +19,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.ledger import JOBS, MANIFEST, PROGRESS, RESULTS
+from pipeline.ledger.ledger import JOBS, MANIFEST, PROGRESS, RESULTS
 from tests.cluster.cluster import BUCKET, Cluster
 from tests.cluster.faults_plan import Sending
 

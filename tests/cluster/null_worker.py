@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig, ScheduleConfig
 from engine.models.load import describe_model
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
-from schemas.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
-from tokenmill import working
-from tokenmill.job_options import choose_model
+from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, ChatBody, CompletionBody, load_body
+from tokenmill.config.job_options import choose_model
+from tokenmill.services import worker as working
 from tokenmill.settings import read_settings
-from workers.model_host import LoadedModel, model_digest, model_path
-from workers.tokenizer import TokenIds, Tokenizer
-from workers.translate import JobRules, ModelLimits, Translator
+from workers.model.loaded_model import LoadedModel, model_digest, model_path
+from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.translation.requests import JobRules, ModelLimits, Translator
 
 NUM_BLOCKS: Final = 16_384
 """Of 32 tokens each."""

@@ -24,9 +24,9 @@ from engine import (
 )
 from engine.errors import ContextLengthExceeded, EngineError, OutOfMemory, RequestRefused, UnsupportedModel
 from engine.models.base import ModelSpec
-from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, StepOutput, StepPlan
-from engine.scheduler import Scheduler
+from engine.runner.null_runner import NullRunner
+from engine.scheduler.scheduler import Scheduler
 from tests.engine.oracle import Setting, make_prompts
 
 TinyModel = Callable[[str], Path]

@@ -15,8 +15,8 @@ from engine import Completion, Engine, EngineConfig, FinishReason, Request, Samp
 from engine.config import CacheConfig, ScheduleConfig
 from engine.errors import RequestRefused
 from engine.models.base import ModelSpec
-from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, StepOutput, StepPlan
+from engine.runner.null_runner import NullRunner
 from tests.engine.oracle import Setting, make_prompts
 
 VOCAB = 257

@@ -28,9 +28,9 @@ from engine import (
 )
 from engine.errors import UnsupportedModel
 from engine.speculative.base import Ask, Draft
-from engine.speculative.lengths import FixedLengths
-from tests.engine.test_native_engine import PRECISIONS
-from tests.engine.test_resumption import OddMask, PairWatcher, joined, told
+from engine.speculative.draft_lengths import FixedLengths
+from tests.engine.native.test_native_engine import PRECISIONS
+from tests.engine.scheduler.test_resume import OddMask, PairWatcher, joined, told
 
 TinyModel = Callable[[str], Path]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.gateway.keys import ApiKeys, Scope
+from pipeline.gateway.http.api_keys import ApiKeys, Scope
 from pipeline.ports import ObjectStore, World
-from schemas.limits import RateLimits
+from schemas.requests.limits import RateLimits
 from tests.cluster.cluster import NULL_WORKER, ROOT, running_cluster, settings_of
 from tests.hostile.attack import Answer, Form, Target
 from tests.hostile.client import CHAT, ask, chat

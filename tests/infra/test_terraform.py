@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from pipeline.adapters.cloudwatch import CloudWatch
-from pipeline.backlog_figures import BacklogFigures, ModelBacklog
 from pipeline.scaling.autoscaler import PoolDecision
+from pipeline.scaling.backlog import BacklogFigures, ModelBacklog
+from pipeline.scaling.cloudwatch import CloudWatch
 from pipeline.scaling.policy import Memory, Observed, decide
-from schemas.scaling import ScalingLimits
-from schemas.settings import Settings
+from schemas.settings.autoscaling import ScalingLimits
+from schemas.settings.settings import Settings
 
 TERRAFORM = Path(__file__).parents[2] / "infra/terraform"
 BEYOND_SETTINGS = {"TOKENMILL_ROOT", "TOKENMILL_NATIVE_CACHE"}

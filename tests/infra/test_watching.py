@@ -15,7 +15,7 @@ import yaml
 
 from infra import dashboards, promql
 from infra.dashboards import read as read_dashboards
-from pipeline.metrics.table import METRICS
+from pipeline.observability.metric_definitions import METRICS
 from tokenmill.cli import app
 
 ROOT = Path(__file__).parents[2]

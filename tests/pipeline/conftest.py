@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ledger import JobLedger
+from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from tests.pipeline.simulated_house import House
+from tests.pipeline.simulated_harness import House
 from tests.pipeline.simulation import simulated_world
 
 

@@ -11,21 +11,21 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.ledger import REJECTS, JobLedger, shard_key
-from pipeline.planning import LedgerPlanSink
+from pipeline.jobs.planning import LedgerPlanSink
+from pipeline.jobs.submit import Order, submit
+from pipeline.ledger.ledger import REJECTS, JobLedger, shard_key
+from pipeline.ledger.records import ShardReport
 from pipeline.ports import Heartbeats, World, queue_name
-from pipeline.records import ShardReport
-from pipeline.submit import Order, submit
-from pipeline.worker_api import ShardWork
-from schemas.checkpoints import FinishedRows
-from schemas.errors import RowError, RowErrorCode
-from schemas.inputs import InputFile, InputFormat, InputRef
-from schemas.job import Job, Tier
+from pipeline.worker_client.protocol import ShardWork
+from schemas.jobs.checkpoints import FinishedRows
+from schemas.jobs.inputs import InputFile, InputFormat, InputRef
+from schemas.jobs.job import Job, Tier
+from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
+from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
+from schemas.jobs.results import ResultRow, RowStatus, results_table
+from schemas.jobs.tables import result_schema, shard_schema
 from schemas.models import ModelPin
-from schemas.outcome import Counts, JobStatus, Manifest, Usage
-from schemas.plan import PlanSegment, RejectsRef, ShardRef
-from schemas.results import ResultRow, RowStatus, results_table
-from schemas.tables import result_schema, shard_schema
+from schemas.requests.errors import RowError, RowErrorCode
 
 MODEL = "tiny"
 PIN = ModelPin(name=MODEL, source="/models/tiny", digest="sha256:1", dtype="float32")

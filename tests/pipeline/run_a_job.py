@@ -6,21 +6,21 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.locks import RunLock
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.folder.locks import RunLock
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
-from pipeline.ledger import JobLedger
-from pipeline.pinning import pin_input
-from pipeline.planning import plan_job
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import submit
+from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.shard_client import ShardClient
-from pipeline.submit import submit
-from schemas.job import JobSettings
-from schemas.limits import PlanSettings
-from schemas.outcome import Manifest
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.job import JobSettings
+from schemas.jobs.outcome import Manifest
+from schemas.requests.limits import PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.adapters.s3 import S3Store
-from pipeline.adapters.s3_client import S3Connection
-from pipeline.adapters.s3_settings import S3Settings
+from pipeline.adapters.s3.client import S3Connection
+from pipeline.adapters.s3.settings import S3Settings
+from pipeline.adapters.s3.store import S3Store
 from tests.servers.s3 import S3Server
 
 

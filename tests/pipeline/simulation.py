@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.adapters.keys import check_key, check_prefix
+from pipeline.adapters.object_keys import check_key, check_prefix
 from pipeline.ports import ObjectInfo, ObjectNotFound, ShardTask, World
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -14,16 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.dead_letters import DeadLetter, Replay
-from pipeline.doors.celery_tasks import TaskTicket
-from pipeline.doors.drops import TakenMarker
-from pipeline.doors.kafka_batches import KafkaBatch, KafkaGroup, Origin
-from pipeline.doors.kafka_letters import OwedLetter
-from pipeline.gateway.keys import ApiKey, Scope
-from pipeline.gateway.papers import BatchOrder, BatchOutcome, Heard, Reader, StoredFile
-from pipeline.ledger import read_paper
-from pipeline.notices import Due, Wanted
-from pipeline.records import (
+from pipeline.gateway.http.api_keys import ApiKey, Scope
+from pipeline.gateway.records import BatchOrder, BatchOutcome, Heard, Reader, StoredFile
+from pipeline.ingest.celery.tasks import TaskTicket
+from pipeline.ingest.dead_letters import DeadLetter, Replay
+from pipeline.ingest.files.source import TakenMarker
+from pipeline.ingest.kafka.dead_letters import OwedLetter
+from pipeline.ingest.kafka.micro_batches import KafkaBatch, KafkaGroup, Origin
+from pipeline.jobs.pending_webhooks import Due, Wanted
+from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.records import (
     AttemptRecord,
     EndRecord,
     NoteRecord,
@@ -33,25 +33,17 @@ from pipeline.records import (
     Tombstone,
     UnreadableRecord,
 )
-from pipeline.results import FOOTER_KEY
-from schemas.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
-from schemas.errors import RowError, RowErrorCode
-from schemas.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
-from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
-from schemas.heartbeat import HeartbeatPaper
-from schemas.inputs import FileStamp, InputFile, InputFormat, InputRef
-from schemas.job import Closing, Job, JobSettings, Tier
-from schemas.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
-from schemas.lane import read_event as read_lane_event
-from schemas.lane import read_request as read_lane_request
-from schemas.limits import RateLimits
+from pipeline.results.parts import FOOTER_KEY
+from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, LoggedLogprobs, decode, encode
+from schemas.jobs.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
+from schemas.jobs.inputs import FileStamp, InputFile, InputFormat, InputRef
+from schemas.jobs.job import Closing, Job, JobSettings, Tier
+from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, ModelSpending, Usage, Worked
+from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
+from schemas.jobs.progress import Progress
+from schemas.jobs.results import ResultRow, RowStatus, results_table
+from schemas.jobs.tables import SHARD_FIELDS, result_schema, shard_schema
 from schemas.models import CatalogEntry, ModelPin
-from schemas.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, ModelSpending, Usage, Worked
-from schemas.papers import Paper
-from schemas.plan import PlanSegment, RejectsRef, ShardRef
-from schemas.progress import Progress
-from schemas.queue import task_arguments
-from schemas.release_options import ReleaseRules
 from schemas.releases import (
     Bounds,
     CanaryAnswer,
@@ -63,9 +55,17 @@ from schemas.releases import (
     Release,
     ShadowHead,
 )
-from schemas.results import ResultRow, RowStatus, results_table
-from schemas.scaling import PoolMemory, ScalingPaper
-from schemas.tables import SHARD_FIELDS, result_schema, shard_schema
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.limits import RateLimits
+from schemas.settings.autoscaling import PoolMemory, ScalingPaper
+from schemas.settings.releases import ReleaseRules
+from schemas.stored import Paper
+from schemas.workers.heartbeat import HeartbeatPaper
+from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
+from schemas.workers.lane import read_event as read_lane_event
+from schemas.workers.lane import read_request as read_lane_request
+from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from schemas.workers.queue import task_arguments
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SHA = "ab" * 32

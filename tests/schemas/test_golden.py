@@ -18,7 +18,7 @@ import pytest
 
 import pipeline
 import schemas
-from schemas.papers import Paper
+from schemas.stored import Paper
 from tests.schemas.golden_samples import EVENTS, HEAD, PAPERS, SUMMARY, Golden, samples
 
 FOLDER = Path(__file__).parent / "golden"

@@ -13,8 +13,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from pipeline.gateway.keys import Scope
-from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from pipeline.gateway.http.api_keys import Scope
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 
 OPEN = {"/", "/static/{name}", "/healthz", "/readyz", "/openapi.json"}
 """What everybody may ask for. Nothing of any tenant is in it."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gateway.parts import GatewaySettings
-from tests.pipeline.gateway.http_house import HttpHouse, http_house
+from pipeline.gateway.routes.dependencies import GatewaySettings
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house
 from tests.waiting import HANG_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"

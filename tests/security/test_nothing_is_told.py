@@ -11,8 +11,8 @@ import openai
 import pytest
 from websockets.sync.client import connect
 
-from pipeline.gateway.keys import Scope
-from tests.pipeline.gateway.http_house import http_house
+from pipeline.gateway.http.api_keys import Scope
+from tests.pipeline.gateway.http_harness import http_house
 from tests.waiting import HANG_SECONDS
 
 CANARY = "kanarienvogel7261"

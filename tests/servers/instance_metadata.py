@@ -56,7 +56,7 @@ class MetadataServer:
 
     @property
     def endpoint(self) -> str:
-        """For `tokenmill.instance_metadata.ENDPOINT_VARIABLE`."""
+        """For `tokenmill.services.instance_metadata.ENDPOINT_VARIABLE`."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:

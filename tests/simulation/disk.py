@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.adapters.locks import try_lock
+from pipeline.adapters.folder.locks import try_lock
 from tests.simulation.machine import Process
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.jobs import summarize_job
-from pipeline.ledger import JobLedger, JobNotFound
-from pipeline.pinning import pin_input
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.summaries import summarize_job
+from pipeline.ledger.ledger import JobLedger, JobNotFound
 from pipeline.ports import PipelineError
-from schemas.inputs import InputRef
+from schemas.jobs.inputs import InputRef
 from tests.simulation.disk import Device
-from tests.simulation.house import JOB, PREFIX, House, input_file
+from tests.simulation.harness import JOB, PREFIX, House, input_file
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock
 from tests.simulation.oracle import Oracle
 from tests.simulation.ports import Broker

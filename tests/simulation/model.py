@@ -18,19 +18,19 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from engine.engine import Engine, EngineStats
-from engine.latency import ClassStats
 from engine.models.base import ModelSpec
-from engine.null_runner import NullRunner
 from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
 from engine.request import Completion, PartialChoice, Request
+from engine.runner.null_runner import NullRunner
+from engine.scheduler.latency import ClassStats
 from schemas.models import ModelPin
 from tests.simulation.machine import Process, ProcessClock
 from tests.simulation.scenario import WORDS, Poison
 from tests.simulation.watch import EngineWatch, row_of
-from workers.model_host import LoadedModel
-from workers.tokenizer import Tokenizer
-from workers.translate import ModelLimits
-from workers.trials import PROBE
+from workers.model.loaded_model import LoadedModel
+from workers.shards.isolation import PROBE
+from workers.text.tokenizer import Tokenizer
+from workers.translation.requests import ModelLimits
 
 SPECIALS = ("<pad>", "<s>", "<end>", "<turn>")
 FIRST_CHARACTER = len(SPECIALS)

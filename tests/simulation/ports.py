@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, ObjectInfo, ShardTask, WorkerState
-from schemas.figures import WorkerFigures
+from schemas.workers.metrics import WorkerFigures
 from tests.simulation.machine import Machine, Process
 from tests.simulation.watch import Watch
 

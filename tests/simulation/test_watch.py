@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schemas.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, encode
+from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice, encode
 from tests.simulation.watch import read_log
 
 

@@ -11,7 +11,7 @@ from threading import Condition
 from typing import Any
 
 from tests.simulation.machine import Process
-from workers.heartbeats import TIMER_SECONDS, Timer
+from workers.shards.heartbeats import TIMER_SECONDS, Timer
 
 
 class SteppedFuture(Future[Any]):

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.adapters.memory_queue import MemoryQueue
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.catalog import Catalog
-from pipeline.dispatching.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatching.foreman import Foreman, ForemanSettings
-from pipeline.ledger import JOBS, JobLedger
-from pipeline.pinning import pin_input
+from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.submit import new_job_id, submit
+from pipeline.ledger.ledger import JOBS, JobLedger
+from pipeline.models.catalog import Catalog
 from pipeline.ports import ObjectStore, World
-from pipeline.shard_client import ShardClient
-from pipeline.submit import new_job_id, submit
-from schemas.job import JobSettings, OnInvalid
-from schemas.limits import PlanSettings
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.job import JobSettings, OnInvalid
 from schemas.models import CatalogEntry
+from schemas.requests.limits import PlanSettings
 from tests.pipeline.made_jobs import MODELS, PIN, computed, order, report
 from tests.waiting import HANG_SECONDS
 

@@ -17,18 +17,18 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.records import ShardReport
-from pipeline.together import InTurn
-from pipeline.worker_api import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
-from schemas.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
-from schemas.inputs import InputFile, InputRef
-from schemas.job import Job, JobSettings, Tier
+from pipeline.ledger.records import ShardReport
+from pipeline.runtime.inline_executor import InTurn
+from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from schemas.jobs.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
+from schemas.jobs.inputs import InputFile, InputRef
+from schemas.jobs.job import Job, JobSettings, Tier
+from schemas.jobs.outcome import Usage
+from schemas.jobs.results import ResultRow
+from schemas.jobs.tables import SHARD_FIELDS
 from schemas.models import ModelPin
-from schemas.outcome import Usage
-from schemas.requests import dump_body, parse_body
-from schemas.results import ResultRow
-from schemas.tables import SHARD_FIELDS
-from workers.tokenizer import Tokenizer
+from schemas.requests.requests import dump_body, parse_body
+from workers.text.tokenizer import Tokenizer
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.options import Debug, Json, MetricsPort, RootUrl
+from tokenmill.config.cli_options import Debug, Json, MetricsPort, RootUrl
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
     from pipeline.scaling.autoscaler import ScalingTarget
-    from schemas.settings import Settings
+    from schemas.settings.settings import Settings
 
 ADAPTERS = ("print", "cloudwatch", "http")
 
@@ -53,18 +53,18 @@ def autoscale(
     KV cache use while callers wait. Limits are in TOKENMILL_AUTOSCALE__LIMITS and __POOLS. A dispatcher with
     TOKENMILL_CLOUDWATCH__NAMESPACE does this by itself; several may run.
     """
-    from pipeline.backlog_figures import BacklogLook
-    from pipeline.metrics.sources import unforeseen
+    from pipeline.metric_collectors import unforeseen
+    from pipeline.runtime.inline_executor import AT_ONCE
     from pipeline.scaling.autoscaler import Autoscaler
-    from pipeline.together import AT_ONCE
+    from pipeline.scaling.backlog import BacklogLook
     from tokenmill.errors import UserError
-    from tokenmill.hints import workers_on_servers
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, wait_for_stop
+    from tokenmill.processes.logging import log_to_stderr
+    from tokenmill.processes.metrics_server import metrics_served
+    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.signals import until_told
     from tokenmill.root import open_root, requests_at_once
-    from tokenmill.scaling import Printed, Served
-    from tokenmill.stopping import until_told
+    from tokenmill.services.autoscaler import Printed, Served
+    from tokenmill.services.backends import workers_on_servers
 
     log_to_stderr(logging.WARNING if once else logging.INFO)
     settings = read_settings()
@@ -102,7 +102,7 @@ def autoscale(
 
 
 def _cloudwatch(settings: Settings) -> ScalingTarget:
-    from pipeline.adapters.cloudwatch import CloudWatch
+    from pipeline.scaling.cloudwatch import CloudWatch
     from tokenmill.errors import UserError
 
     if settings.cloudwatch.namespace is None:

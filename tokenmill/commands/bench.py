@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, DType, Json, KvDType, Quantize
+from tokenmill.config.cli_options import Debug, DType, Json, KvDType, Quantize
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from tokenmill.bench import Measurement
+    from tokenmill.local.bench import Measurement
 
 
 def bench(
@@ -38,12 +38,13 @@ def bench(
     The result is remembered, and 'tokenmill estimate' uses it. For a workload file of your own, time 'tokenmill run'.
     """
     from engine.engine import Engine
-    from tokenmill import bench as measure
-    from tokenmill import job_options, measured
-    from tokenmill.engine_options import EngineOptions
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.rehearsing import cache_bytes
-    from workers.model_host import dtype_name, model_digest, model_path
+    from tokenmill import bench_results
+    from tokenmill.config import job_options
+    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.local import bench as measure
+    from tokenmill.local.dry_run import cache_bytes
+    from tokenmill.processes.logging import log_to_stderr
+    from workers.model.loaded_model import dtype_name, model_digest, model_path
 
     log_to_stderr()
     settings = read_settings()
@@ -68,11 +69,11 @@ def bench(
     times = measure.step_times(works)
     results += [work.measurement for work in works]
     best = max(results[2 : 2 + len(batches)], key=lambda result: result.tokens_per_second)
-    speed = measured.MeasuredSpeed(
+    speed = bench_results.MeasuredSpeed(
         model=model_digest(path),
         dtype=dtype_name(engine.spec),
         threads=threads,
-        machine=measured.this_machine(),
+        machine=bench_results.this_machine(),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         prefill=results[1].tokens_per_second,
         decode=best.tokens_per_second,
@@ -85,7 +86,7 @@ def bench(
         read=times.read,
         pair=times.pair,
     )
-    kept = measured.keep(speed, cache)
+    kept = bench_results.keep(speed, cache)
     if as_json:
         output.print_json(
             {

@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, DeviceOption, DTypeOption, Json, KvDTypeOption, QuantizeOption, RootUrl, Threads
+from tokenmill.config.cli_options import (
+    Debug,
+    DeviceOption,
+    DTypeOption,
+    Json,
+    KvDTypeOption,
+    QuantizeOption,
+    RootUrl,
+    Threads,
+)
 from tokenmill.settings import read_settings
 
 app = typer.Typer(
@@ -38,13 +47,13 @@ def record(
 ) -> None:
     """Have the model answer the canary prompts on this machine, and record that in the root. Where it is recorded
     already the two are compared, and exit code 71 says that they differ."""
-    from pipeline.canaries import Canaries
-    from tokenmill.engine_options import engine_options
-    from tokenmill.job_options import choose_model
-    from tokenmill.processes import unique_name
-    from tokenmill.readiness import Readiness
+    from pipeline.models.canaries import Canaries
+    from tokenmill.config.engine_options import engine_options
+    from tokenmill.config.job_options import choose_model
+    from tokenmill.processes.runtime import unique_name
     from tokenmill.root import open_root
-    from tokenmill.working import load_any
+    from tokenmill.services.readiness import Readiness
+    from tokenmill.services.worker import load_any
 
     settings = read_settings()
     options = engine_options(settings, dtype, device, threads, 32, 2048, None, quantize, kv_dtype, "off")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import output
+from tokenmill.config.cli_options import Debug
 from tokenmill.errors import EXIT_INTERRUPTED, UserError
-from tokenmill.options import Debug
 
 if TYPE_CHECKING:
-    from tokenmill.over_http import Gateway
+    from tokenmill.jobs.http_client import Gateway
 
 
 def chat(
@@ -38,7 +38,7 @@ def chat(
     cancels the answer that is under way, and Ctrl-D ends. The API key, if one is needed, is read from
     TOKENMILL_API_KEY, else OPENAI_API_KEY.
     """
-    from tokenmill.over_http import open_gateway
+    from tokenmill.jobs.http_client import open_gateway
 
     text = sys.stdin.read().strip() if message == "-" else message
     if text is not None and not text.strip():
@@ -108,7 +108,7 @@ def _answer(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) 
 
 def _parts(gateway: Gateway, body: dict[str, Any]) -> Iterator[str]:
     """The text of an answer, as it comes. Raises `UserError`, also for a stream that ends before its end."""
-    from tokenmill.over_http import error_of
+    from tokenmill.jobs.http_client import error_of
 
     with gateway.stream("POST", "/v1/chat/completions", body) as answer:
         for line in answer.iter_lines():

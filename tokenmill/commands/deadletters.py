@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import output
+from tokenmill.config.cli_options import Debug, Json, RootUrl
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.options import Debug, Json, RootUrl
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.dead_letters import DeadLetter, Found
+    from pipeline.ingest.dead_letters import DeadLetter, Found
 
 app = typer.Typer(help="What could not become a request: list it, show it, send it again.", rich_markup_mode=None)
 
@@ -37,7 +37,7 @@ def list_letters(
     _debug: Debug = False,
 ) -> None:
     """List what could not become a request, with the reason; the newest first."""
-    from pipeline.dead_letters import DeadLetters
+    from pipeline.ingest.dead_letters import DeadLetters
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as opened:
@@ -69,7 +69,7 @@ def list_letters(
 @app.command("show", short_help="One dead letter, with its original.")
 def show_letter(letter: Letter, root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
     """Show why something could not become a request, where it came from, and how it began."""
-    from pipeline.dead_letters import DeadLetters
+    from pipeline.ingest.dead_letters import DeadLetters
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as opened:
@@ -116,8 +116,8 @@ def replay_letter(
     A file that was dropped is tried again by its door as soon as it looks. A message goes to the queue or topic that it
     came from.
     """
-    from pipeline.dead_letters import DeadLetters
-    from tokenmill.replaying import sender
+    from pipeline.ingest.dead_letters import DeadLetters
+    from tokenmill.jobs.replay import sender
     from tokenmill.root import open_root
 
     settings = read_settings()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tokenmill import options, output
-from tokenmill.options import Debug, DType, Input, Json, KvDType, Model, Quantize
+from tokenmill import output
+from tokenmill.config import cli_options
+from tokenmill.config.cli_options import Debug, DType, Input, Json, KvDType, Model, Quantize
 from tokenmill.settings import read_settings
 
 Market = Literal["on-demand", "spot"]
@@ -18,16 +19,16 @@ Market = Literal["on-demand", "spot"]
 if TYPE_CHECKING:
     from engine.models.base import ModelSpec
     from pipeline.planner import InputEstimate, ShardSample
-    from schemas.inputs import InputRef
-    from schemas.job import Job, JobSettings
+    from schemas.jobs.inputs import InputRef
+    from schemas.jobs.job import Job, JobSettings
     from schemas.models import ModelPin
-    from schemas.settings import Settings
-    from tokenmill.engine_options import EngineOptions
-    from tokenmill.measured import MeasuredSpeed
-    from workers.rehearsing import Rehearsed
+    from schemas.settings.settings import Settings
+    from tokenmill.bench_results import MeasuredSpeed
+    from tokenmill.config.engine_options import EngineOptions
+    from workers.shards.dry_run import Rehearsed
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
-"""The names in `pipeline.planner.capacity.HARDWARE`, which takes longer to import than --help may take."""
+"""The names in `pipeline.planner.estimates.capacity.HARDWARE`, which takes longer to import than --help may take."""
 
 
 def _device(name: str) -> str:
@@ -50,7 +51,7 @@ def estimate(
     price_per_hour: Annotated[
         float | None,
         typer.Option(
-            parser=options.price,
+            parser=cli_options.price,
             metavar="PRICE",
             help="Of a worker, for the cost. Default: of this machine the configured one, of others the price book's.",
         ),
@@ -95,9 +96,10 @@ def estimate(
     from engine.engine import resolve_device, resolve_model_dtype
     from engine.models.load import describe_model
     from schemas.models import ModelPin
-    from tokenmill import job_options, measured
-    from tokenmill.engine_options import EngineOptions
-    from workers.model_host import dtype_name, model_digest, model_path
+    from tokenmill import bench_results
+    from tokenmill.config import job_options
+    from tokenmill.config.engine_options import EngineOptions
+    from workers.model.loaded_model import dtype_name, model_digest, model_path
 
     settings = read_settings()
     wanted = job_options.job_settings(
@@ -109,7 +111,7 @@ def estimate(
     spec = describe_model(path, dtype=resolve_model_dtype(path, dtype, resolve_device("auto"))).spec
     pin = ModelPin(name=chosen.name, source=str(path), dtype=dtype_name(spec), quantization=quantize, kv_dtype=kv_dtype)
     rehearsals = _Rehearsals.of(inputs, pin, wanted, path, exact=exact)
-    speed = measured.recall(
+    speed = bench_results.recall(
         settings.model_cache, model=model_digest(path), dtype=pin.dtype, threads=threads, quantization=quantize,
         kv_dtype=kv_dtype,
     )  # fmt: skip
@@ -156,13 +158,13 @@ class _Rehearsals:
     def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
         """In a temporary place, which is gone afterwards."""
         from engine.models.load import describe_model, is_encoder
-        from pipeline.adapters.folder import FolderStore
+        from pipeline.adapters.folder.store import FolderStore
         from pipeline.adapters.system import SystemClock, SystemRandomness
         from pipeline.planner import ShardSample, measure, open_source
         from pipeline.ports import World
-        from schemas.job import Job
-        from tokenmill.inputs import open_input
-        from tokenmill.job_options import template_tokens, token_counter
+        from schemas.jobs.job import Job
+        from tokenmill.config.inputs import open_input
+        from tokenmill.config.job_options import template_tokens, token_counter
 
         clock, sample, encoder = SystemClock(), ShardSample(), is_encoder(path)
         job = Job(id="estimate", input=inputs, models=(pin,), settings=wanted, created_at=clock.now())
@@ -193,7 +195,7 @@ class _Rehearsals:
     def of_worker(self, options: EngineOptions, workers: int) -> tuple[Rehearsed, float]:
         """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
         its whole part is."""
-        from tokenmill.rehearsing import engine_config, rehearse
+        from tokenmill.local.dry_run import engine_config, rehearse
 
         key = workers, options.kv_cache_bytes
         if key not in self._made:
@@ -225,7 +227,7 @@ class _Prices:
 
     def here(self) -> float | None:
         """Of this machine."""
-        from tokenmill.prices import price_of_worker
+        from tokenmill.local.pricing import price_of_worker
 
         return price_of_worker(self._settings, self._per_hour)
 
@@ -235,7 +237,7 @@ class _Prices:
 
     def of_device(self, name: str) -> float | None:
         """Of an accelerator: what was asked for, else its own in the book."""
-        from tokenmill.prices import read_book
+        from tokenmill.local.pricing import read_book
 
         if self._named or self._per_hour is not None:
             return self.given()
@@ -245,11 +247,11 @@ class _Prices:
 
 
 def _measured_there(file: Path, digest: str) -> MeasuredSpeed:
-    from tokenmill import measured
+    from tokenmill import bench_results
     from tokenmill.errors import UserError
 
     try:
-        speed = measured.read_bench(file)
+        speed = bench_results.read_bench(file)
     except ValueError as error:
         raise UserError(str(error)) from error
     if speed.model != digest:
@@ -261,7 +263,7 @@ def _as_measured(
     rehearsals: _Rehearsals, options: EngineOptions, speed: MeasuredSpeed, on: str, price: float | None, workers: int
 ) -> dict[str, Any]:
     """Time and cost on a machine that was measured; each worker has its part."""
-    from pipeline.planner.timing import seconds_of
+    from pipeline.planner.estimates.timing import seconds_of
 
     made, whole = rehearsals.of_worker(options, workers)
     seconds = seconds_of(made.steps, made.waiting, made.progress, speed.times, whole)
@@ -271,7 +273,7 @@ def _as_measured(
 
 def _elsewhere(amount: InputEstimate, spec: ModelSpec, name: str, price: float | None, workers: int) -> dict[str, Any]:
     """The least time and cost on devices of a kind; seconds None where the model doesn't fit."""
-    from pipeline.planner.capacity import HARDWARE, DoesNotFit, ModelShape, bound
+    from pipeline.planner.estimates.capacity import HARDWARE, DoesNotFit, ModelShape, bound
 
     try:
         least = bound(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, Json, RootUrl, amount_of_time
+from tokenmill.config.cli_options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
 
 
@@ -50,7 +50,7 @@ def collect(
     A job that is open is never touched, and a job's order and outcome stay for ever. It may be stopped at any moment;
     the next one goes on. Safe while everything else runs; 'serve' and 'dispatcher' do it once a day by themselves.
     """
-    from pipeline.retention import Collector
+    from pipeline.maintenance.retention import Collector
     from tokenmill.root import open_root, retention_settings
 
     settings = read_settings()

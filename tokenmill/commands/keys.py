@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, Json, RootUrl, amount_of_time
+from tokenmill.config.cli_options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.gateway.keys import ApiKey
+    from pipeline.gateway.http.api_keys import ApiKey
 
 app = typer.Typer(
     help="API keys for HTTP. Only hashes of them are kept. As soon as there is one, nobody gets in without.",
@@ -60,8 +60,8 @@ def create(
     _debug: Debug = False,
 ) -> None:
     """Make a key. It is shown once, and never again."""
-    from pipeline.gateway.keys import ApiKeys, Scope
-    from schemas.limits import RateLimits
+    from pipeline.gateway.http.api_keys import ApiKeys, Scope
+    from schemas.requests.limits import RateLimits
     from tokenmill.errors import UserError
     from tokenmill.root import open_root
 
@@ -95,7 +95,7 @@ def create(
 @app.command("list")
 def list_keys(root_url: RootUrl = None, as_json: Json = False, _debug: Debug = False) -> None:
     """Show all keys, without their secrets."""
-    from pipeline.gateway.keys import ApiKeys
+    from pipeline.gateway.http.api_keys import ApiKeys
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings(), read_only=True) as root:
@@ -128,7 +128,7 @@ def revoke(
     _debug: Debug = False,
 ) -> None:
     """End a key. Gateways notice within seconds."""
-    from pipeline.gateway.keys import ApiKeys
+    from pipeline.gateway.http.api_keys import ApiKeys
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as root:

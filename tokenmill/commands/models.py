@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tokenmill import models, output
+from tokenmill import output
+from tokenmill.config.cli_options import Debug, Json
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.options import Debug, Json
+from tokenmill.models import sources
 from tokenmill.settings import read_settings
 
 app = typer.Typer(help="Models in the local cache: list them, pull more.", rich_markup_mode=None)
@@ -27,11 +28,11 @@ def root(context: typer.Context) -> None:
 def list_models(as_json: Json = False, _debug: Debug = False) -> None:
     """List the models in the local cache."""
     cache = read_settings().model_cache
-    found = models.cached(cache)
+    found = sources.cached(cache)
     if as_json:
-        output.print_json({"cache": cache, "models": [{**asdict(s), "for": models.purpose(s)} for s in found]})
+        output.print_json({"cache": cache, "models": [{**asdict(s), "for": sources.purpose(s)} for s in found]})
         return
-    rows = [(s.name, s.revision, models.purpose(s), output.size(s.size), s.path) for s in found]
+    rows = [(s.name, s.revision, sources.purpose(s), output.size(s.size), s.path) for s in found]
     output.stdout().print(output.table(None, ("name", "revision", "for", "size", "path"), rows, right=("size",)))
     if not found:
         output.say(f"no models in {cache}; 'tokenmill models pull demo' gets a small one")
@@ -49,7 +50,7 @@ def pull_model(
     _debug: Debug = False,
 ) -> None:
     """Fetch a model into the local cache, and print where it is."""
-    source = models.pull(name, read_settings().model_cache, output.say)
+    source = sources.pull(name, read_settings().model_cache, output.say)
     if as_json:
         output.print_json(asdict(source))
     else:

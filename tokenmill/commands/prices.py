@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from tokenmill import output
+from tokenmill.config.cli_options import Debug, Json
 from tokenmill.errors import EXIT_USAGE
-from tokenmill.options import Debug, Json
-from tokenmill.prices import price_of_worker, read_book
+from tokenmill.local.pricing import price_of_worker, read_book
 from tokenmill.settings import read_settings
 
 app = typer.Typer(help="Prices of machines: list them, check a book.", rich_markup_mode=None)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tokenmill import output
+from tokenmill.config.cli_options import Debug, Json, Threads
 from tokenmill.errors import UserError
-from tokenmill.options import Debug, Json, Threads
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
+    from engine.quant.quantize import Written
     from engine.quant.writing import Scheme
-    from engine.quantizing import Written
-    from workers.quality import Comparison
-    from workers.tokenizer import TokenIds
+    from workers.model.quality import Comparison
+    from workers.text.tokenizer import TokenIds
 
 Target = Literal["int8", "int4", "fp8"]
 Method = Literal["rtn", "smoothquant", "gptq"]
@@ -73,9 +73,9 @@ def quantize(
     far log-probabilities moved, on text that was not calibrated with.
     """
     from engine.quant.writing import Scheme
-    from tokenmill.job_options import choose_model
-    from tokenmill.logs import log_to_stderr
-    from workers.model_host import model_path
+    from tokenmill.config.job_options import choose_model
+    from tokenmill.processes.logging import log_to_stderr
+    from workers.model.loaded_model import model_path
 
     log_to_stderr()
     if method == "smoothquant" and (calibration is None or to != "int8"):
@@ -129,8 +129,8 @@ def _texts(
     path: Path, method: Method, calibration: Path | None, held_out: Path | None, most: int
 ) -> tuple[list[TokenIds], list[TokenIds]]:
     """Windows to calibrate with, and others for the report."""
-    from workers.quality import read_windows
-    from workers.tokenizer import Tokenizer
+    from workers.model.quality import read_windows
+    from workers.text.tokenizer import Tokenizer
 
     if calibration is None and held_out is None:
         return [], []
@@ -155,7 +155,7 @@ def _write(
 
     from engine.engine import resolve_device, resolve_dtype
     from engine.errors import UnsupportedModel
-    from engine.quantizing import gptq_weights, smoothing_factors, write_quantized
+    from engine.quant.quantize import gptq_weights, smoothing_factors, write_quantized
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -182,8 +182,8 @@ def _write(
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    from workers.model_host import MEANING_FILES
-    from workers.tokenizer import Tokenizer
+    from workers.model.loaded_model import MEANING_FILES
+    from workers.text.tokenizer import Tokenizer
 
     if path.is_file():
         Tokenizer.load(path).save(folder)
@@ -196,7 +196,7 @@ def _copy_tokenizer(path: Path, folder: Path) -> None:
 
 def _compare(path: Path, folder: Path, scored: list[TokenIds], threads: int | None) -> Comparison:
     from engine import CacheConfig, Engine, EngineConfig, ScheduleConfig
-    from workers.quality import TokenScores, compare, token_scores
+    from workers.model.quality import TokenScores, compare, token_scores
 
     config = EngineConfig(
         threads=threads,

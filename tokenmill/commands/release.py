@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tokenmill import output
-from tokenmill.options import Debug, Json, RootUrl, amount_of_time
+from tokenmill.config.cli_options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.releases.book import ReleaseBook, Standing
+    from pipeline.models.registry import ReleaseBook, Standing
     from schemas.models import CatalogEntry
     from schemas.releases import Bounds, Comparison
     from tokenmill.root import Root
@@ -54,7 +54,7 @@ def start(
     """Begin a release: workers with --candidate compute copies of what the served version has answered, a dispatcher
     compares, and promotes the new version or rolls it back. Nothing that the new version computes is read by anybody.
     """
-    from pipeline.releases.book import ReleaseBook
+    from pipeline.models.registry import ReleaseBook
     from tokenmill.root import open_root
 
     settings = read_settings()
@@ -84,8 +84,8 @@ def status(
     _debug: Debug = False,
 ) -> None:
     """Which version is served, which there are, and how the last release stands."""
-    from pipeline.catalog import Catalog
-    from pipeline.releases.book import ReleaseBook
+    from pipeline.models.catalog import Catalog
+    from pipeline.models.registry import ReleaseBook
     from tokenmill.errors import UserError
     from tokenmill.root import open_root
 
@@ -125,7 +125,7 @@ def rollback(name: Name, root_url: RootUrl = None, as_json: Json = False, _debug
 
 
 def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str | None, *, as_json: bool) -> None:
-    from pipeline.releases.book import ReleaseBook, ReleaseError, Standing
+    from pipeline.models.registry import ReleaseBook, ReleaseError, Standing
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as root:
@@ -149,7 +149,7 @@ def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str |
 
 def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
     """The model's name, and the one version that is meant. Raises `UserError`."""
-    from pipeline.catalog import BY_DIGEST, Catalog
+    from pipeline.models.catalog import BY_DIGEST, Catalog
     from tokenmill.errors import UserError
 
     name, mark, digits = given.rpartition(BY_DIGEST)
@@ -165,7 +165,7 @@ def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
 
 
 def _document(root: Root, book: ReleaseBook, standing: Standing) -> dict[str, Any]:
-    from pipeline.releases.keeper import compared_now
+    from pipeline.models.rollout_controller import compared_now
 
     release, outcome = standing.release, standing.outcome
     comparison = outcome.comparison if outcome is not None else compared_now(root.world, release)

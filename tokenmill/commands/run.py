@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.options import (
+from tokenmill.config.cli_options import (
     ChatTemplate,
     ContentPolicies,
     Deadline,
@@ -39,8 +39,8 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from tokenmill.engine_options import EngineOptions
-    from tokenmill.run_plan import RunPlan
+    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.local.run_plan import RunPlan
 
 
 def run(
@@ -79,9 +79,9 @@ def run(
     The same command again goes on where the last one stopped; what was committed is never computed again. Every line
     gets a row, an invalid one too, with the reason. OUT/results can be read at any moment.
     """
-    from tokenmill.engine_options import engine_options
-    from tokenmill.prices import check_limit, price_of_worker
-    from tokenmill.running import execute
+    from tokenmill.config.engine_options import engine_options
+    from tokenmill.local.execute import execute
+    from tokenmill.local.pricing import check_limit, price_of_worker
 
     settings = read_settings()
     engine = engine_options(
@@ -117,9 +117,9 @@ def _plan(
     content_policy: list[str] | None,
 ) -> RunPlan:
     """Everything that can be found out, and refused, before a job is made. Cheap checks come first."""
-    from schemas.job import Tier as JobTier
-    from tokenmill import job_options
-    from tokenmill.run_plan import RunPlan
+    from schemas.jobs.job import Tier as JobTier
+    from tokenmill.config import job_options
+    from tokenmill.local.run_plan import RunPlan
     from workers.settings import WorkerSettings
 
     settings = read_settings()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.options import (
+from tokenmill.config.cli_options import (
     ChatTemplate,
     ContentPolicies,
     Debug,
@@ -39,9 +39,9 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from schemas.settings import Settings
-    from tokenmill.engine_options import EngineOptions
-    from workers.model_host import LoadedModel
+    from schemas.settings.settings import Settings
+    from tokenmill.config.engine_options import EngineOptions
+    from workers.model.loaded_model import LoadedModel
 
 Data = Annotated[
     Path, typer.Option("--data", parser=folder, metavar="DIR", help="The folder that holds all jobs; made if missing.")
@@ -94,22 +94,22 @@ def serve(
     NAME.job.json, which must lie there first. Results are in DIR/jobs/ID/results. After a kill the same command goes on
     where the checkpoints stand.
     """
-    from pipeline.adapters.locks import RunLock
-    from pipeline.dispatching.figures import DispatchFigures
-    from pipeline.metrics import sources
-    from tokenmill import service
-    from tokenmill.engine_options import engine_options
-    from tokenmill.gateway import Gateway
-    from tokenmill.hints import hints_in_process
-    from tokenmill.job_options import content_policies
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.metrics import metrics_served
-    from tokenmill.prices import price_of_worker
-    from tokenmill.processes import run_together
+    from pipeline import metric_collectors
+    from pipeline.adapters.folder.locks import RunLock
+    from pipeline.dispatcher.metrics import DispatchFigures
+    from tokenmill.config.engine_options import engine_options
+    from tokenmill.config.job_options import content_policies
+    from tokenmill.local.pricing import price_of_worker
+    from tokenmill.processes.logging import log_to_stderr
+    from tokenmill.processes.metrics_server import metrics_served
+    from tokenmill.processes.runtime import run_together
+    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.stopping import until_told
-    from tokenmill.tracing import traces_of
-    from tokenmill.working import Worker
+    from tokenmill.services import dispatcher as service
+    from tokenmill.services.backends import hints_in_process
+    from tokenmill.services.gateway import Gateway
+    from tokenmill.services.worker import Worker
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
@@ -127,7 +127,9 @@ def serve(
         hints = hints_in_process(root)
         price = price_of_worker(settings, price_per_hour)
         figures = DispatchFigures()
-        told = sources.all_of(sources.dispatching(figures, root.world.clock), sources.prices(hints.heartbeats, price))
+        told = metric_collectors.all_of(
+            metric_collectors.dispatching(figures, root.world.clock), metric_collectors.prices(hints.heartbeats, price)
+        )
         gateway = Gateway(root, settings, hints, host, port, dispatching=told, batch_rows=max_num_seqs)
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
@@ -174,11 +176,11 @@ def worker(
     Told to stop (SIGTERM, Ctrl-C) it logs what it has reached and gives its shards back; others go on from there. With
     --replicas it is as many workers, which end together.
     """
-    from tokenmill.engine_options import engine_options
-    from tokenmill.job_options import content_policies
-    from tokenmill.prices import price_of_worker
-    from tokenmill.replicas import environments
-    from tokenmill.working import run_replicas, run_worker
+    from tokenmill.config.engine_options import engine_options
+    from tokenmill.config.job_options import content_policies
+    from tokenmill.local.pricing import price_of_worker
+    from tokenmill.processes.replicas import environments
+    from tokenmill.services.worker import run_replicas, run_worker
 
     settings = read_settings()
     policies = content_policies(content_policy, settings)
@@ -189,8 +191,8 @@ def worker(
     loads = _loads(model, settings, options, chat_template)
     price = price_of_worker(settings, price_per_hour)
     if candidate:
-        from tokenmill.candidate import run_candidate
         from tokenmill.errors import UserError
+        from tokenmill.services.candidate_worker import run_candidate
 
         if len(loads) != 1 or replicas > 1:
             raise UserError("--candidate takes one --model and no --replicas; start a worker for each")
@@ -211,18 +213,18 @@ def dispatcher(
     _debug: Debug = False,
 ) -> None:
     """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
-    from pipeline.dispatching.figures import DispatchFigures
-    from pipeline.metrics import sources
-    from pipeline.releases.keeper import ReleaseKeeper
-    from tokenmill import service
-    from tokenmill.hints import hints_on_servers
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.metrics import metrics_served
-    from tokenmill.prices import price_of_worker
-    from tokenmill.processes import run_together, wait_for_stop
+    from pipeline import metric_collectors
+    from pipeline.dispatcher.metrics import DispatchFigures
+    from pipeline.models.rollout_controller import ReleaseKeeper
+    from tokenmill.local.pricing import price_of_worker
+    from tokenmill.processes.logging import log_to_stderr
+    from tokenmill.processes.metrics_server import metrics_served
+    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.stopping import until_told
-    from tokenmill.tracing import traces_of
+    from tokenmill.services import dispatcher as service
+    from tokenmill.services.backends import hints_on_servers
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
@@ -237,10 +239,10 @@ def dispatcher(
         figures = DispatchFigures()
         dispatching = service.dispatcher_part(root, hints, settings, figures, price, log_format=log_format)
         told = (
-            sources.dispatching(figures, root.world.clock),
-            sources.workers(hints.heartbeats, each=False),
-            sources.prices(hints.heartbeats, price),
-            sources.unforeseen(root.world.errors),
+            metric_collectors.dispatching(figures, root.world.clock),
+            metric_collectors.workers(hints.heartbeats, each=False),
+            metric_collectors.prices(hints.heartbeats, price),
+            metric_collectors.unforeseen(root.world.errors),
         )
         keeper = ReleaseKeeper(root.world)
         parts = {
@@ -251,7 +253,7 @@ def dispatcher(
         telling = service.backlog_part(root, hints, settings)
         if telling is not None:
             parts["backlog"] = telling
-        with metrics_served(settings, metrics_port, *told, sources.releases(lambda: keeper.figures)):
+        with metrics_served(settings, metrics_port, *told, metric_collectors.releases(lambda: keeper.figures)):
             run_together(stop, root.world, wait_for_stop, parts)
 
 
@@ -267,14 +269,14 @@ def intake(
     With TOKENMILL_KAFKA__BOOTSTRAP: Kafka's topics of requests and jobs; results and events are announced there, too.
     With TOKENMILL_CELERY__QUEUES: tasks of Celery.
     """
-    from pipeline.metrics import sources
-    from tokenmill.doors import door_parts
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, wait_for_stop
+    from pipeline import metric_collectors
+    from tokenmill.processes.logging import log_to_stderr
+    from tokenmill.processes.metrics_server import metrics_served
+    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.stopping import until_told
-    from tokenmill.tracing import traces_of
+    from tokenmill.services.intake import door_parts
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "intake")
@@ -286,8 +288,8 @@ def intake(
         parts = door_parts(root, settings)
         tell(f"taking in for {root.url}: {', '.join(parts)}")
         with metrics_served(
-            settings, metrics_port, sources.intake(root.came_in, root.world.letters),
-            sources.unforeseen(root.world.errors),
+            settings, metrics_port, metric_collectors.intake(root.came_in, root.world.letters),
+            metric_collectors.unforeseen(root.world.errors),
         ):  # fmt: skip
             run_together(stop, root.world, wait_for_stop, parts)
 
@@ -304,14 +306,14 @@ def gateway(
 
     Told to stop (SIGTERM, Ctrl-C) it takes no new requests, and ends those that are under way.
     """
-    from tokenmill.gateway import Gateway, shared_on_redis
-    from tokenmill.hints import hints_on_servers
-    from tokenmill.logs import log_to_stderr
-    from tokenmill.metrics import metrics_served
-    from tokenmill.processes import run_together, wait_for_stop
+    from tokenmill.processes.logging import log_to_stderr
+    from tokenmill.processes.metrics_server import metrics_served
+    from tokenmill.processes.runtime import run_together, wait_for_stop
+    from tokenmill.processes.signals import until_told
+    from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.stopping import until_told
-    from tokenmill.tracing import traces_of
+    from tokenmill.services.backends import hints_on_servers
+    from tokenmill.services.gateway import Gateway, shared_on_redis
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "gateway")
@@ -332,9 +334,9 @@ def _loads(
     models: list[str], settings: Settings, options: EngineOptions, chat_template: Path | None
 ) -> list[Callable[[], LoadedModel]]:
     """What loads each of the models. Raises what `choose_models` and `read_template` raise."""
-    from tokenmill.engine_options import pace_config
-    from tokenmill.job_options import choose_models, read_template
-    from tokenmill.working import load_any
+    from tokenmill.config.engine_options import pace_config
+    from tokenmill.config.job_options import choose_models, read_template
+    from tokenmill.services.worker import load_any
 
     options = replace(options, pace=pace_config(settings))
     chosen = choose_models(models, settings.model_cache)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tokenmill import options, output
-from tokenmill.options import Debug, Json
+from tokenmill import output
+from tokenmill.config import cli_options
+from tokenmill.config.cli_options import Debug, Json
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def simulate(
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Of all that is drawn: the same one gives the same figures.")] = 0,
     price_per_hour: Annotated[
-        float | None, typer.Option(parser=options.price, metavar="PRICE", help="Of a worker, for the cost.")
+        float | None, typer.Option(parser=cli_options.price, metavar="PRICE", help="Of a worker, for the cost.")
     ] = None,
     as_json: Json = False,
     _debug: Debug = False,
@@ -76,9 +77,9 @@ def simulate(
     the least worker-hours. The autoscaler's limits are those of TOKENMILL_AUTOSCALE__LIMITS, with --gpus at most.
     Requests whose callers wait are not simulated.
     """
-    from pipeline.simulator.mill import simulate as play
     from pipeline.simulator.report import report
     from pipeline.simulator.settings import MillSettings
+    from pipeline.simulator.simulation import simulate as play
     from pipeline.simulator.trace import Drawn, draw_trace, read_trace
     from pipeline.simulator.worker_model import EXAMPLE, read_worker_model
 

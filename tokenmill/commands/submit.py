@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from tokenmill import output
+from tokenmill.config.cli_options import Debug, Json, MaxCost, MaxOutputTokens, OnInvalid, Tier, amount_of_time
 from tokenmill.errors import UserError
-from tokenmill.options import Debug, Json, MaxCost, MaxOutputTokens, OnInvalid, Tier, amount_of_time
 from tokenmill.settings import read_settings
 
 
@@ -74,7 +74,7 @@ def submit(
     all rows have ended, as for 'run', and Ctrl-C ends the watching only. S3 and Kafka are reached as TOKENMILL_S3__…
     and TOKENMILL_KAFKA__… say.
     """
-    from tokenmill import submitting
+    from tokenmill.jobs import submit as submitting
 
     if refuse_late and deadline is None:
         raise UserError("--refuse-late needs a --deadline")
@@ -84,9 +84,9 @@ def submit(
     }  # fmt: skip
     wanted = {name: value for name, value in chosen.items() if value is not None}
     if to.startswith(submitting.GATEWAYS):
-        from tokenmill import jobs_over_http
+        from tokenmill.jobs import http_backend
 
-        jobs_over_http.submit(input_, to, wanted, endpoint, watch=watch, as_json=as_json)
+        http_backend.submit(input_, to, wanted, endpoint, watch=watch, as_json=as_json)
         return
     if endpoint is not None:
         raise UserError("--endpoint is for gateways; elsewhere each line says its own")
@@ -104,9 +104,9 @@ def submit(
 
 def _tell(manifest: Any, document: dict[str, Any], *, as_json: bool) -> None:
     """The outcome; raises `UserError` for a job that was refused as a whole."""
-    from schemas.outcome import JobStatus
-    from tokenmill.summary import summary_table
-    from tokenmill.watching import tell_end
+    from schemas.jobs.outcome import JobStatus
+    from tokenmill.jobs.watch import tell_end
+    from tokenmill.local.summary import summary_table
 
     if as_json:
         output.print_json(document | {"manifest": manifest.model_dump(mode="json")})

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig, ScheduleConfig
 from engine.embedding.embedder import Embedder
 from engine.embedding.engine import EncoderEngine
-from engine.embedding.head import EmbeddingHead
-from engine.embedding.settings import EmbeddingSettings
 from engine.embedding.waiting import WaitingPrompts
 from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
 from engine.models.base import ModelSpec
+from engine.models.encoders.head import EmbeddingHead
+from engine.models.encoders.settings import EmbeddingSettings
 from engine.request import Completion, FinishReason, Request, SamplingParams, as_token_ids
 
 SPEC = ModelSpec(

@@ -119,10 +119,3 @@ def oracle() -> Callable[..., list[Tensor]]:
             return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
 
     return oracle
-
-
-@pytest.fixture
-def prompts() -> list[Tensor]:
-    """Random token ids of three lengths, longer and shorter than the tiny models' windows."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, 257, (n,), generator=generator) for n in (45, 6, 23)]

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.checkpoints.gguf_file import GGUFFile, SkippedArray
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
-from engine.models.gguf_file import GGUFFile, SkippedArray
 from engine.models.load import describe_model, load_model
 
 CPU = torch.device("cpu")

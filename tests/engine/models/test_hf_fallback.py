@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine import Engine, EngineConfig
+from engine.checkpoints.config import usable
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.models.config import usable
 from engine.models.hf import TransformersModel
 from engine.models.hf_check import check_against_eager
 from engine.models.load import describe_model, load_model

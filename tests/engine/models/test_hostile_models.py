@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig
+from engine.checkpoints.gguf_file import GGUFFile
 from engine.errors import CorruptWeights, EngineError, UnsupportedModel
-from engine.models.gguf_file import GGUFFile
 from engine.models.load import describe_model, load_model
 
 CPU = torch.device("cpu")

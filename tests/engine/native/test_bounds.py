@@ -24,7 +24,7 @@ GUARDED = """
 import ctypes, mmap, sys
 from dataclasses import replace
 import numpy as np
-import engine.runner
+import engine.runner.runner
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
 
 PAGES, held = ctypes.CDLL(None, use_errno=True), []

@@ -27,10 +27,10 @@ from engine import (
     SpeculationConfig,
     as_token_ids,
 )
-from engine.device.memory import MemoryUse
 from engine.errors import EngineError, EngineLost, OutOfMemory, UnsupportedModel
-from engine.parallel.lead import _left_by, _measured
-from engine.parallel.team import Team
+from engine.parallel.leader import _left_by, _measured
+from engine.parallel.rank_group import Team
+from engine.runner.device_memory import MemoryUse
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
 from tests.engine.quant.packing import pack_awq, pack_gptq, write
 

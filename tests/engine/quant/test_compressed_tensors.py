@@ -11,7 +11,7 @@ import torch
 from structlog.testing import capture_logs
 
 from engine import Engine
-from engine.models.checkpoint import folder_weights
+from engine.checkpoints.checkpoint import folder_weights
 from engine.models.hf_check import DenseAttend
 from engine.models.load import describe_model, load_model
 from engine.quant.linear import QuantizedLinear

@@ -13,7 +13,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engine.models.gguf_file import GGUFFile
+from engine.checkpoints.gguf_file import GGUFFile
 from engine.quant.formats.gguf import unpack
 from engine.quant.weight import TwoLevel, stack
 

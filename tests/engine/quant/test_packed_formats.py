@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import Engine
-from engine.models.checkpoint import folder_weights
+from engine.checkpoints.checkpoint import folder_weights
 from engine.models.load import load_model
 from engine.models.loader import TorchBuilder
 from engine.quant.linear import DequantizingKernel, QuantizedLinear

@@ -14,8 +14,8 @@ from engine.config import CacheConfig, EngineConfig, ScheduleConfig, Speculation
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, as_token_ids
 from engine.speculative.base import Ask, Draft
+from engine.speculative.draft_lengths import AdaptiveLengths, FixedLengths
 from engine.speculative.gain import Gain
-from engine.speculative.lengths import AdaptiveLengths, FixedLengths
 from engine.speculative.trial_budget import SHARE, TrialBudget
 
 
@@ -79,7 +79,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_models: Any) -> 
     tiny_models.make_tiny_model("llama", folder)
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(
-        "engine.device.loop.time", SimpleNamespace(perf_counter=lambda: now.seconds, monotonic=lambda: now.seconds)
+        "engine.runner.async_loop.time",
+        SimpleNamespace(perf_counter=lambda: now.seconds, monotonic=lambda: now.seconds),
     )
 
     def timed(rows: int = 4) -> Engine:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from engine.plan import NO_TOKEN
 from engine.request import Request, SamplingParams
-from engine.sampler import NON_FINITE, Sampler
+from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.speculative.verify import NO_DRAFTED, Drafted, Verifier
-from tests.engine.test_sampler_distribution import EOS, OUTPUT, PROMPT, logits_of, p_value, reference
+from tests.engine.sampling.test_sampler_distribution import EOS, OUTPUT, PROMPT, logits_of, p_value, reference
 
 ROWS = 2048
 CALLS = 50  # 102,400 draws

@@ -22,10 +22,10 @@ from triton.runtime.jit import JITFunction
 import engine.triton_kernels.attention as kernels
 from engine.attention import AttentionBatch, KVLayout
 from engine.attention.triton_paged import TritonPagedAttention
-from engine.device.buckets import Shape, padded
 from engine.plan import CacheGroup
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations
+from engine.runner.buckets import Shape, padded
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
 from engine.triton_kernels.small_weights import SmallWeightProduct
 

@@ -12,11 +12,11 @@ import torch
 
 from engine.attention import AttentionBatch, KVLayout, make_backend
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from engine.device.buckets import Shape, padded
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams, as_token_ids
+from engine.runner.buckets import Shape, padded
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 

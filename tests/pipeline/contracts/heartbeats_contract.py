@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.ports import Heartbeats, WorkerState
-from schemas.figures import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
-from schemas.job import Tier
-from schemas.outcome import Usage
+from schemas.jobs.job import Tier
+from schemas.jobs.outcome import Usage
+from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
 
 MakeHeartbeats = Callable[[float], Heartbeats]
 LIFETIME = 0.8

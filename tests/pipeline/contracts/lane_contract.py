@@ -13,8 +13,18 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pipeline.lane import LANE_OVERRUN, START, Lane, LaneFull, LaneSettings, LaneStream, LaneWorker, OpenLane, Shares
-from schemas.lane import (
+from pipeline.lane.protocol import (
+    LANE_OVERRUN,
+    START,
+    Lane,
+    LaneFull,
+    LaneSettings,
+    LaneStream,
+    LaneWorker,
+    OpenLane,
+    Shares,
+)
+from schemas.workers.lane import (
     EndEvent,
     ErrorEvent,
     HandBackEvent,

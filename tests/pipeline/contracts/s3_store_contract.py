@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.adapters.s3 import S3Store
+from pipeline.adapters.s3.store import S3Store
 from pipeline.ports import ObjectInfo, StoreError
 from tests.pipeline.contracts.store_contract import SharedStoreContract
 from tests.pipeline.s3_stores import open_s3

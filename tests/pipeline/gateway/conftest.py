@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pipeline.gateway.receiver import Receiver
+from tests.pipeline.gateway.webhooks.receiver import Receiver
 
 
 @pytest.fixture

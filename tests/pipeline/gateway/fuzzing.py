@@ -20,11 +20,11 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.gateway.asking import AskSettings
-from pipeline.gateway.keys import Scope
-from pipeline.gateway.parts import GatewaySettings
-from schemas.job import Tier
-from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.inference.request_builder import AskSettings
+from pipeline.gateway.routes.dependencies import GatewaySettings
+from schemas.jobs.job import Tier
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 
 ROOT = Path(__file__).parents[3]

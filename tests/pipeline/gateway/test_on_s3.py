@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.pipeline.gateway.http_house import http_house, lines
-from tests.pipeline.gateway.test_batches import begin, wait
+from tests.pipeline.gateway.batches.test_batches import begin, wait
+from tests.pipeline.gateway.http_harness import http_house, lines
 from tests.pipeline.s3_stores import open_s3, settings_for
 from tests.servers.moto import MotoServer
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import schemathesis
 
-from pipeline.gateway.auth import Authority
-from pipeline.gateway.keys import Scope
-from pipeline.gateway.openapi import REFUSALS
-from pipeline.gateway.parts import GatewaySettings
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.http.auth import Authority
+from pipeline.gateway.openapi.document import REFUSALS
+from pipeline.gateway.routes.dependencies import GatewaySettings
+from pipeline.ledger.records import Tombstone
 from pipeline.ports import StoreFull
-from pipeline.records import Tombstone
-from schemas.limits import RateLimits
-from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from schemas.requests.limits import RateLimits
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.waiting import wait_for
 
 CHAT = "/v1/chat/completions"

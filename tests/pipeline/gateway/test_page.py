@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipeline.gateway.keys import Scope
+from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.page import FOLDER
 from pipeline.ports import WorkerState
-from schemas.figures import LATENCY_BOUNDS, Histogram, TierFigures, WorkerFigures
-from schemas.job import Tier
-from tests.pipeline.gateway.http_house import HttpHouse, http_house, lines
+from schemas.jobs.job import Tier
+from schemas.workers.metrics import LATENCY_BOUNDS, Histogram, TierFigures, WorkerFigures
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 from tests.waiting import HANG_SECONDS
 

@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pytest
 
-from pipeline.adapters.folder import FolderStore
+from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.planner import PlanSummary, RowSource, SourceFile, StoredShard, open_source, plan
 from pipeline.ports import ObjectStore, World
-from schemas.inputs import InputFile, InputFormat, InputRef
-from schemas.job import Job, JobSettings
-from schemas.limits import Limits
+from schemas.jobs.inputs import InputFile, InputFormat, InputRef
+from schemas.jobs.job import Job, JobSettings
+from schemas.jobs.plan import PlanSegment
+from schemas.jobs.tables import result_schema, shard_schema
 from schemas.models import ModelPin
-from schemas.plan import PlanSegment
-from schemas.tables import result_schema, shard_schema
+from schemas.requests.limits import Limits
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 

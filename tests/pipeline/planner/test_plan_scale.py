@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.planner import SourceFile, StoredShard, open_source, plan
-from schemas.inputs import InputFormat
-from schemas.limits import Limits
-from schemas.plan import PlanSegment
+from schemas.jobs.inputs import InputFormat
+from schemas.jobs.plan import PlanSegment
+from schemas.requests.limits import Limits
 
 ROWS = 50_000
 

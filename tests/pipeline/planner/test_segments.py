@@ -10,7 +10,7 @@ import pytest
 from pipeline.planner import OtherPlan, segment
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.ports import StoreError
-from schemas.job import OnInvalid
+from schemas.jobs.job import OnInvalid
 
 
 def data(tools: Any, count: int) -> bytes:

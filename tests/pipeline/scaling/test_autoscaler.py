@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from pipeline.adapters.cloudwatch import CloudWatch
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.adapters.memory_lane import MemoryLane
-from pipeline.availability import ServiceUnavailable
-from pipeline.backlog_figures import BacklogFigures, BacklogLook
-from pipeline.inputs import pin_uri
-from pipeline.intake import Intake, JobDraft
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.ingest.intake import Intake, JobDraft
+from pipeline.inputs.open import pin_uri
+from pipeline.lane.memory import MemoryLane
 from pipeline.ports import Heartbeats, PipelineError
+from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
-from pipeline.scaling.look import FirstTokens, observe, pools_of, see
-from schemas.figures import Histogram, TierFigures, WorkerFigures
-from schemas.job import Tier
-from schemas.lane import LaneRequest
-from schemas.options import JobOptions
-from schemas.scaling import AutoscaleOptions, PoolOptions, ScalingLimits
-from tests.pipeline.test_backlog_figures import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
+from pipeline.scaling.backlog import BacklogFigures, BacklogLook
+from pipeline.scaling.cloudwatch import CloudWatch
+from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
+from schemas.jobs.job import Tier
+from schemas.jobs.job_options import JobOptions
+from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
+from schemas.workers.lane import LaneRequest
+from schemas.workers.metrics import Histogram, TierFigures, WorkerFigures
+from tests.pipeline.scaling.test_backlog import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
 from tests.waiting import HANG_SECONDS
 
 LIMITS = ScalingLimits(most=9)
@@ -118,8 +118,8 @@ def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_
 ) -> None:
     """Given an old job of `other` behind more new ones of `m` than people are shown, over several pages."""
     old = house.submit("old", "other")
-    monkeypatch.setattr("pipeline.open_work.MOST_JOBS", 2)
-    monkeypatch.setattr("pipeline.open_work.PAGE_JOBS", 2)
+    monkeypatch.setattr("pipeline.scaling.open_work.MOST_JOBS", 2)
+    monkeypatch.setattr("pipeline.scaling.open_work.PAGE_JOBS", 2)
     for number in range(5):
         house.submit(f"new-{number}", "m")
     target = Told()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pipeline.scaling.fleet import Demand, Fleet, Start, workers_for
 from pipeline.scaling.policy import Decision, Memory, Observed, decide
-from schemas.scaling import ScalingLimits
+from schemas.settings.autoscaling import ScalingLimits
 
 LIMITS = ScalingLimits(most=100, cold_start=300.0)
 HOUR = 3_600.0

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from pipeline.planner.cut import ShardLimits, cut
-from pipeline.simulator.least_cost import Task
-from pipeline.simulator.mill import EPOCH
+from pipeline.simulator.lower_bound import Task
 from pipeline.simulator.oracle import best
+from pipeline.simulator.simulation import EPOCH
 from pipeline.simulator.trace import BadTrace, Drawn, Pattern, draw_trace, read_trace
 from pipeline.simulator.worker_model import EXAMPLE, BadWorkerModel, Decoding, WorkerModel, read_worker_model
 from pipeline.simulator.workers import Order, SimJob, SimWorker
-from schemas.job import Tier
-from schemas.limits import PlanSettings
+from schemas.jobs.job import Tier
+from schemas.requests.limits import PlanSettings
 
 STEPS = WorkerModel(
     name="steps of 20 ms",

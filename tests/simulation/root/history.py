@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.active import sweep
-from pipeline.adapters.folder import FolderStore
-from pipeline.doors.drops import DropDoor
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.ingest.files.source import DropDoor
+from pipeline.ledger.active_index import sweep
 from tests.simulation.disk import Device
 from tests.simulation.history import Outcome, memory_folder, silent_logs
 from tests.simulation.machine import Broken, Machine, Process, ProcessClock
-from tests.simulation.root.doors import Inbox, content
-from tests.simulation.root.house import RootHouse
+from tests.simulation.root.harness import RootHouse
+from tests.simulation.root.ingest import Inbox, content
 from tests.simulation.root.oracle import RootOracle
 from tests.simulation.root.ports import Broker
 from tests.simulation.root.scenario import RootScenario

@@ -22,12 +22,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.jobs import list_jobs
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.jobs.summaries import list_jobs
 from tests.simulation.machine import Broken, Machine
 from tests.simulation.oracle import Oracle
 from tests.simulation.root.announced import Announced
-from tests.simulation.root.doors import DROPS, TOPIC, uri_of
+from tests.simulation.root.ingest import DROPS, TOPIC, uri_of
 from tests.simulation.root.ports import ROOT, Broker
 from tests.simulation.root.scenario import KAFKA_TENANT, Drop, RootScenario
 from tests.simulation.scenario import Line, Poison

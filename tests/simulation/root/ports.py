@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.adapters.folder import FolderStore
-from pipeline.adapters.memory_heartbeats import MemoryHeartbeats
-from pipeline.availability import ServiceUnavailable
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, Message, NotConfirmed, ObjectInfo, ShardTask, StoreError, WorkerState
-from schemas.figures import WorkerFigures
+from pipeline.runtime.availability import ServiceUnavailable
+from schemas.workers.metrics import WorkerFigures
 from tests.simulation.machine import Machine, Process
 from tests.simulation.root.watch import RootWatch
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-from pipeline.ledger import ResultsRemoved
+from pipeline.jobs.retry import NothingToRetry, choose_rows
+from pipeline.jobs.submit import Order, clear, derived_job_id, submit
+from pipeline.ledger.ledger import ResultsRemoved
 from pipeline.ports import PipelineError
-from pipeline.retry import NothingToRetry, choose_rows
-from pipeline.submit import Order, clear, derived_job_id, submit
-from schemas.job import Closing
+from schemas.jobs.job import Closing
 from tests.simulation.machine import START, Process
-from tests.simulation.root.house import Office, RootHouse
+from tests.simulation.root.harness import Office, RootHouse
 from tests.simulation.root.scenario import Drop
 
 

@@ -13,8 +13,8 @@ import pandas as pd
 import polars as pl
 import pyarrow.parquet as pq
 
-from pipeline.results import FOOTER_KEY
-from schemas.checkpoints import CheckpointHead, decode
+from pipeline.results.parts import FOOTER_KEY
+from schemas.jobs.checkpoints import CheckpointHead, decode
 
 REFUSED = "part-00000.parquet"
 """The rows refused in planning: this part stands before any work is done."""

@@ -1,0 +1,1 @@
+"""Encoders, and the pooling that makes one vector of a text."""

@@ -1,0 +1,252 @@
+"""An engine's model and attention when its ranks compute together: what the scheduler's side of the engine sees.
+
+Both look like those of one process. What the runner prepares is sent along with each forward pass, so that nothing
+above knows of ranks: one scheduler decides, and one sampler draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionBatch, AttentionStep, KVLayout, make_backend
+from engine.attention.native import NativeAttention
+from engine.config import CacheConfig, EngineConfig
+from engine.errors import EngineError, OutOfMemory, UnsupportedModel
+from engine.logs import get_logger
+from engine.models.base import Attend, ModelSpec
+from engine.parallel.decoder import RankDecoder
+from engine.parallel.loading import load_share, resident_bytes
+from engine.parallel.messages import Answer, Failed, Forward, Load, Loaded, Logits, MakeCache, Measure, Measured, Zero
+from engine.parallel.rank_group import Team
+from engine.plan import CacheGroup, StepOutput, StepPlan
+from engine.runner.device_memory import MemoryUse, cache_budget, measure
+from engine.runner.memory import available_bytes, plan_cache
+from engine.runner.runner import StepRunner
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeadStep:
+    """A step as the other ranks get it, and as the leader's own attention has prepared it."""
+
+    batch: AttentionBatch
+    prepared: Any
+
+
+class LeadAttention:
+    """The leader's attention over its part of the cache; the others do alike."""
+
+    def __init__(self, inner: AttentionBackend, team: Team) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self._team = team
+
+    def prepare(self, batch: AttentionBatch) -> LeadStep:
+        """See `AttentionBackend.prepare`."""
+        return LeadStep(batch, self.inner.prepare(batch))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeadStep) -> Tensor:
+        """See `AttentionBackend.attend`; of the leader's heads."""
+        return self.inner.attend(layer, q, k, v, scale, step.prepared)
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        """See `AttentionBackend.zero`."""
+        with self._team.together():
+            self._team.tell(Zero(group, blocks))
+            self.inner.zero(group, blocks)
+
+
+class LeadModel:
+    """A `CausalModel` that all ranks compute.
+
+    Attributes:
+        resident: bytes of memory that loading took on each rank, beyond files that are mapped.
+    """
+
+    def __init__(self, model: RankDecoder, team: Team, spec: ModelSpec, resident: list[int]) -> None:
+        self.resident = resident
+        self._model = model
+        self._team = team
+        self._spec = spec
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model's."""
+        return self._spec
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
+        """See `CausalModel.forward`."""
+        assert isinstance(attend, AttentionStep), "ranks attend by steps"
+        assert isinstance(attend.prepared, LeadStep), "the leader's attention has prepared the step"
+        inputs = torch.stack((input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths))
+        with self._team.together():
+            self._team.tell(Forward(attend.prepared.batch, len(input_ids), rope_lengths is not None))
+            self._team.group.broadcast(inputs)
+            return self._model.forward(input_ids, positions, attend, rope_lengths)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalModel.logits`."""
+        if not len(hidden):
+            return torch.empty(0, self._spec.vocab_size, device=hidden.device)
+        hidden = hidden.contiguous()
+        with self._team.together():
+            self._team.tell(Logits(len(hidden)))
+            return self._model.logits(self._team.group.broadcast(hidden))
+
+
+class LeadRunner:
+    """A runner whose results count only if all ranks were there to the end."""
+
+    def __init__(self, inner: StepRunner, team: Team) -> None:
+        self._inner = inner
+        self._team = team
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """See `StepRunner.execute`. Raises `EngineLost` when a rank ended meanwhile."""
+        output = self._inner.execute(plan)
+        self._team.check()
+        return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelModel:
+    """A model that is loaded on all ranks.
+
+    Attributes:
+        groups: of the cache that is made.  limit: most tokens of a sequence.  device: the leader's.
+        team: of the ranks.
+    """
+
+    model: LeadModel
+    attention: LeadAttention
+    groups: tuple[CacheGroup, ...]
+    limit: int
+    device: torch.device
+    team: Team
+
+
+def check_parallel(config: EngineConfig) -> None:
+    """Whether the settings are such that several ranks can follow them.
+
+    Raises:
+        EngineError: naming the one that they can't.
+    """
+    several = f"tensor parallelism ({config.tensor_parallel} devices)"
+    if config.tensor_parallel < 1:
+        raise EngineError(f"tensor_parallel is {config.tensor_parallel}, but must be 1 or more")
+    for name, value in (("instruction_set", config.instruction_set), ("kv_dtype", config.kv_dtype)):
+        if value != "auto":
+            raise EngineError(
+                f"{name} {value!r} is of the native kernels, which don't run under {several}; leave it out"
+            )
+    if config.attention == NativeAttention.name:
+        raise EngineError(f"attention 'native' doesn't run under {several}; leave it out")
+    if config.speculation.method in ("draft", "eagle3"):
+        raise EngineError(
+            f"speculate {config.speculation.method!r} doesn't run under {several}; use ngram, auto or off"
+        )
+
+
+def load_parallel(
+    path: str | Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, team: Team | None = None
+) -> ParallelModel:
+    """Load a model on as many ranks as the settings say, with its cache.
+
+    Args:
+        team: ranks that run already; None: some are started, and end with the model.
+
+    Raises:
+        EngineError: what `Engine.load` raises; and `EngineLost` when a rank ends meanwhile.
+    """
+    check_parallel(config)
+    if device.type == "cpu":
+        logger.warning(
+            "several ranks compute with torch's operators, slower than the native kernels of one process",
+            tensor_parallel=config.tensor_parallel,
+        )
+    path = Path(path).absolute()
+    own = team is None
+    team = team or Team(config.tensor_parallel, device, config.threads, config.rank_seconds)
+    try:
+        return _load(path, config, dtype, team)
+    except BaseException:
+        if own:
+            team.close()
+        raise
+
+
+def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> ParallelModel:
+    own, loaded = _load_shares(path, config, dtype, team)
+    spec = own.spec
+    limit = config.max_model_len or spec.max_position
+    if limit > spec.max_position:
+        raise UnsupportedModel(f"max_model_len {limit} is beyond the model's context of {spec.max_position}")
+    cache = config.cache
+    if team.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+        cache = _left_by(_measured(own, config, team), cache)
+    else:
+        cache = _of_each(cache, [one.available for one in loaded], team)
+    groups = plan_cache(spec, cache, config.schedule, limit, team.group.device)
+    team.tell(MakeCache(groups, config.cache.block_size, config.attention))
+    try:
+        layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
+        attention = make_backend(config.attention, layout, dtype, team.group.device)
+    finally:
+        answers = team.answers()
+    _check(answers)
+    model = LeadModel(own, team, own.whole, [one.resident for one in loaded])
+    logger.info("ranks are loaded", ranks=team.size, resident_mib=[size >> 20 for size in model.resident])
+    return ParallelModel(model, LeadAttention(attention, team), groups, limit, team.group.device, team)
+
+
+def _load_shares(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> tuple[RankDecoder, list[Loaded]]:
+    """The leader's share, and what each rank says of its own."""
+    team.tell(Load(path, dtype, config.quantize, config.max_model_len))
+    before = resident_bytes()
+    try:
+        model = load_share(path, dtype, team.group, quantize=config.quantize, max_positions=config.max_model_len)
+    finally:
+        answers = team.answers()  # they answer in any case: the next message must not find an old answer
+    mine = Loaded(available_bytes(team.group.device), resident_bytes() - before)
+    _check(answers)
+    return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
+
+
+def _measured(own: RankDecoder, config: EngineConfig, team: Team) -> list[MemoryUse]:
+    """What the largest step takes of each rank's device; they compute it together."""
+    with team.together():
+        team.tell(Measure(config.schedule))
+        mine = measure(own, config.schedule, team.group.device)
+    answers = team.answers()
+    _check(answers)
+    return [mine, *(answer.use for answer in answers if isinstance(answer, Measured))]
+
+
+def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
+    """The cache's settings for one rank on a GPU: all have what the one with the least room has left.
+
+    Raises:
+        OutOfMemory: it has none.
+    """
+    return replace(cache, memory_bytes=min(cache_budget(use, cache.gpu_memory_utilization) for use in uses))
+
+
+def _of_each(cache: CacheConfig, available: list[int], team: Team) -> CacheConfig:
+    """The cache's settings for one rank. What was given as bytes is for all ranks together; else, on a CPU, they share
+    what the one with the least memory has left."""
+    if cache.memory_bytes is not None:
+        return replace(cache, memory_bytes=cache.memory_bytes // team.size)
+    return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // team.size)
+
+
+def _check(answers: list[Answer]) -> None:
+    for number, answer in enumerate(answers, start=1):
+        if isinstance(answer, Failed):
+            kind = OutOfMemory if "OutOfMemory" in answer.reason or "MemoryError" in answer.reason else EngineError
+            raise kind(f"rank {number}: {answer.reason}")

@@ -1,0 +1,243 @@
+"""The step loop: one step after the other, or the next one planned while the device computes the last.
+
+    one by one     plan n | compute n | take n | plan n+1 | compute n+1 | take n+1
+    overlapped     plan n | submit n | plan n+1 | submit n+1 | take n | plan n+2 | submit n+2 | take n+1
+                            device:   compute n | compute n+1              | compute n+2
+
+Overlapped, a device that works from a queue is never idle while the host plans, reads tokens and ends sequences. That
+costs one position for every sequence that stops at a token nobody foresaw. The next step is not planned ahead where the
+host must first see what the last one gave (`Scheduler.promise`): then the two take turns, and that is counted.
+
+A step for which the device has no memory is nobody's error: its sequences wait again, and steps become smaller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import EngineError, EngineLost
+from engine.logs import get_logger
+from engine.plan import StepOutput, StepPlan
+from engine.runner.collect import Collector
+from engine.runner.runner import AheadRunner, StepRunner, Submitted
+from engine.scheduler.latency import Histogram
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import FinishedSequence
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class LoopStats:
+    """Steps since the start.
+
+    Attributes:
+        ahead: planned before the results of the step before were there.
+        awaited: whose results had to be there before the next one was planned, where the loop overlaps them.
+        out_of_memory: for which the device had no room.
+    """
+
+    ahead: int = 0
+    awaited: int = 0
+    out_of_memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was submitted, and when it was begun (seconds)."""
+
+    plan: StepPlan
+    submitted: Submitted
+    begun: float
+
+
+_NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+"""In what libraries say that allocate by themselves, and when kernels are loaded."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of the device's memory alone."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+def health_of(device: torch.device) -> Callable[[], str | None]:
+    """Asks a device whether it will ever compute again: None, or why not. After some errors (an address that is none,
+    an assertion in a kernel) CUDA answers every call of the process with the same error."""
+
+    def trouble() -> str | None:
+        if device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
+
+    return trouble
+
+
+class StepLoop:
+    """Runs the steps of a scheduler.
+
+    Args:
+        clock: seconds.
+        overlapped: plan a step ahead, where the runner can (`AheadRunner`).
+        recover: called when the device had no room for a step.
+        trouble: asked when a step failed otherwise, whether the device is gone (`health_of`).
+
+    Attributes:
+        step_times: seconds from step to step, while there is work.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        collector: Collector,
+        clock: Callable[[], float],
+        *,
+        overlapped: bool = False,
+        recover: Callable[[], None] = lambda: None,
+        trouble: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.stats = LoopStats()
+        self.step_times = Histogram()
+        self._scheduler = scheduler
+        self._collector = collector
+        self._clock = clock
+        self._overlapped = overlapped
+        self._recover = recover
+        self._trouble = trouble
+        self._flight: _Flight | None = None
+        self._taken_at = 0.0
+        self._kept: list[FinishedSequence] = []
+
+    @property
+    def busy(self) -> bool:
+        """A step is under way, or sequences have ended that `step` has not told of."""
+        return self._flight is not None or bool(self._kept)
+
+    def take_kept(self) -> list[FinishedSequence]:
+        """Sequences that ended with a step behind which another one failed."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def step(self, runner: StepRunner) -> list[FinishedSequence]:
+        """Compute one step, or take the results of the one under way.
+
+        Returns:
+            The sequences that ended with it.
+
+        Raises:
+            EngineError: it could not be computed; its sequences have ended (`Scheduler.fail`).
+            EngineLost: nor will any other.
+        """
+        if self._overlapped:
+            assert isinstance(runner, AheadRunner), "only a runner that can be told ahead overlaps its steps"
+            return self._overlap(runner)
+        begun = time.perf_counter()
+        plan = self._scheduler.schedule(self._clock())
+        if plan is None:
+            return []
+        self._collector.begin(plan)
+        try:
+            output = runner.execute(plan)
+        except BaseException as error:  # noqa: BLE001 - told on, unless it was only a lack of memory
+            self._failed(plan, error)
+            return []
+        return self._take(plan, output, begun)
+
+    def _overlap(self, runner: AheadRunner) -> list[FinishedSequence]:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            begun = time.perf_counter()
+            plan = self._scheduler.schedule(self._clock())
+            if plan is None:
+                return []
+            self._collector.begin(plan)
+            try:
+                flight = _Flight(plan, runner.submit(plan), begun)
+            except BaseException as error:  # noqa: BLE001
+                self._failed(plan, error)
+                return []
+        following, broken = self._follow(runner, flight)
+        try:
+            output = runner.result(flight.submitted)
+        except BaseException as error:  # noqa: BLE001
+            self._failed(flight.plan, error)  # and with it whatever was planned on top of it
+            return []
+        finished = self._take(flight.plan, output, flight.begun)
+        if isinstance(following, _Flight):
+            self._collector.begin(following.plan)
+            self._flight = following
+        elif following is not None and broken is not None:
+            self._kept += finished
+            self._collector.begin(following)
+            self._failed(following, broken)
+            return self.take_kept()
+        return finished
+
+    def _follow(self, runner: AheadRunner, flight: _Flight) -> tuple[_Flight | StepPlan | None, BaseException | None]:
+        """Plan and submit the step behind the one under way. A plan that could not be submitted comes with its error,
+        which is told when the step before it is taken."""
+        if not self._scheduler.promise():
+            self.stats.awaited += 1
+            return None, None
+        begun = time.perf_counter()
+        plan = self._scheduler.schedule(self._clock())
+        if plan is None:
+            return None, None
+        self.stats.ahead += 1
+        try:
+            return _Flight(plan, runner.submit(plan), begun), None
+        except BaseException as error:  # noqa: BLE001
+            if not isinstance(error, Exception):
+                self._failed(flight.plan, error)  # an interrupt of the whole process waits for nothing
+            return plan, error
+
+    def _take(self, plan: StepPlan, output: StepOutput, begun: float) -> list[FinishedSequence]:
+        """Let a step's results be known."""
+        self._collector.take(output)
+        finished = self._scheduler.update(
+            plan, output.token_ids, output.failed, self._clock(), output.reasons, output.accepted, output.tainted
+        )
+        now = time.perf_counter()
+        seconds = now - max(begun, self._taken_at)
+        self._taken_at = now
+        self.step_times.add(seconds)
+        self._scheduler.timed(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
+        return finished
+
+    def _failed(self, plan: StepPlan, error: BaseException) -> None:
+        """A step, the oldest that is not taken, could not be computed. Its sequences wait again if a smaller one can be
+        tried; else they end, and this raises."""
+        lost = isinstance(error, EngineLost)
+        if lacks_memory(error) and not lost:
+            self.stats.out_of_memory += 1
+            tokens = plan.num_tokens
+            if self._scheduler.retract(plan, self._clock()):
+                self._recover()
+                if self.stats.out_of_memory == 1:
+                    logger.warning(
+                        "the device has no room for a step: steps become smaller, and its sequences are computed again",
+                        tokens=tokens, rows=len(plan.rows), step_tokens=self._scheduler.step_tokens, error=str(error),
+                    )  # fmt: skip
+                return
+            reason = (
+                "the device has no room for a step of one token; give the cache less memory, or lower max_num_seqs: "
+                f"{error}"
+            )
+        else:
+            reason = f"the step failed: {type(error).__name__}: {error}"
+            trouble = self._trouble() if isinstance(error, Exception) and not lost else None
+            if trouble is not None:
+                reason = f"the device computes no more, and neither does this process on it: {trouble}"
+                self._scheduler.fail(plan, reason, self._clock())
+                raise EngineLost(reason) from error
+        self._scheduler.fail(plan, reason, self._clock())
+        if lost or not isinstance(error, Exception):
+            raise error  # an interrupt of the whole process, or its end; not a failure of the step
+        raise EngineError(reason) from error

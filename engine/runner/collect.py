@@ -1,0 +1,136 @@
+"""Joins what steps give, row by row, into completions: choices of one request, log-probabilities along the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan import StepOutput, StepPlan
+from engine.request import Choice, Completion, FinishReason, Request, TokenLogprobs
+from engine.scheduler.resume import resumed_tokens
+from engine.scheduler.sequence import FinishedSequence
+
+
+class _Line(NamedTuple):
+    """Log-probabilities at one place."""
+
+    chosen: float
+    ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is kept of one choice that asked for more than tokens."""
+
+    logprobs: list[_Line] = field(default_factory=list)
+    prompt: dict[int, _Line] = field(default_factory=dict)
+    pooled: NDArray[np.float32] | None = None
+
+
+def _table(lines: list[_Line], top: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        np.array([line.chosen for line in lines], dtype=np.float32),
+        np.array([line.ids for line in lines], dtype=np.int32).reshape(len(lines), top),
+        np.array([line.top for line in lines], dtype=np.float32).reshape(len(lines), top),
+    )
+
+
+class Collector:
+    """Gathers the choices of each request until the last one ended."""
+
+    def __init__(self) -> None:
+        self._done: dict[str, list[FinishedSequence]] = {}
+        self._tracks: dict[tuple[str, int], _Track] = {}
+        self._at_row: dict[int, _Track] = {}
+
+    def resume(self, request: Request) -> None:
+        """Take over what came with the request."""
+        if request.params.logprobs is None:
+            return
+        for partial in request.partial:
+            if (given := partial.logprobs) is not None:
+                lines = [_Line(float(c), i, t) for c, i, t in zip(given.chosen, given.top_ids, given.top, strict=True)]
+                self._tracks[request.request_id, partial.index] = _Track(lines)
+
+    def ended(self, request_id: str) -> list[FinishedSequence]:
+        """Choices that have ended, of a request that has not."""
+        return self._done.get(request_id, [])
+
+    def logprobs(self, request: Request, choice: int, start: int, end: int) -> TokenLogprobs | None:
+        """Log-probabilities along a choice's tokens from `start` up to `end`; None when they are not asked for."""
+        if request.params.logprobs is None:
+            return None
+        track = self._tracks.get((request.request_id, choice))
+        return _table([] if track is None else track.logprobs[start:end], request.params.logprobs)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Learn who owns the rows of this step."""
+        for row, request, choice in plan.new_rows:
+            self._at_row.pop(row, None)
+            params = request.params
+            if params.logprobs is not None or params.prompt_logprobs is not None or request.pooling is not None:
+                self._at_row[row] = self._tracks.setdefault((request.request_id, choice), _Track())
+
+    def take(self, output: StepOutput) -> None:
+        """Keep what the step gave beside tokens."""
+        for row, lines in output.logprobs.items():
+            self._at_row[row].logprobs += [_Line(*line) for line in lines]
+        for row, (first, chosen, ids, top) in output.prompt_logprobs.items():
+            prompt = self._at_row[row].prompt
+            for i in range(len(chosen)):
+                prompt[first + i] = _Line(float(chosen[i]), ids[i], top[i])
+        for row, vector in output.pooled.items():
+            self._at_row[row].pooled = vector
+
+    def finish(self, sequences: list[FinishedSequence], now: float) -> list[Completion]:
+        """Completions of the requests whose last choice is among these."""
+        completions = []
+        for sequence in sequences:
+            request = sequence.request
+            done = self._done.setdefault(request.request_id, [])
+            done.append(sequence)
+            if len(done) == request.params.n:
+                del self._done[request.request_id]
+                completions.append(self._completion(request, sorted(done, key=lambda s: s.choice), now))
+        return completions
+
+    def _completion(self, request: Request, sequences: list[FinishedSequence], now: float) -> Completion:
+        tracks = [self._tracks.pop((request.request_id, s.choice), None) for s in sequences]
+        choices = tuple(
+            self._choice(request, sequence, track) for sequence, track in zip(sequences, tracks, strict=True)
+        )
+        first, track = sequences[0], tracks[0]
+        prompt_logprobs = None
+        top = request.params.prompt_logprobs
+        if top is not None and track is not None and first.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            unknown = _Line(float("nan"), np.full(top, -1, np.int32), np.full(top, np.nan, np.float32))
+            lines = [track.prompt.get(i, unknown) for i in range(len(request.prompt_token_ids))]
+            prompt_logprobs = _table(lines, top)
+        return Completion(
+            request_id=request.request_id,
+            choices=choices,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=first.cached_tokens,
+            generated_tokens=sum(len(s.token_ids) + (s.stop_token_id is not None) for s in sequences),
+            started_at=min(s.started_at for s in sequences),
+            finished_at=now,
+            preemptions=sum(s.preemptions for s in sequences),
+            error=next((s.error for s in sequences if s.error is not None), None),
+            prompt_logprobs=prompt_logprobs,
+            pooled=None if track is None else track.pooled,
+            resumed_tokens=resumed_tokens(request),
+            drafted_tokens=sum(s.drafted_tokens for s in sequences),
+            accepted_tokens=sum(s.accepted_tokens for s in sequences),
+        )
+
+    @staticmethod
+    def _choice(request: Request, sequence: FinishedSequence, track: _Track | None) -> Choice:
+        logprobs = None
+        if request.params.logprobs is not None:
+            lines = [] if track is None else track.logprobs[: len(sequence.token_ids)]
+            logprobs = _table(lines, request.params.logprobs)
+        return Choice(sequence.choice, sequence.token_ids, sequence.finish_reason, sequence.stop_token_id, logprobs)

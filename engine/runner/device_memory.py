@@ -1,0 +1,118 @@
+"""How much of a CUDA device's memory the KV cache may take: what is left beside the largest step.
+
+The largest step is run once after the weights are there, with all the tokens that a step may hold, and logits and draws
+for as many rows as there may be; only its attention is left out, whose own needs are small. What that took at its peak,
+with what others hold on the device, comes off the share that the settings give us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import ScheduleConfig
+from engine.errors import OutOfMemory
+from engine.logs import get_logger
+from engine.models.base import CausalModel
+from engine.request import Request, SamplingParams
+from engine.runner.memory import available_bytes
+from engine.sampling.sampler import Sampler
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Of a device, in bytes.
+
+    Attributes:
+        total: that it has.
+        outside: held by other processes, and by libraries that allocate by themselves.
+        peak: held by our tensors in the largest step, weights included.
+    """
+
+    total: int
+    outside: int
+    peak: int
+
+
+def cache_budget(use: MemoryUse, utilization: float) -> int:
+    """Bytes that the cache may take when all that we hold, with what others hold, is to be `utilization` of the device.
+
+    Raises:
+        OutOfMemory: weights and the largest step leave nothing.
+        ValueError: `utilization` is no share.
+    """
+    if not 0 < utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization is {utilization}, but must be above 0 and at most 1")
+    budget = int(use.total * utilization) - use.outside - use.peak
+    if budget <= 0:
+        raise OutOfMemory(
+            f"weights and the largest step take {_gib(use.peak)} GiB and others hold {_gib(use.outside)} GiB, which "
+            f"leaves nothing of {utilization:.0%} of the device's {_gib(use.total)} GiB for the KV cache; lower "
+            "max_num_batched_tokens or max_num_seqs, quantize the weights, or raise gpu_memory_utilization"
+        )
+    return budget
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def give_back(device: torch.device) -> Callable[[], None]:
+    """Gives memory that is only kept for later back to the device, so that what is free is free in one piece."""
+    return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
+
+
+def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
+    """Compute as much at once as a step of this schedule ever does, and throw it away."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+
+    tokens = schedule.max_num_batched_tokens
+    rows = np.arange(min(schedule.max_num_seqs, tokens), dtype=np.int32)
+    sampler = Sampler(len(rows), model.spec.vocab_size, model.spec.eos_token_ids, device)
+    request = Request("largest step", np.zeros(1, dtype=np.int32), SamplingParams(top_k=50, top_p=0.9))
+    for row in rows.tolist():
+        sampler.assign(row, request, 0, request.prompt_token_ids, 1)
+    with torch.inference_mode():
+        places = torch.zeros(tokens, dtype=torch.int64, device=device)
+        lengths = places if model.spec.rope_original_max is not None else None
+        hidden = model.forward(places, places, attend, lengths)
+        if model.spec.generates:
+            sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
+
+
+def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> MemoryUse:
+    """Run the largest step on a CUDA device, and see what it takes. (On a CPU: run it, and see what is left then.)
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    if device.type != "cuda":
+        largest_step(model, schedule, device)
+        return MemoryUse(available_bytes(device), 0, 0)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        largest_step(model, schedule, device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"a step of {schedule.max_num_batched_tokens} tokens and {schedule.max_num_seqs} rows does not fit the "
+            f"memory of {device} beside the weights; lower max_num_batched_tokens or max_num_seqs: {error}"
+        ) from error
+    torch.cuda.synchronize(device)
+    use = MemoryUse(total, outside, torch.cuda.max_memory_allocated(device))
+    torch.cuda.empty_cache()
+    # Libraries have loaded their kernels by now, which is memory of theirs.
+    free, _ = torch.cuda.mem_get_info(device)
+    outside = max(outside, total - free - torch.cuda.memory_reserved(device))
+    logger.info("the largest step was run", tokens=schedule.max_num_batched_tokens, peak_gib=_gib(use.peak))
+    return MemoryUse(total, outside, use.peak)

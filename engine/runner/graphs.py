@@ -1,0 +1,220 @@
+"""Forward passes that were recorded once and are played again: no launch costs the host more than one call.
+
+A graph reads and writes fixed places in memory. So each shape's tokens, positions and attention ranges live in buffers
+that stay, a step is padded to its shape on the host, before attention's ranges are built from it, and the buffers are
+filled anew before every replay. All graphs share one pool of memory, so what one gives is overwritten by the next one:
+hidden states are read (by kernels queued behind) before another step is launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionBatch, AttentionStep, CapturableAttention
+from engine.attention.reference import ReferenceAttention
+from engine.config import EngineConfig
+from engine.errors import EngineError, OutOfMemory
+from engine.logs import get_logger
+from engine.models.base import CausalModel
+from engine.runner.buckets import Buckets, Shape, padded
+from engine.runner.device_memory import give_back
+
+logger = get_logger(__name__)
+
+Replay = Callable[[], Tensor]
+"""Computes again from what the buffers hold now; always the same tensor, until another graph's replay."""
+
+
+class Recorder(Protocol):
+    """Records what a device is told to do."""
+
+    def record(self, run: Callable[[], Tensor]) -> Replay:
+        """Record `run`, which waits for nothing and reads no memory that is given back later. It may be run more than
+        once."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> Replay:
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            run()  # compiles kernels and makes the libraries' workspaces, neither of which a recording may do
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads of the process ask of CUDA meanwhile (another model that is loaded, NCCL's watch) is no
+        # part of the recording, and must not end it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def make_recorder(device: torch.device) -> Recorder:
+    """Of the device.
+
+    Raises:
+        EngineError: it has no graphs.
+    """
+    if device.type != "cuda":
+        raise EngineError(f"cuda_graphs needs a CUDA device, not {device.type}; leave it out")
+    return CudaRecorder(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A shape's graph, and the prepared step that it reads."""
+
+    prepared: Any
+    replay: Replay
+
+
+class Graphs:
+    """The graphs of one model over one attention backend.
+
+    Args:
+        model: whose `forward` is recorded; it may not wait for the device.
+        attention: with fixed places for its ranges.
+        buckets: the shapes.
+        table_width: entries of a whole block table.
+        recorder: of the device.
+
+    Raises:
+        EngineError: the forward pass can't be recorded; the message names the shape.
+        OutOfMemory: the graphs do not fit beside weights and cache.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        buckets: Buckets,
+        table_width: int,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(attention, CapturableAttention), f"{attention.name} has no fixed places"
+        self._model = model
+        self._attention = attention
+        self._buckets = buckets
+        most = buckets.shapes[0].tokens
+        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._recorded: dict[Shape, _Recorded] = {}
+        begun = time.perf_counter()
+        for shape in buckets.shapes:
+            try:
+                self._recorded[shape] = self._record(shape, attention, table_width, recorder)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"no memory is left to record graphs of {shape.tokens} tokens; lower gpu_memory_utilization or "
+                    f"graph_tokens, or leave graphs out: {error}"
+                ) from error
+            except RuntimeError as error:
+                reason = (
+                    f"steps of {shape.tokens} tokens can't be recorded as a graph; leave graphs out with "
+                    f"cuda_graphs=false: {error}"
+                )
+                raise EngineError(reason) from error
+        seconds = round(time.perf_counter() - begun, 2)
+        logger.info("graphs are recorded", graphs=len(self._recorded), most_tokens=most, seconds=seconds)
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def pick(self, rows: int, num_tokens: int, num_decodes: int) -> Shape | None:
+        """The shape for a step of so many rows and tokens, with so many single-token rows; None: it takes no graph."""
+        return self._buckets.pick(rows, num_tokens, num_decodes)
+
+    def forward(self, shape: Shape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """`CausalModel.forward` of a step that `pick` gave this shape: hidden states [T, hidden_size], to be read
+        before the next step is launched.
+
+        Args:
+            input_ids, positions: int64 [T].
+        """
+        count = len(input_ids)
+        self._input_ids[:count].copy_(input_ids)
+        self._positions[:count].copy_(positions)
+        self._input_ids[count : shape.tokens].zero_()
+        self._positions[count : shape.tokens].zero_()
+        recorded = self._recorded[shape]
+        self._attention.refill(recorded.prepared, padded(batch, shape))
+        return recorded.replay()[:count]
+
+    def _record(self, shape: Shape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
+        prepared = self._attention.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, width)
+        groups = self._attention.num_groups
+        self._attention.refill(prepared, padded(_nothing(groups), shape))
+        tokens = slice(shape.tokens)
+
+        def run() -> Tensor:
+            attend = AttentionStep(attention, prepared)
+            return self._model.forward(self._input_ids[tokens], self._positions[tokens], attend, None)
+
+        return _Recorded(prepared, recorder.record(run))
+
+
+def graphs_of(
+    config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
+) -> Graphs | None:
+    """The graphs that the settings want; None: none, or they want them only where they can be had.
+
+    Raises:
+        EngineError: they want some, but device, model or attention have none, or a forward pass can't be recorded.
+        OutOfMemory: they want some, and those do not fit.
+        ValueError: `graph_tokens` is no number of tokens.
+    """
+    if config.graph_tokens < 1:
+        raise ValueError(f"EngineConfig.graph_tokens is {config.graph_tokens}, but must be 1 or more")
+    if config.cuda_graphs is False or (config.cuda_graphs is None and device.type != "cuda"):
+        return None
+    recorder, reason = make_recorder(device), None
+    if not getattr(model, "recordable", False):
+        reason = "the model's forward pass looks at its input on the host"
+    elif not isinstance(attention, CapturableAttention):
+        reason = f"attention {attention.name!r} has no fixed places for its ranges"
+    elif device.type == "cuda" and isinstance(attention, ReferenceAttention):
+        reason = f"attention {attention.name!r} reads its ranges on the host"
+    if reason is not None:
+        if config.cuda_graphs:
+            raise EngineError(f"cuda_graphs can't be had: {reason}; leave it out")
+        logger.info("steps are launched without graphs", reason=reason)
+        return None
+    schedule = config.schedule
+    buckets = Buckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.graph_tokens)
+    try:
+        return Graphs(model, attention, buckets, table_width, recorder, device)
+    except EngineError as error:
+        if config.cuda_graphs:
+            raise
+        give_back(device)()
+        logger.warning("steps are launched without graphs, which is slower", reason=str(error))
+        return None
+
+
+def _nothing(groups: int) -> AttentionBatch:
+    """A step without sequences."""
+    none: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+    table: NDArray[np.int32] = np.zeros((0, 1), dtype=np.int32)
+    slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    return AttentionBatch(none, none, 0, (table,) * groups, (slots,) * groups)

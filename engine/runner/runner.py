@@ -1,0 +1,378 @@
+"""From a plan to sampled tokens: row state -> persistent input buffers -> forward -> logits of the rows that need them.
+
+The host side is a handful of numpy operations over the whole step, whatever the number of rows. A step has two halves:
+`submit` queues all that the device has to do, `result` waits for what came of it. What was sampled stays on the device
+as well, so that the next step can be submitted before the host knows the tokens that it begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionBatch, AttentionStep
+from engine.models.base import CausalModel, LayeredModel
+from engine.models.encoders.pooling import Pooler
+from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
+from engine.runner.graphs import Graphs
+from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
+from engine.speculative.verify import NO_DRAFTED, Drafted, Line, Verifier
+from engine.transfer import Download, transfer_of
+
+LOGITS_ROWS = 128
+"""Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
+
+
+class StepRunner(Protocol):
+    """Computes steps. The model runner is one, the null runner (no model) another."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute the plan's positions and sample the next tokens of the rows that are complete."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A step that the device has been told to compute.
+
+    Attributes:
+        plan: of the step.
+        output: what it gave, where the host had to look already.
+        places: int64 [S], rows of the plan that sample.  packed: what they sampled, as `Sampler.pack` has it.
+    """
+
+    plan: StepPlan
+    output: StepOutput | None = None
+    places: NDArray[np.int64] | None = None
+    packed: Download | None = None
+
+
+@runtime_checkable
+class AheadRunner(StepRunner, Protocol):
+    """A runner whose steps can be told to the device before the results of the last one are known."""
+
+    def submit(self, plan: StepPlan) -> Submitted:
+        """Let the device compute the plan. Its rows that are `ahead` go on from what the step before samples."""
+        ...
+
+    def result(self, submitted: Submitted) -> StepOutput:
+        """What came of it; waits until it is there, and not for steps submitted later. Once for each, in order."""
+        ...
+
+
+def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows, positions and token ids of the step's tokens, each int64 [T], in plan order. For a token that is not known
+    yet (`StepPlan.ahead`) stands -1 - row."""
+    if plan.num_decodes == len(plan.rows):
+        at_row, positions = plan.rows.astype(np.int64), plan.starts.astype(np.int64)
+    else:
+        first = np.cumsum(plan.counts) - plan.counts
+        at_row = np.repeat(plan.rows, plan.counts).astype(np.int64)
+        positions = np.arange(plan.num_tokens, dtype=np.int64) + np.repeat(plan.starts - first, plan.counts)
+    token_ids = rows.token_ids[at_row, positions].astype(np.int64)
+    if plan.ahead is not None:
+        last = np.cumsum(plan.counts)[plan.ahead] - 1
+        token_ids[last] = -1 - at_row[last]
+    return at_row, positions, token_ids
+
+
+def step_batch(
+    plan: StepPlan,
+    rows: RowState,
+    at_row: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    wanted: NDArray[np.int32] | None,
+) -> AttentionBatch:
+    """The step as attention sees it; at_row, positions: of `flatten`."""
+    block, offset = positions // rows.block_size, positions % rows.block_size
+    width = int(block.max()) + 1
+    tables, slots = [], []
+    for table in rows.block_tables:
+        slots.append(table[at_row, block].astype(np.int64) * rows.block_size + offset)
+        tables.append(table[plan.rows, :width])
+    return AttentionBatch(plan.starts, plan.counts, plan.num_decodes, tuple(tables), tuple(slots), wanted)
+
+
+@runtime_checkable
+class StateReader(Protocol):
+    """Reads what goes on between a model's layers, step by step."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Before which layers, as `LayeredModel.forward_with_states` takes them."""
+        ...
+
+    def read(self, plan: StepPlan, states: Tensor) -> None:
+        """A step's states [T, len(layers) * hidden_size], in the plan's order; nothing has been sampled yet."""
+        ...
+
+
+class ModelRunner:
+    """Runs the steps of one model on one device.
+
+    Args:
+        graphs: the model's forward passes for steps of some shapes, recorded; None: all are launched anew.
+
+    Attributes:
+        graph_steps: steps that took a graph.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        attention: AttentionBackend,
+        rows: RowState,
+        *,
+        max_num_seqs: int,
+        device: torch.device,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.graph_steps = 0
+        self._graphs = graphs
+        self._transfer = transfer_of(device)
+        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # each row's latest token
+        self._model = model
+        self._attention = attention
+        self._rows = rows
+        self._sampler = Sampler(max_num_seqs, model.spec.vocab_size, model.spec.eos_token_ids, device)
+        self._greedy: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(model, "greedy", None)
+        self._verifier = Verifier(self._sampler, model.logits, self._greedy)
+        self._pooler = Pooler()
+        self._reader: StateReader | None = None
+        self._prompt_logprobs: dict[int, int] = {}
+
+    def show(self, reader: StateReader) -> None:
+        """Let `reader` read each step's states from now on; the model must be a `LayeredModel`."""
+        self._reader = reader
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        return self._outputs(plan, self._forward(plan))
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Submitted:
+        """See `AheadRunner`. A step of which the host must see more than tokens is over when this returns."""
+        hidden = self._forward(plan)
+        places = np.flatnonzero(plan.samples)
+        rows = plan.rows[places]
+        seen = plan.drafts is not None or self._scores(plan) or self._pooler.concerns(plan.rows)
+        if seen or self._sampler.awaited(rows).any():
+            output = self._outputs(plan, hidden)
+            if len(places):  # whoever plans the next step need not know which way this one went
+                self._keep(rows, *self._transfer.up(output.token_ids[places].astype(np.int64)))
+            return Submitted(plan, output)
+        if not len(places):
+            return Submitted(plan, self._nothing(plan))
+        packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
+        self._keep(rows, packed[0])
+        return Submitted(plan, None, places, self._transfer.down(packed))
+
+    def _keep(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
+        """Let the next step find what these rows sampled, int64 [S]."""
+        (at,) = self._transfer.up(rows.astype(np.int64))
+        # What a row draws from values that are not finite is no token, and is never looked at; but it is looked up.
+        self._sampled.index_copy_(0, at, tokens.clamp(0, self._model.spec.vocab_size - 1))
+
+    def result(self, submitted: Submitted) -> StepOutput:
+        """See `AheadRunner`."""
+        if submitted.output is not None:
+            return submitted.output
+        assert submitted.places is not None
+        assert submitted.packed is not None
+        output = self._nothing(submitted.plan)
+        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.places])
+        output.token_ids[submitted.places] = sampled.token_ids
+        output.failed[submitted.places] = sampled.failed
+        output.reasons.update((row, why) for row, why in sampled.reasons.items() if why != NON_FINITE)
+        return output
+
+    @staticmethod
+    def _nothing(plan: StepPlan) -> StepOutput:
+        """A step in which no row samples."""
+        rows = len(plan.rows)
+        return StepOutput(np.full(rows, NO_TOKEN, dtype=np.int32), np.zeros(rows, dtype=np.bool_), {}, {}, {})
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """The step's last hidden states [T, hidden_size], valid until the next step's."""
+        self._take_rows(plan)
+        at_row, positions, token_ids = flatten(plan, self._rows)
+        batch = step_batch(plan, self._rows, at_row, positions, self._wanted(plan))
+        input_ids, places = self._transfer.up(token_ids, positions)
+        if plan.ahead is not None:
+            input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
+        lengths = self._rope_lengths(at_row, positions)
+        if self._graphs is not None and lengths is None and self._recordable(plan):
+            shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
+            if shape is not None:
+                self.graph_steps += 1
+                return self._graphs.forward(shape, input_ids, places, batch)
+        inputs = input_ids, places, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
+        if self._reader is None:
+            return self._model.forward(*inputs)
+        assert isinstance(self._model, LayeredModel), "states are read of models that show them"
+        hidden, states = self._model.forward_with_states(*inputs, self._reader.layers)
+        self._reader.read(plan, states)
+        return hidden
+
+    def _recordable(self, plan: StepPlan) -> bool:
+        """Whether all that is wanted of a step is what a graph gives. Prompts that are scored or pooled come in long
+        chunks, which would seldom find one, and their hidden states are wanted for longer than until the next step."""
+        return self._reader is None and not self._pooler.concerns(plan.rows) and not self._scores(plan)
+
+    def _scores(self, plan: StepPlan) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted of this step."""
+        wanted = self._prompt_logprobs
+        if not wanted:
+            return False
+        in_prompt = plan.rows[plan.starts < self._rows.prompt_len[plan.rows] - 1]
+        return any(row in wanted for row in in_prompt.tolist())
+
+    def _last_hidden(self, plan: StepPlan, hidden: Tensor, places: NDArray[np.int64]) -> Tensor:
+        """Of these rows of the plan, the hidden states of their last tokens [S, hidden_size]."""
+        if len(places) == plan.num_tokens:
+            return hidden
+        (last,) = self._transfer.up(np.cumsum(plan.counts)[places] - 1)
+        return hidden.index_select(0, last)
+
+    def _draw(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> Tensor:
+        """As `_sample`, left on the device: int64 [3, S] of `Sampler.pack`."""
+        num_outputs = at - self._rows.prompt_len[rows]
+        plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
+        if self._greedy is None or not plain.any():
+            return self._sampler.draw(self._model.logits(hidden), rows, at, num_outputs)
+        packed = torch.empty(3, len(rows), dtype=torch.int64, device=hidden.device)
+        easy, rest = np.flatnonzero(plain), np.flatnonzero(~plain)
+        to_easy, to_rest = self._transfer.up(easy, rest)
+        tokens, alive = self._greedy(hidden[to_easy] if len(rest) else hidden)
+        packed[:, to_easy] = self._sampler.pack(tokens, alive, alive)
+        if len(rest):
+            logits = self._model.logits(hidden[to_rest])
+            packed[:, to_rest] = self._sampler.draw(logits, rows[rest], at[rest], num_outputs[rest])
+        return packed
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """Zero what must be zeroed and load the parameters of rows with a new owner."""
+        for group in {ref.group for ref in plan.zero_blocks}:
+            self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
+        rows = self._rows
+        for row, request, choice in plan.new_rows:
+            known = rows.token_ids[row, : rows.num_known[row]]
+            self._sampler.assign(row, request, choice, known, int(rows.prompt_len[row]))
+            self._pooler.assign(row, request)
+            self._prompt_logprobs.pop(row, None)
+            if request.params.prompt_logprobs is not None and choice == 0:
+                self._prompt_logprobs[row] = request.params.prompt_logprobs
+
+    def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
+        """Tokens whose last hidden states `_outputs` will read; None: all."""
+        total = int(plan.num_logits.sum())
+        if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
+            return None
+        if self._prompt_logprobs or self._pooler.concerns(plan.rows) or total == plan.num_tokens:
+            return None
+        if plan.drafts is None:
+            return np.ascontiguousarray((np.cumsum(plan.counts) - 1)[plan.samples], dtype=np.int32)
+        first = np.cumsum(plan.counts) - np.cumsum(plan.num_logits)  # of each row's lines, less the lines before it
+        wanted: NDArray[np.int32] = (np.arange(total) + np.repeat(first, plan.num_logits)).astype(np.int32)
+        return wanted
+
+    def _rope_lengths(self, at_row: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor | None:
+        if self._model.spec.rope_original_max is None:
+            return None
+        lengths = np.maximum(self._rows.prompt_len[at_row].astype(np.int64), positions + 1)
+        return self._transfer.up(lengths)[0]
+
+    def _outputs(self, plan: StepPlan, hidden: Tensor) -> StepOutput:
+        """Sample, score and pool from the last hidden states [T, hidden_size]."""
+        ends = np.cumsum(plan.counts)
+        token_ids = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
+        failed = np.zeros(len(plan.rows), dtype=np.bool_)
+        logprobs: dict[int, list[Line]] = {}
+        reasons: dict[int, str] = {}
+        accepted, tainted = None, frozenset[int]()
+        sampled = np.flatnonzero(plan.samples if plan.drafts is None else plan.samples & (plan.drafts == 0))
+        if len(sampled):
+            rows = plan.rows[sampled]
+            at = plan.starts[sampled] + plan.counts[sampled]
+            out = self._sample(self._last_hidden(plan, hidden, sampled), rows, at)
+            token_ids[sampled], failed[sampled] = out.token_ids, out.failed
+            logprobs = {row: [line] for row, line in out.logprobs.items()}
+            reasons = out.reasons
+        if plan.drafts is not None:
+            places = np.flatnonzero(plan.drafts)
+            verified = self._verifier.verify(hidden, self._drafted(plan, ends, places))
+            accepted = np.zeros(len(plan.rows), dtype=np.int32)
+            accepted[places] = verified.accepted
+            token_ids[places], failed[places] = verified.token_ids, verified.failed
+            logprobs |= verified.logprobs
+            reasons, tainted = reasons | verified.reasons, frozenset(verified.tainted)
+        reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
+        scored = self._score(plan, hidden, ends, failed) if self._prompt_logprobs else {}
+        for row in scored:
+            if np.isnan(scored[row][1]).any():
+                reasons.pop(row, None)
+        pooled = {}
+        if self._pooler.concerns(plan.rows):
+            pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
+        return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
+
+    def _drafted(self, plan: StepPlan, ends: NDArray[Any], places: NDArray[np.intp]) -> Drafted:
+        """The rows with drafts, `places` of the plan."""
+        assert plan.drafts is not None
+        rows, counts = plan.rows[places], plan.drafts[places]
+        at = plan.starts[places] + plan.counts[places] - counts  # the first draft's position
+        columns = np.arange(int(counts.max()))
+        guesses = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
+        guesses = np.where(columns < counts[:, None], guesses, NO_DRAFTED).astype(np.int32)
+        first = (ends[places] - counts - 1).astype(np.int64)
+        return Drafted(rows, first, guesses, counts, at, at - self._rows.prompt_len[rows])
+
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
+        """The next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].
+
+        Where the model can, rows that take the likeliest token and nothing else never get all their logits written.
+        """
+        num_outputs = at - self._rows.prompt_len[rows]
+        plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
+        if self._greedy is None or not plain.any():
+            return self._sampler.sample(self._model.logits(hidden), rows, at, num_outputs)
+        if plain.all():
+            return self._sampler.accept(*self._greedy(hidden), rows)
+        easy, rest = np.flatnonzero(plain), np.flatnonzero(~plain)
+        chosen = self._sampler.accept(*self._greedy(hidden[torch.from_numpy(easy)]), rows[easy])
+        logits = self._model.logits(hidden[torch.from_numpy(rest)])
+        out = self._sampler.sample(logits, rows[rest], at[rest], num_outputs[rest])
+        token_ids = np.empty(len(rows), dtype=np.int32)
+        failed = np.empty(len(rows), dtype=np.bool_)
+        for lines, part in ((easy, chosen), (rest, out)):
+            token_ids[lines], failed[lines] = part.token_ids, part.failed
+        return SampleOutput(token_ids, failed, chosen.reasons | out.reasons, out.logprobs)
+
+    def _score(
+        self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
+    ) -> dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
+        """Log-probabilities of the prompt tokens that follow this step's positions."""
+        scored = {}
+        for i, row in enumerate(plan.rows.tolist()):
+            top = self._prompt_logprobs.get(row)
+            start = int(plan.starts[i])
+            stop = min(start + int(plan.counts[i]), int(self._rows.prompt_len[row]) - 1)
+            if top is None or stop <= start:
+                continue
+            begin = int(ends[i]) - int(plan.counts[i])
+            targets = self._rows.token_ids[row, start + 1 : stop + 1]
+            parts = []
+            for at in range(0, stop - start, LOGITS_ROWS):
+                part = slice(at, min(at + LOGITS_ROWS, stop - start))
+                logits = self._model.logits(hidden[begin + part.start : begin + part.stop])
+                parts.append(prompt_logprobs(logits, targets[part], top))
+            chosen, ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            failed[i] |= bool(np.isnan(chosen).any())
+            scored[row] = (start + 1, chosen, ids, values)
+        return scored

@@ -1,0 +1,259 @@
+"""The batched sampler: logits in, one token per row out.
+
+A step's rows are split by what they need, so a greedy row costs one pass over its logits and no row pays for its
+neighbours. Every operation works on a row alone and every sum that decides a draw is exact (see sampling/draw.py), so
+the same logits, parameters, choice and position give the same token in any batch, bit for bit.
+
+A row fails when the model's logits hold NaN or +inf, or nothing finite (single tokens at -inf are a model's right),
+when the chain leaves it no token to choose, and when its mask raises; the other rows go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.plan import NO_TOKEN
+from engine.request import Request
+from engine.sampling import chain
+from engine.sampling.batch import Draws
+from engine.sampling.draw import Workspace, argmax, block_max
+from engine.sampling.filters import Filters
+from engine.sampling.logprobs import RawDistribution, prompt_logprobs
+from engine.sampling.philox import uniforms
+from engine.sampling.rows import OFF, RowParams, check_params
+from engine.transfer import transfer_of
+
+__all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
+
+NON_FINITE = "the model's logits are not finite"
+NOTHING_LEFT = "mask, logit_bias, penalties and min_tokens together leave no token to choose"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One step's tokens (S lines, in the order they were given).
+
+    Attributes:
+        token_ids: int32 [S], or `NO_TOKEN`.
+        failed: bool [S].
+        reasons: row -> why it failed.
+        logprobs: row -> (chosen token's log-probability, top ids int32 [k], their log-probabilities float32 [k]),
+            for rows that asked and did not fail.
+    """
+
+    token_ids: NDArray[np.int32]
+    failed: NDArray[np.bool_]
+    reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, tuple[float, NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Lines (int64 [n]) that want log-probabilities, and the distribution before the chain touched it."""
+
+    lines: NDArray[np.int64]
+    raw: RawDistribution
+
+
+class Sampler:
+    """Chooses tokens for the rows of the running batch.
+
+    Args:
+        max_num_seqs: rows.  vocab_size: tokens in a line of logits.
+        eos_token_ids: the model's end tokens, held back by min_tokens.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self._params = RowParams(max_num_seqs, vocab_size, eos_token_ids)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._transfer = transfer_of(device)
+        self._asks = device.type == "cpu"  # elsewhere the host would have to wait for the answer
+        self._buffers: Workspace | None = None
+
+    def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
+        """Give a row to a sequence.
+
+        Args:
+            choice: which of the request's choices.
+            known: int32 [tokens], all its tokens so far; after a preemption there is output among them, which
+                penalties count again and a new mask is led through.
+            prompt_len: how many of them are the prompt.
+        """
+        self._params.assign(row, request, choice, known, prompt_len)
+
+    def release(self, row: int) -> None:
+        """Drop what is kept for the row's sequence; `assign` does it too."""
+        self._params.release(row)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        num_outputs: NDArray[np.int32],
+    ) -> SampleOutput:
+        """Choose the next token of each row, and count it for penalties and masks.
+
+        Args:
+            logits: float32 [S, vocab]; may be modified.
+            rows: int32 [S]; the `special` ones among them distinct.
+            positions: int32 [S], index of the drawn token in its sequence.
+            num_outputs: int32 [S], tokens generated before it (min_tokens).
+        """
+        if not len(rows):
+            return SampleOutput(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_))
+        special = self._params.special[rows]
+        asked = self._asked(logits, rows) if special.any() else None
+        tokens, alive, sound = self._take(logits, rows, positions, num_outputs)
+        output = self.unpack(self.pack(tokens, alive, sound).cpu().numpy(), rows)
+        if not special.any():
+            return output
+        taken = special & ~output.failed
+        self._params.record(rows[taken], output.token_ids[taken])
+        self._fail_broken(output, rows)
+        if asked is not None:
+            self._add_logprobs(output, asked, tokens, rows)
+        return output
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        num_outputs: NDArray[np.int32],
+    ) -> Tensor:
+        """As `sample`, of rows that the host need not see (`awaited`): int64 [3, S] on the device, for `unpack`.
+        Nothing here waits for the device."""
+        assert not self.awaited(rows).any(), "what the host must see is sampled by `sample`"
+        return self.pack(*self._take(logits, rows, positions, num_outputs))
+
+    def _take(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        num_outputs: NDArray[np.int32],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens int64 [S]; bool [S] where there was one to choose; bool [S] where the logits are finite."""
+        peaks = block_max(logits)
+        if not self._params.special[rows].any():
+            tokens, alive = self._choose(logits, peaks, rows, positions)
+            return tokens, alive, alive
+        sound = torch.isfinite(peaks.amax(-1))
+        lines = chain.modified_lines(self._params, rows, num_outputs)
+        if len(lines):
+            chain.modify(self._params, logits, rows, num_outputs, lines, self._transfer)
+            (index,) = self._transfer.up(lines)
+            peaks[index] = block_max(logits if len(lines) == len(rows) else logits[index])
+        tokens, alive = self._choose(logits, peaks, rows, positions)
+        return tokens, alive & sound, sound
+
+    def plain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows that take the likeliest token, and ask for nothing else of their logits."""
+        return np.asarray(self._params.greedy[rows] & ~self._params.special[rows])
+
+    def special(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows whose next token depends on more than their logits, their temperature and their filters. They
+        are sampled one position after the other."""
+        return np.asarray(self._params.special[rows])
+
+    def awaited(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [S]: rows whose next token can't be drawn before the host has seen the last one, or with whose token the
+        host wants more than it (penalties, masks, log-probabilities)."""
+        return np.asarray(self._params.awaited[rows])
+
+    def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
+        """The output of `plain` rows whose likeliest tokens (int64 [S]) are known already; alive: bool [S]."""
+        return self.unpack(self.pack(tokens, alive, alive).cpu().numpy(), rows)
+
+    def _choose(
+        self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [S], and bool [S] where there was one to choose; peaks float32 [S, blocks] from `block_max`."""
+        peak = peaks.amax(-1)
+        # amax carries NaN and +inf along, and is -inf only where nothing is finite: one number tells all.
+        alive = torch.isfinite(peak)
+        greedy = self._params.greedy[rows]
+        if greedy.all():
+            return argmax(logits, peaks), alive
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        if greedy.any():
+            (index,) = self._transfer.up(np.flatnonzero(greedy))
+            tokens[index] = argmax(logits[index], peaks[index])
+        self._draw(logits, peak[:, None], alive, tokens, rows, positions, np.flatnonzero(~greedy))
+        return tokens, alive
+
+    def _draw(
+        self,
+        logits: Tensor,
+        peak: Tensor,
+        alive: Tensor,
+        tokens: Tensor,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        lines: NDArray[np.int64],
+    ) -> None:
+        """Write drawn tokens into `tokens` for these lines (int64 [n])."""
+        params, row = self._params, rows[lines]
+        top_k, top_p, min_p = params.top_k[row], params.top_p[row], params.min_p[row]
+        at = positions[lines].astype(np.int64)
+        drawn = [uniforms(params.seed[row], params.choice[row], at, lane) for lane in (0, 1)]
+        u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
+        filters = Filters(*(column[:, None] for column in columns))
+        space, asks = self._space(), self._asks
+        draws = Draws(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
+        draws.run(top_k, top_p, min_p)
+
+    @staticmethod
+    def pack(tokens: Tensor, alive: Tensor, sound: Tensor) -> Tensor:
+        """int64 [3, S], one small tensor to bring to the host: tokens int64 [S]; alive bool [S], lines with a token;
+        sound bool [S], with finite logits."""
+        return torch.stack((tokens, alive.long(), sound.long()))
+
+    @staticmethod
+    def unpack(packed: NDArray[np.int64], rows: NDArray[np.int32]) -> SampleOutput:
+        """What `pack` made, on the host."""
+        failed = packed[1] == 0
+        token_ids = np.where(failed, NO_TOKEN, packed[0]).astype(np.int32)
+        reasons = {int(rows[i]): NOTHING_LEFT if packed[2, i] else NON_FINITE for i in np.flatnonzero(failed)}
+        return SampleOutput(token_ids, failed, reasons)
+
+    def _fail_broken(self, output: SampleOutput, rows: NDArray[np.int32]) -> None:
+        """Fail the rows whose mask has raised, now or when the row was assigned."""
+        if not self._params.broken:
+            return
+        for line, row in enumerate(rows.tolist()):
+            reason = self._params.broken.get(row)
+            if reason is not None and output.reasons.get(row) != NON_FINITE:
+                output.token_ids[line], output.failed[line] = NO_TOKEN, True
+                output.reasons[row] = reason
+
+    def _asked(self, logits: Tensor, rows: NDArray[np.int32]) -> _Asked | None:
+        lines = np.flatnonzero(self._params.logprobs[rows] != OFF)
+        if not len(lines):
+            return None
+        return _Asked(lines, RawDistribution.of(logits[self._transfer.up(lines)[0]], self._space()))
+
+    def _add_logprobs(self, output: SampleOutput, asked: _Asked, tokens: Tensor, rows: NDArray[np.int32]) -> None:
+        chosen = asked.raw.chosen(tokens[self._transfer.up(asked.lines)[0]].clamp(0, self._vocab_size - 1))
+        counts = self._params.logprobs[rows[asked.lines]]
+        ids, top = asked.raw.top(int(counts.max()))
+        for i, line in enumerate(asked.lines.tolist()):
+            if not output.failed[line]:
+                output.logprobs[int(rows[line])] = (float(chosen[i]), ids[i, : counts[i]], top[i, : counts[i]])
+
+    def _space(self) -> Workspace:
+        if self._buffers is None:
+            self._buffers = Workspace(self._vocab_size, self._device)
+        return self._buffers

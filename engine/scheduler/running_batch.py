@@ -1,0 +1,182 @@
+"""The running batch: which sequence has which row, and everything that is indexed by row.
+
+Taking a row (`seat`) and giving it up (`vacate`) happen here and nowhere else, so rows, block tables, stop rules and
+owners can't fall apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.prefix import HashChain, PrefixNode
+from engine.cache.tables import CacheTables
+from engine.plan import RowState
+from engine.scheduler.sequence import CLASSES, Sequence, SequenceState, class_of
+from engine.scheduler.stop_conditions import StopTable
+
+
+class RunningBatch:
+    """Rows and their owners.
+
+    Attributes (R rows):
+        rows: what the runner reads too.
+        owners: per row its sequence, or None.
+        epoch: int64 [R], counts the row's owners; tells a step's late results from those of its present owner.
+        priority, serial: int64 [R], of the owner.
+        expected: int32 [R], known tokens the owner is expected to end with.
+        confirmed: int32 [R], positions before this one led to finite outputs.
+        promised: int32 [R], 1 where a step that is under way will give a token that the row goes on from; else 0.
+            The planner counts it as known, though nobody on the host can name it.
+        promises: whether steps are planned ahead, so that there may be such rows.
+        awaited: bool [R], the host must see what a step gives the row before the next one can be planned
+            (`Request.awaited`).
+        scores_prompt: bool [R], logits of all prompt positions are wanted.
+        watched: bool [R], the owner has a `TokenWatcher`.
+        last_token_at: float64 [R], when the owner's latest token was sampled (seconds); NaN: none was here.
+        latency_class: int64 [R], what the owner is counted to (`class_of`).
+        by_class: rows that are taken, by that class.
+        only_class: of all of them; None: they are of several, or there are none.
+    """
+
+    def __init__(self, rows: RowState, cache: CacheTables, stops: StopTable) -> None:
+        num_rows = len(rows.num_known)
+        self.rows = rows
+        self.cache = cache
+        self.stops = stops
+        self.owners: list[Sequence | None] = [None] * num_rows
+        self.epoch = np.zeros(num_rows, dtype=np.int64)
+        self.priority = np.zeros(num_rows, dtype=np.int64)
+        self.serial = np.zeros(num_rows, dtype=np.int64)
+        self.expected = np.zeros(num_rows, dtype=np.int32)
+        self.confirmed = np.zeros(num_rows, dtype=np.int32)
+        self.promised = np.zeros(num_rows, dtype=np.int32)
+        self.promises = False
+        self.awaited = np.zeros(num_rows, dtype=np.bool_)
+        self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
+        self.watched = np.zeros(num_rows, dtype=np.bool_)
+        self.last_token_at = np.full(num_rows, np.nan)
+        self.latency_class = np.zeros(num_rows, dtype=np.int64)
+        self.by_class = [0] * CLASSES
+        self.only_class: int | None = None
+        self._occupied = np.zeros(num_rows, dtype=np.bool_)
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._order: NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.owners) - len(self._free)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free)
+
+    def owner(self, row: int) -> Sequence:
+        sequence = self.owners[row]
+        assert sequence is not None, f"row {row} has no owner"
+        return sequence
+
+    def known(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [len(rows)], tokens that each row can compute: those it knows, and one that is promised."""
+        known = self.rows.num_known[rows]
+        return np.asarray(known + self.promised[rows]) if self.promises else known
+
+    def order(self) -> NDArray[np.int32]:
+        """Occupied rows, int32: highest class first, within a class by arrival."""
+        if self._order is None:
+            rows = np.flatnonzero(self._occupied)
+            self._order = rows[np.lexsort((self.serial[rows], self.priority[rows]))].astype(np.int32)
+        return self._order
+
+    def seat(self, sequence: Sequence, chain: HashChain, hits: list[PrefixNode], expected: int) -> int:
+        """Give the sequence a free row with its known tokens and the blocks it hits; returns the row."""
+        row = self._free.pop()
+        rows, params, tokens = self.rows, sequence.request.params, sequence.token_ids
+        rows.token_ids[row, : len(tokens)] = tokens
+        rows.num_known[row] = len(tokens)
+        rows.prompt_len[row] = sequence.prompt_len
+        self.cache.open(row, chain, sequence.request.readers_known)
+        if hits:
+            self.cache.take(row, hits)
+        rows.num_computed[row] = len(hits) * rows.block_size
+        self.stops.load(row, params, sequence.prompt_len)
+        self.owners[row] = sequence
+        self.epoch[row] += 1
+        self.priority[row] = sequence.request.priority
+        self.serial[row] = sequence.serial
+        self.expected[row] = expected
+        self.confirmed[row] = rows.num_computed[row]
+        self.promised[row] = 0
+        self.awaited[row] = sequence.request.awaited
+        self.scores_prompt[row] = params.prompt_logprobs is not None
+        self.watched[row] = sequence.request.watcher is not None
+        self.last_token_at[row] = sequence.last_token_at
+        self.latency_class[row] = number = class_of(sequence.request.priority)
+        self._count(number, 1)
+        self._occupied[row] = True
+        self._order = None
+        sequence.row = row
+        sequence.state = SequenceState.RUNNING
+        return row
+
+    def vacate(self, sequence: Sequence, state: SequenceState, *, poisoned: bool = False) -> None:
+        """Take the row away: the sequence keeps its known tokens, its blocks are given back.
+
+        Args:
+            poisoned: it met non-finite values; nothing of its prefix stays findable, its blocks will be zeroed.
+        """
+        row, rows = sequence.row, self.rows
+        sequence.token_ids = rows.token_ids[row, : rows.num_known[row]].copy()
+        sequence.high_water = max(sequence.high_water, int(min(rows.num_computed[row], rows.num_known[row])))
+        sequence.prompt_computed |= bool(self.confirmed[row] >= sequence.prompt_len)
+        sequence.row, sequence.state = -1, state
+        sequence.last_token_at = float(self.last_token_at[row])
+        self._count(int(self.latency_class[row]), -1)
+        if poisoned:
+            self.cache.withdraw(row)
+        self.cache.release(row, 0 if poisoned else int(self.confirmed[row]))
+        rows.num_known[row] = rows.num_computed[row] = rows.num_drafts[row] = rows.prompt_len[row] = 0
+        self.promised[row] = 0
+        self.owners[row] = None
+        self.epoch[row] += 1
+        self._occupied[row] = False
+        self._order = None
+        self._free.append(row)
+
+    def _count(self, number: int, change: int) -> None:
+        self.by_class[number] += change
+        taken = [one for one, rows in enumerate(self.by_class) if rows]
+        self.only_class = taken[0] if len(taken) == 1 else None
+
+    def expected_positions(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [len(rows)], positions each row is expected to be computed to. A row that has outlived its guess is
+        expected to go on for a quarter of what it has generated, or a block."""
+        known = self.known(rows)
+        more = np.maximum((known - self.rows.prompt_len[rows]) // 4, self.rows.block_size)
+        expected = np.where(self.expected[rows] > known, self.expected[rows], known + more)
+        positions: NDArray[np.int32] = np.maximum(np.minimum(expected, self.stops.max_known[rows]) - 1, known)
+        return positions
+
+    def check_integrity(self) -> None:
+        """Compare rows, owners and tables; raises AssertionError with the arithmetic."""
+        seated = [row for row, owner in enumerate(self.owners) if owner is not None]
+        if sorted(seated + self._free) != list(range(len(self.owners))):
+            raise AssertionError(f"rows: {len(seated)} seated + {len(self._free)} free != {len(self.owners)}")
+        taken = [
+            sum(class_of(self.owner(row).request.priority) == number for row in seated) for number in range(CLASSES)
+        ]
+        if taken != self.by_class:
+            raise AssertionError(f"classes: {taken} rows are taken, but {self.by_class} are counted")
+        rows = self.rows
+        for row in seated:
+            owner = self.owner(row)
+            computed = int(rows.num_computed[row])
+            known = int(rows.num_known[row] + rows.num_drafts[row] + self.promised[row])
+            held = int(self.cache.length[row]) * rows.block_size
+            if owner.row != row or owner.state is not SequenceState.RUNNING:
+                raise AssertionError(f"row {row}: its owner is {owner.state} on row {owner.row}")
+            if not computed <= known <= self.stops.max_known[row] or not computed <= held < computed + rows.block_size:
+                raise AssertionError(f"row {row}: computed {computed}, known {known}, tables reach to {held}")
+        for row in self._free:
+            if self.cache.length[row] or rows.num_known[row]:
+                raise AssertionError(f"row {row} is free with {self.cache.length[row]} blocks")
+        self.cache.check_integrity()

@@ -1,0 +1,506 @@
+"""The scheduler: what each step computes, and when a sequence ends.
+
+There is no prefill phase and no decode phase. Every sequence has tokens known and tokens computed, and each step lets
+computed catch up with known, for as many sequences as one token budget allows (the rule is vLLM v1's):
+
+    a chunk of a prompt, a prefix hit, the next token of an answer, the return after preemption
+    are all   num_computed += count,   count <= num_known - num_computed
+
+    0           hit            num_computed     num_known           max_known
+    |- in the cache -|- computed ---|- pending -----|- to be sampled ---|
+
+Guesses at the next tokens are computed behind the known ones, and taken back where they were wrong: `num_computed` is
+lowered again (speculative/drafting.py).
+
+`num_computed` advances when a step is planned, `num_known` when its tokens come back; so a second step can be planned
+while the first one computes. Rows that sample in the first one are in the second one too when they are promised their
+token (`promise`): it is planned as if it were known, and only the device can tell which it is. A row that turns out to
+have ended with it has computed one position for nothing; its results come back to nobody, as those of any row whose
+owner has left (`RunningBatch.epoch`). Blocks that the step will fill are published when it is planned: keys are written
+before they are read, so a sequence admitted later in the same step already hits them. A block with a promised token in
+it has no name before that token is known, and is published with the row's next step.
+
+One step, highest class first, within a class by arrival (or as the waiting queue orders it, owners in turn in class 0,
+see waiting.py):
+1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
+   the lowest class give way, in class 0 that of the owner with the most rows (its blocks are freed, its known tokens
+   kept, and it waits at its place by arrival);
+2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
+   sequences of its class and above are expected to take at any time until their ends, and its own need, must be free,
+   counting what lower classes, and in class 0 owners with more rows, would have to give back. They are preempted only
+   when rows or blocks are needed now;
+3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
+
+A sequence that was put back gets no row before another sequence has ended, so nothing thrashes.
+The oldest sequence of the highest class can take every block from all others, and alone fits the pool (`add` refuses
+what doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.demand import BlockDemand
+from engine.cache.prefix import Digest, chain_digest
+from engine.cache.tables import CacheTables
+from engine.config import ScheduleConfig
+from engine.errors import ContextLengthExceeded, EngineError, RequestRefused
+from engine.plan import CacheGroup, RowState, StepPlan
+from engine.request import FinishReason, Request, check_request
+from engine.scheduler.drafting import Drafting
+from engine.scheduler.latency import ClassStats, Latencies
+from engine.scheduler.length_estimator import LazyHeap, LengthEstimator
+from engine.scheduler.resume import check_partial, end_of
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.sequence import FinishedSequence, Sequence, SequenceState
+from engine.scheduler.slo_control import URGENT, Pace, Paced
+from engine.scheduler.stats import SchedulerStats
+from engine.scheduler.step_planner import StepPlanner
+from engine.scheduler.stop_conditions import StopTable
+from engine.scheduler.token_budget import TokenBudget
+from engine.scheduler.waiting_queue import WaitingQueue
+from engine.speculative.base import Proposer
+from engine.speculative.draft_lengths import DraftLengths
+from engine.speculative.stats import SpeculationStats
+from engine.speculative.trial_budget import TrialBudget
+
+Ints = NDArray[np.int32]
+Flags = NDArray[np.bool_]
+NEVER = -1
+"""How many endings had been counted when a sequence was put back, where that keeps it from nothing."""
+
+Ended = dict[int, FinishedSequence]
+"""Sequences that end with a step, by their place in the plan."""
+
+
+class Scheduler:
+    """Decides, step by step, what the model computes. Not thread-safe: one loop owns it.
+
+    Args:
+        groups: the model's cache groups.
+        block_size: tokens a block holds.
+        max_model_len: most tokens of one sequence, prompt and answer.
+        prefix_caching: share blocks between sequences with the same leading tokens and salt.
+        eos_token_ids: end tokens of the model.
+        rope_original_max: the model's rotary frequencies depend on a sequence's length beyond this.
+        digest: names prefixes; only tests give another one.
+
+    Attributes:
+        rows: row-indexed state, read by the runner; the scheduler alone writes it.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        groups: tuple[CacheGroup, ...],
+        block_size: int,
+        max_model_len: int,
+        *,
+        prefix_caching: bool,
+        eos_token_ids: tuple[int, ...],
+        rope_original_max: int | None = None,
+        digest: Digest = chain_digest,
+    ) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens"):
+            value = getattr(config, name)
+            if value is not None and value < 1:
+                raise ValueError(f"ScheduleConfig.{name} is {value}, but must be 1 or more")
+        budget = config.max_num_batched_tokens
+        self.rows = RowState(config.max_num_seqs, max_model_len, block_size, len(groups))
+        self._max_model_len = max_model_len
+        self._cache = CacheTables(groups, self.rows, prefix_caching=prefix_caching, digest=digest)
+        self._stops = StopTable(config.max_num_seqs, eos_token_ids)
+        self._batch = RunningBatch(self.rows, self._cache, self._stops)
+        self._lengths = LengthEstimator()
+        self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
+        self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
+        self._latencies = Latencies(self._batch)
+        self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
+        self._budget = TokenBudget(budget)
+        self._planner = StepPlanner(
+            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, pace=self._pace
+        )
+        self._promised = False
+        self._drafting: Drafting | None = None
+        self._requests: dict[str, list[Sequence]] = {}
+        self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
+        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64], Paced | None]] = deque()
+        self._finished: list[FinishedSequence] = []
+        self._next_serial = 0
+        self._now = 0.0  # the latest time told; `cancel` is told none
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits, runs, or has ended and was not taken yet."""
+        return bool(self._requests or self._finished)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        counters, pools = self._planner.counters, self._cache.pools
+        head = self._waiting.peek()
+        return SchedulerStats(
+            running=len(self._batch),
+            waiting=len(self._waiting),
+            steps=counters.steps,
+            step_rows=counters.step_rows,
+            computed_tokens=counters.computed_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=counters.preemptions,
+            finished=counters.ended,
+            free_blocks=tuple(pool.num_free for pool in pools),
+            cached_blocks=tuple(pool.num_cached for pool in pools),
+            total_blocks=tuple(pool.num_blocks - 1 for pool in pools),
+            oldest_waiting=None if head is None else head.arrived_at,
+            generated_tokens=counters.generated_tokens,
+            speculation=SpeculationStats() if self._drafting is None else self._drafting.stats,
+            pace=None if self._pace is None else self._pace.stats,
+        )
+
+    @property
+    def classes(self) -> tuple[ClassStats, ...]:
+        """How each class fares, the most urgent first."""
+        return self._latencies.stats(self._waiting.by_class)
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request: one sequence per choice. `now` in seconds.
+
+        Raises:
+            ContextLengthExceeded: prompt + max_tokens fit neither the context nor the whole pool.
+            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], pooling is asked for together
+                with an answer, or `partial` can't be the beginning of one.
+        """
+        self._now = now
+        prompt, params = request.prompt_token_ids, request.params
+        if request.request_id in self._requests:
+            raise RequestRefused(f"request {request.request_id!r} is already running; use another request_id")
+        check_request(request)
+        siblings: list[Sequence] = []
+        for choice in range(params.n):
+            siblings.append(Sequence(request, choice, self._next_serial + choice, siblings, now))
+        last_sampled = int(params.max_tokens > 0)  # known, but never computed
+        limit = min(self._max_model_len, self._demand.max_positions + last_sampled)
+        if siblings[0].max_known > limit:
+            raise ContextLengthExceeded(len(prompt), params.max_tokens, limit)
+        check_partial(request)
+        self._next_serial += params.n
+        self._requests[request.request_id] = siblings
+        for sequence in siblings:
+            self._waiting.add(sequence)
+        if request.deadline is not None:
+            self._deadlines.push(request.deadline, siblings[0].serial, siblings)
+        for partial in request.partial:
+            if (reason := end_of(request, partial)) is not None:
+                ended = self._finish(siblings[partial.index], reason, stop_token_id=partial.stop_token_id)
+                self._finished.append(ended)
+
+    def speculate(self, proposer: Proposer, lengths: DraftLengths, budget: TrialBudget | None = None) -> None:
+        """Let `proposer` guess tokens from the next step on, as many as `lengths` says, while `budget` allows it."""
+        self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
+        self._planner.drafting = self._drafting
+
+    def settle(self, *, more_to_come: bool) -> None:
+        """Say whether more requests may be added. If none will, the end of the run can be seen, and answers that would
+        outlast it are started before their turn (`WaitingQueue`)."""
+        self._waiting.settled = not more_to_come
+
+    def sampled(self, request_id: str) -> list[tuple[int, NDArray[np.int32]]]:
+        """The choices of a request that have not ended, each with what it has sampled so far (int32 [tokens], a view
+        that the next step may change)."""
+        found = []
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.state is SequenceState.RUNNING:
+                known = self.rows.token_ids[sequence.row, : self.rows.num_known[sequence.row]]
+                found.append((sequence.choice, known[sequence.prompt_len :]))
+            elif sequence.state is SequenceState.WAITING:
+                found.append((sequence.choice, sequence.token_ids[sequence.prompt_len :]))
+        return found
+
+    def cancel(self, request_id: str, choice: int | None = None) -> bool:
+        """End all choices that have not ended yet (or this one alone) and free what they hold; False when there are
+        none."""
+        return self._end_request(request_id, FinishReason.CANCELLED, choice)
+
+    def take_finished(self) -> list[FinishedSequence]:
+        """Sequences that ended without a step since the last call: cancelled ones and those past their deadline."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; None when nothing can be computed now. Requests past their deadline end first.
+
+        Every plan must come back through `update`, in order; the next one may be asked for before that.
+        """
+        self._now = now
+        while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
+            siblings = self._deadlines.pop()
+            self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
+            if self._pace is not None and siblings[0].request.priority == URGENT:
+                self._pace.dropped()
+        plan = self._planner.plan(now)
+        if plan is not None:
+            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.paced))
+        return plan
+
+    def promise(self) -> bool:
+        """Count on the tokens that the step under way will give, so that the next one can be planned before they are
+        here. False: what comes of it must be seen first, because a row of it is `awaited`, it holds drafts, or the next
+        one may."""
+        ((plan, epochs, _),) = self._in_flight
+        if plan.drafts is not None or (self._drafting is not None and not self._drafting.idle):
+            return False
+        batch = self._batch
+        if batch.awaited[plan.rows].any():
+            return False
+        rows = plan.rows[plan.samples & (batch.epoch[plan.rows] == epochs)]
+        # Whose last token this is needs none computed; who stops at it, nobody knows yet.
+        batch.promised[rows[self.rows.num_known[rows] + 1 < self._stops.max_known[rows]]] = 1
+        batch.promises = self._promised = True
+        return True
+
+    def update(
+        self,
+        plan: StepPlan,
+        token_ids: NDArray[np.int32],
+        failed: NDArray[np.bool_],
+        now: float,
+        reasons: Mapping[int, str] | None = None,
+        accepted: NDArray[np.int32] | None = None,
+        tainted: frozenset[int] = frozenset(),
+    ) -> list[FinishedSequence]:
+        """Take a step's results.
+
+        Args:
+            plan: the oldest plan not yet updated.
+            token_ids: int32 [B], the sampled tokens where `plan.samples`, each behind its row's accepted drafts.
+            failed: bool [B], rows whose sequences end in `ERROR`, behind their accepted drafts.
+            reasons: row -> why it failed; of a failed row without one, non-finite values are the cause.
+            accepted, tainted: as in `StepOutput`; what became of `plan.drafts`.
+
+        Returns:
+            The sequences that ended with this step, in the plan's order.
+        """
+        self._now = now
+        expected_plan, epochs, paced = self._in_flight.popleft()
+        assert expected_plan is plan, "plans come back in the order they were made"
+        self._keep_promises()
+        self._budget.worked()
+        good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
+        if self._pace is not None and paced is not None:
+            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
+        ended: Ended = {}
+        ends = plan.starts + plan.counts
+        if plan.drafts is not None and self._drafting is not None:
+            assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
+            ends = ends - plan.drafts + accepted
+            self._latencies.sampled(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
+            # Behind a draft that failed its row, all others of the row did as well.
+            self._drafting.settle(plan, accepted, good, tainted.union(plan.rows[failed].tolist()))
+            self._accept(plan, accepted, good, ended)
+            good = self._batch.epoch[plan.rows] == epochs
+        bad = good & failed
+        good &= ~failed
+        for i in np.flatnonzero(bad).tolist():
+            position = int(ends[i]) - 1
+            own = (reasons or {}).get(row := int(plan.rows[i]))
+            why = own or f"non-finite values at or before position {position}"
+            ended[i] = self._finish(self._batch.owner(row), FinishReason.ERROR, error=why, poisoned=own is None)
+        self._end_scored(plan, ends, good, ended)
+        chosen = np.flatnonzero(good & plan.samples)
+        if chosen.size:
+            rows = plan.rows[chosen]
+            if plan.drafts is None:  # else some may have ended by now, and all are counted
+                self._latencies.sampled(rows, now)
+            self._append(rows, token_ids[chosen], chosen, ended)
+        for i in np.flatnonzero(self._batch.epoch[plan.rows] == epochs).tolist() if tainted else ():
+            if (row := int(plan.rows[i])) in tainted:
+                self._batch.owner(row).may_draft = False
+                self._planner.put_back(self._batch.owner(row))
+        return [ended[i] for i in sorted(ended)]
+
+    def fail(self, plan: StepPlan, reason: str, now: float) -> None:
+        """Take back a step that could not be computed: its sequences end in `ERROR` (see `take_finished`).
+
+        Steps planned after it built on it, so they are taken back as well; and since nobody knows what was written,
+        nothing stays in the prefix cache.
+        """
+        self._now = now
+        assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
+        for lost, epochs, _ in self._in_flight:
+            for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
+                sequence = self._batch.owner(row)
+                self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
+        self._in_flight.clear()
+        self._keep_promises()
+        self._cache.forget()
+
+    def retract(self, plan: StepPlan, now: float) -> bool:
+        """Take back a step that the device had no room for, and plan smaller ones from now on: its sequences, and those
+        of steps planned after it, wait again with all that they know. What they have published was not computed, so
+        nothing stays in the prefix cache.
+
+        Returns:
+            False: steps are as small as can be, and nothing was done.
+        """
+        self._now = now
+        assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
+        if not self._budget.shrink():
+            return False
+        for lost, epochs, _ in self._in_flight:
+            for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
+                sequence = self._batch.owner(row)
+                self._planner.put_back(sequence)
+                sequence.put_back_at = NEVER  # smaller steps are what keeps this from happening again
+        self._in_flight.clear()
+        self._keep_promises()
+        self._cache.forget()
+        return True
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, now."""
+        return self._budget.tokens
+
+    def _keep_promises(self) -> None:
+        """What was promised is here, or will never be."""
+        if self._promised:
+            self._batch.promised[:] = 0
+            self._promised = False
+
+    def timed(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
+        """Say how long a step took, from before it was planned until after its update, and how many of its drafts
+        stayed."""
+        if self._drafting is not None:
+            drafted = 0 if plan.drafts is None else int(plan.drafts.sum())
+            self._drafting.timed(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
+
+    def _accept(self, plan: StepPlan, accepted: Ints, good: Flags, ended: Ended) -> None:
+        """Make accepted drafts known, one after the other: each may end its row, as any token may."""
+        for place in range(int(accepted[good].max(initial=0))):
+            open_rows = [i for i in np.flatnonzero(good & (accepted > place)).tolist() if i not in ended]
+            if open_rows:
+                chosen = np.array(open_rows, dtype=np.intp)
+                rows = plan.rows[chosen]
+                self._append(rows, self.rows.token_ids[rows, self.rows.num_known[rows]], chosen, ended)
+
+    def _end_scored(self, plan: StepPlan, ends: Ints, good: Flags, ended: Ended) -> None:
+        """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
+        seen = good & (plan.num_logits > 0)
+        self._batch.confirmed[plan.rows[seen]] = ends[seen]
+        for i in np.flatnonzero(good & ~plan.samples).tolist():
+            row = int(plan.rows[i])
+            if ends[i] != self._stops.max_known[row]:
+                continue
+            sequence = self._batch.owner(row)
+            if sequence.request.pooling is not None:
+                self._batch.confirmed[row] = ends[i]
+            sequence.prompt_computed = True
+            ended[i] = self._finish(sequence, FinishReason.LENGTH)
+
+    def _append(self, rows: Ints, tokens: Ints, places: NDArray[np.intp], ended: Ended) -> None:
+        """Make the sampled tokens known and end the rows for which they are the last."""
+        if (tokens < 0).any():
+            row = int(rows[np.argmax(tokens < 0)])
+            raise EngineError(f"row {row}: the step gave no token and did not fail; the runner must mark it as failed")
+        self._planner.counters.generated_tokens += len(rows)
+        known = self.rows.num_known[rows]
+        stopped, full = self._stops.check(rows, tokens, known)
+        done = stopped | full
+        grown = ~stopped
+        kept = rows[grown]
+        self.rows.token_ids[kept, known[grown]] = tokens[grown]
+        self.rows.num_known[kept] += 1
+        for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
+            sequence = self._batch.owner(int(rows[i]))
+            may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
+            if (end := sequence.watch(int(tokens[i]), may_stop)) is not None:
+                ended[int(places[i])] = self._finish(sequence, end.reason, error=end.error)
+                done[i] = False
+        for i in np.flatnonzero(done).tolist():
+            sequence = self._batch.owner(int(rows[i]))
+            stop = int(tokens[i]) if stopped[i] else None
+            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+            ended[int(places[i])] = self._finish(sequence, reason, stop_token_id=stop)
+
+    def _end_request(self, request_id: str, reason: FinishReason, choice: int | None = None) -> bool:
+        siblings = [s for s in self._requests.get(request_id, ()) if s.state is not SequenceState.FINISHED]
+        siblings = [s for s in siblings if choice is None or s.choice == choice]
+        for sequence in siblings:
+            self._finished.append(self._finish(sequence, reason))
+        return bool(siblings)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        poisoned: bool = False,
+    ) -> FinishedSequence:
+        """End a sequence wherever it stands; its row and blocks are free at once (`poisoned`: see `vacate`)."""
+        if sequence.state is SequenceState.RUNNING:
+            self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
+            self._waiting.gave_up_row(sequence)
+        else:
+            sequence.state = SequenceState.FINISHED
+            self._waiting.discard(sequence)
+        self._planner.counters.ended += 1
+        request, answer = sequence.request, sequence.token_ids[sequence.prompt_len :].copy()
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.observe(request, len(answer))
+            if self._drafting is not None:
+                self._drafting.learn(request, answer)
+        if all(sibling.state is SequenceState.FINISHED for sibling in sequence.siblings):
+            del self._requests[request.request_id]
+            if request.deadline is not None and reason is not FinishReason.TIMEOUT:
+                self._deadlines.discard()
+            if not self._requests:
+                self._waiting.forget_groups()
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._latencies.answered(sequence, self._now)
+        return FinishedSequence(
+            request=request,
+            choice=sequence.choice,
+            token_ids=answer,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            cached_tokens=sequence.cached_tokens,
+            prompt_computed=sequence.prompt_computed,
+            preemptions=sequence.preemptions,
+            started_at=self._now if sequence.started_at is None else sequence.started_at,
+            finished_at=self._now,
+            error=error,
+            drafted_tokens=sequence.drafted_tokens,
+            accepted_tokens=sequence.accepted_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Add up every block's references, rows and queues; raises AssertionError with the arithmetic."""
+        self._batch.check_integrity()
+        states = [sequence.state for siblings in self._requests.values() for sequence in siblings]
+        running, waiting = states.count(SequenceState.RUNNING), states.count(SequenceState.WAITING)
+        if (running, waiting, waiting) != (len(self._batch), len(self._waiting), sum(self._waiting.by_class)):
+            raise AssertionError(
+                f"{running} running and {waiting} waiting sequences, but {len(self._batch)} rows are taken and "
+                f"{len(self._waiting)} are queued, {self._waiting.by_class} by class"
+            )
+        self._waiting.check_rows(sequence for siblings in self._requests.values() for sequence in siblings)
+
+
+def _unfinished(siblings: list[Sequence]) -> bool:
+    return any(sequence.state is not SequenceState.FINISHED for sequence in siblings)

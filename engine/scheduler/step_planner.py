@@ -1,0 +1,438 @@
+"""Planning of one step: who gets how many tokens, and the blocks for them. The rule is stated in scheduler.py.
+
+A victim of preemption always comes from behind everything that was planned so far, so a planned row is never taken
+back: what it publishes in this step will be there.
+
+Rows are planned by rank: the class and, in class 0 while several owners have or want rows there, how many older rows
+the row's owner has. So the newest row of the owner with the most rows is the last of its class.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cache.demand import BlockDemand, BlockOutlook
+from engine.cache.prefix import PrefixNode
+from engine.plan import NewRow, StepPlan
+from engine.scheduler.drafting import Drafting
+from engine.scheduler.length_estimator import LengthEstimator
+from engine.scheduler.running_batch import RunningBatch
+from engine.scheduler.sequence import Sequence, SequenceState
+from engine.scheduler.slo_control import URGENT, Pace, Paced
+from engine.scheduler.stats import Counters
+from engine.scheduler.token_budget import TokenBudget
+from engine.scheduler.waiting_queue import WaitingQueue
+
+CLASS_SHIFT = 32
+"""A rank is the class, shifted by so many bits, and the number of older rows of the same owner."""
+
+
+class StepPlanner:
+    """Plans steps over a running batch and a waiting queue.
+
+    Args:
+        budget: tokens of a step.
+        pace: bounds what a step holds beside urgent rows; None: nothing does.
+
+    Attributes:
+        drafting: adds guesses to what is planned; None: nobody guesses.
+        paced: what the last step held, where there were urgent rows, and a pace.
+    """
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        waiting: WaitingQueue,
+        lengths: LengthEstimator,
+        demand: BlockDemand,
+        *,
+        budget: TokenBudget,
+        pace: Pace | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.drafting: Drafting | None = None
+        self.paced: Paced | None = None
+        self._pace = pace
+        self._batch = batch
+        self._rows = batch.rows
+        self._cache = batch.cache
+        self._waiting = waiting
+        self._lengths = lengths
+        self._demand = demand
+        self._all = budget
+        self._short_of_blocks = False  # the last head had to wait for some
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end.
+        `ranks` are those of `order`."""
+        self._budget = self._all.tokens
+        self._left = self._budget
+        self._held = 0  # tokens of the budget that nobody may have
+        self._answers_first = False
+        self.paced = None
+        self._order, self._ranks = self._ranked()
+        self._next = 0
+        self._end = len(self._order)
+        self._planned: list[NDArray[np.int32]] = []
+        self._counts: list[NDArray[np.int32]] = []
+        self._new: list[NewRow] = []
+        self._admitted: list[int] = []
+        self._outlook: BlockOutlook | None = None
+
+    def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
+        order = self._batch.order()
+        ranks = self._batch.priority[order] << CLASS_SHIFT
+        if not self._waiting.shares_rows:
+            return order, ranks
+        older = Counter[bytes]()
+        for place in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
+            owner = self._batch.owner(int(order[place])).request.salt
+            ranks[place] += older[owner]
+            older[owner] += 1
+        by_rank = np.argsort(ranks, kind="stable")
+        return order[by_rank], ranks[by_rank]
+
+    def _rank(self, sequence: Sequence) -> int:
+        """Of a waiting sequence, if it got a row now."""
+        return (sequence.request.priority << CLASS_SHIFT) + self._waiting.urgent_rows(sequence)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        self._begin()
+        if self._waiting.order_is_due:
+            self._order_waiting()
+        if self._pace is None or not self._urgent():
+            self._plan_classes(None, now)
+            return self._assemble()
+        streams, prompts = self._plan_urgent(self._pace, now)
+        before = self._left
+        self._plan_classes(None, now)
+        plan = self._assemble()
+        others = before - self._left
+        beside = self._budget - self._held - self._left - streams
+        held = self._held > 0 and (len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0)
+        self.paced = Paced(streams, prompts, beside, others, held)
+        return plan
+
+    def _urgent(self) -> bool:
+        """Whether anybody waits for a token."""
+        order, head = self._order, self._waiting.peek()
+        running = len(order) > 0 and self._batch.priority[order[0]] == URGENT
+        return bool(running) or (head is not None and head.request.priority == URGENT)
+
+    def _plan_urgent(self, pace: Pace, now: float) -> tuple[int, int]:
+        """Plan class 0, and take from the budget what nobody else may have. Returns how many rows of it are answering,
+        and how many have yet to begin."""
+        urgent = self._order[self._batch.priority[self._order] == URGENT]
+        answering = self._batch.known(urgent) > self._rows.prompt_len[urgent]
+        streams = int(np.count_nonzero(answering))
+        if streams:
+            self._hold_back(streams + pace.chunk())
+        self._answers_first = True
+        self._plan_classes(URGENT, now)
+        self._answers_first = False
+        spent = self._budget - self._held - self._left
+        self._left, self._held = self._left + self._held, 0
+        head = self._waiting.peek()
+        prompts = len(urgent) - streams + (head is not None and head.request.priority == URGENT)
+        prompts += sum(self._batch.priority[row] == URGENT for row in self._admitted)
+        self._hold_back(pace.others(streams, prompts, max(0, spent - streams)))
+        return streams, prompts
+
+    def _hold_back(self, most: int) -> None:
+        """Leave no more than so many tokens to be planned."""
+        self._held = max(0, self._left - most)
+        self._left -= self._held
+
+    def _plan_classes(self, last: int | None, now: float) -> None:
+        """Plan running rows and admit waiting ones, class by class, up to class `last` (None: all)."""
+        while self._left > 0 and (head := self._waiting.peek()) is not None:
+            if last is not None and head.request.priority > last:
+                break
+            self._plan_running(self._rank(head))
+            head = self._waiting.peek() or head  # one that has just given way may stand before it now
+            if self._left <= 0 or not self._admit(head, now):
+                break
+        self._plan_running(None if last is None else ((last + 1) << CLASS_SHIFT) - 1)
+
+    def _order_waiting(self) -> None:
+        """Let the queue see how much there is left to do, and how many do it together."""
+        known = self._batch.known(self._order)
+        left = int((self._batch.expected_positions(self._order) + 1 - known).sum())
+        self._waiting.order(left, len(self._order) if self._short_of_blocks else len(self._batch.owners))
+
+    # -- running rows
+
+    def _plan_running(self, rank: int | None) -> None:
+        """Plan the running rows up to `rank` (None: all) that are not planned yet."""
+        if self._next >= self._end or self._left <= 0:
+            return
+        end = self._end
+        if rank is not None:
+            end = self._next + int(np.searchsorted(self._ranks[self._next : end], rank, side="right"))
+            if end == self._next:
+                return
+        self._outlook = None
+        rows = self._order[self._next : end]
+        starts = self._rows.num_computed[rows]
+        pending = self._batch.known(rows) - starts
+        counts = np.clip(pending, 0, 1)  # negative while drafts are under way
+        visit = np.flatnonzero(self._needs_visit(rows, starts, pending))
+        if visit.size:
+            counts[visit] = 0
+            before = np.cumsum(counts)
+            # What rows in front of a chunk and behind it want for their answers.
+            answers = int(before[-1]) + int((pending[visit] == 1).sum())
+            spent, first = 0, self._next
+            for i in visit.tolist():
+                if first + i >= self._end:
+                    break
+                left = self._left - int(before[i]) - spent
+                if self._answers_first and pending[i] > 1:
+                    left = self._left - answers - spent
+                if left > 0:
+                    counts[i] = count = self._catch_up(int(rows[i]), left)
+                    spent += count
+        counts = counts[: self._end - (end - len(rows))]
+        self._next = min(end, self._end)
+        total = np.cumsum(counts)
+        if total.size and total[-1] > self._left:
+            counts[total > self._left] = 0
+        self._take(rows[: len(counts)], counts)
+
+    def _needs_visit(
+        self, rows: NDArray[np.int32], starts: NDArray[np.int32], pending: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Rows with more to do than one token in a block they hold: a chunk, a new block, or a block that gets full.
+        (Blocks that have fallen behind a window are given back then as well, always before new ones are taken.)"""
+        cache, size = self._cache, self._rows.block_size
+        visit = (pending > 1) | (starts >= cache.length[rows] * size)
+        if cache.prefix_caching:
+            visit |= (starts + 1) // size > cache.published[rows]
+        visit &= pending > 0
+        return visit
+
+    def _catch_up(self, row: int, left: int) -> int:
+        """Let a row compute up to `left` of its pending tokens; 0 when it had to give way itself."""
+        batch, rows, cache = self._batch, self._rows, self._cache
+        sequence = batch.owner(row)
+        start, known = int(rows.num_computed[row]), int(rows.num_known[row])
+        named = known
+        chain = self._waiting.chain(sequence)
+        confirmed = int(batch.confirmed[row])
+        if batch.promises:
+            known += int(batch.promised[row])
+            cache.publish(row, chain, start)  # what a promised token filled has a name by now
+        if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
+            hits = cache.match(chain, rows.token_ids[row, :known], row)
+            if hits:
+                cache.take(row, hits, confirmed)
+                self._note_hit(sequence, start, len(hits) * rows.block_size)
+                start += len(hits) * rows.block_size
+                rows.num_computed[row] = start
+        cache.release_behind(row, start, confirmed)
+        count = self._chunk(sequence, start, known, left)
+        while not cache.grow(row, cache.blocks_for(start + count)):
+            if self._preempt_last() is sequence:
+                return 0
+        cache.publish(row, chain, min(start + count, named))
+        self._note_recomputed(sequence, start, count)
+        return count
+
+    def _chunk(self, sequence: Sequence, start: int, known: int, left: int) -> int:
+        """Tokens to compute from `start`. What is cut off ends on a block border where it can: only whole blocks
+        can be shared. A row whose prompt is scored stops at the prompt's end once."""
+        size = self._rows.block_size
+        count = min(known - start, left, self._demand.max_chunk)
+        if count < known - start and (start + count) // size * size > start:
+            count = (start + count) // size * size - start
+        if sequence.request.params.prompt_logprobs is not None and start < sequence.prompt_len:
+            count = min(count, sequence.prompt_len - start)
+        return count
+
+    def _preempt_last(self) -> Sequence:
+        """Let the newest sequence of the highest rank give way."""
+        self._end -= 1
+        sequence = self._batch.owner(int(self._order[self._end]))
+        self.put_back(sequence)
+        return sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a running sequence back into the queue, to be computed again."""
+        self._batch.vacate(sequence, SequenceState.WAITING)
+        sequence.preemptions += 1
+        sequence.put_back_at = self.counters.ended
+        self.counters.preemptions += 1
+        self._waiting.put_back(sequence)
+
+    # -- waiting sequences
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Give the head of the queue a row and its first tokens; False when it must wait (and all behind it)."""
+        batch, cache = self._batch, self._cache
+        below = self._order[self._next : self._end]  # of higher ranks, none of them planned
+        elders = len(batch) - len(below)
+        if not batch.has_free_row and not len(below):
+            return False
+        if elders and sequence.preemptions and sequence.put_back_at == self.counters.ended:
+            return False
+        chain = self._waiting.chain(sequence)
+        hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
+        expected = self._expected(sequence)
+        steps = max(expected - 1 - len(sequence.token_ids), 0)
+        self._short_of_blocks = bool(elders) and not self._expected_to_fit(sequence, steps, hits, below)
+        if self._short_of_blocks:
+            return False
+        start = len(hits) * cache.block_size
+        count = self._chunk(sequence, start, len(sequence.token_ids), self._left)
+        if self._repeats(sequence, start, count):
+            return False
+        new_blocks = cache.blocks_for(start + count) - len(hits)
+        while not (batch.has_free_row and self._has_room(hits, new_blocks)):
+            if self._next >= self._end:
+                return False
+            self._preempt_last()
+        row = batch.seat(sequence, chain, hits, expected)
+        self._waiting.pop(sequence)
+        grown = cache.grow(row, cache.blocks_for(start + count))
+        assert grown, "blocks were counted before the row was taken"
+        cache.publish(row, chain, start + count)
+        self._enter(sequence, row, start, count, now)
+        if self._outlook is not None:
+            known = len(sequence.token_ids)
+            self._outlook.add(known, steps, known - start - count, row, len(hits))
+        return True
+
+    def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
+        """Whether the chunk would be a part of the very block that another row will have completed with its next one:
+        then the sequence waits for that. (A chunk with whole blocks in it goes on where the other row stops; the two
+        take turns, and hit what the other has computed.)"""
+        end = start + self._rows.block_size
+        if count >= end - start or end >= len(sequence.token_ids) or not self._planned:
+            return False
+        if not (self._cache.prefix_caching and sequence.reads_prefix_cache):
+            return False
+        planned = np.concatenate(self._planned)
+        known, computed = self._rows.num_known[planned], self._rows.num_computed[planned]
+        chain = self._waiting.chain(sequence)
+        for row in planned[(computed >= start) & (computed < end) & (known >= end)].tolist():
+            same = bool((self._rows.token_ids[row, :end] == sequence.token_ids[:end]).all())
+            if same and self._waiting.chain(self._batch.owner(row)).root_key == chain.root_key:
+                return True
+        return False
+
+    def _enter(self, sequence: Sequence, row: int, start: int, count: int, now: float) -> None:
+        """Book a sequence that has just got its row."""
+        if sequence.started_at is None:
+            sequence.started_at = now
+        if sequence.reads_prefix_cache and self._cache.prefix_caching:
+            self.counters.prefix_queried_tokens += len(sequence.token_ids)
+            self._note_hit(sequence, 0, start)
+        self._note_recomputed(sequence, start, count)
+        self._new.append(NewRow(row, sequence.request, sequence.choice))
+        self._admitted.append(row)
+        self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
+
+    def _expected(self, sequence: Sequence) -> int:
+        """Known tokens that the sequence is expected to end with."""
+        known = len(sequence.token_ids)
+        expected = sequence.prompt_len + self._lengths.expect(sequence.request)
+        if expected <= known:
+            expected = known + max((known - sequence.prompt_len) // 4, self._cache.block_size)
+        return min(expected, sequence.max_known)
+
+    def _expected_to_fit(
+        self, sequence: Sequence, steps: int, hits: list[PrefixNode], below: NDArray[np.int32]
+    ) -> bool:
+        """Whether what is free, with what higher ranks would give back, covers what the running rows up to this rank
+        are expected to take at any time, together with a sequence that takes `steps` more to its end. The
+        more had to be computed again because expectations were wrong, the more is kept back."""
+        if self._outlook is None:
+            rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
+            known, positions = self._batch.known(rows), self._batch.expected_positions(rows)
+            pending = known - self._rows.num_computed[rows]
+            self._outlook = BlockOutlook(self._demand, rows, self._rows.block_tables, known, positions, pending)
+        known_tokens, count = len(sequence.token_ids), len(hits)
+        pending_tokens = known_tokens - count * self._cache.block_size
+        taken = self._cache.free_hits(hits)
+        wasted = self.counters.recomputed_tokens / max(1, self.counters.computed_tokens)
+        supply = [
+            pool.num_free - hit - ceil(wasted * pool.num_blocks)
+            for pool, hit in zip(self._cache.pools, taken, strict=True)
+        ]
+        if len(below):
+            given = self._demand.reclaimable(below, self._rows.block_tables)
+            supply = [free + more for free, more in zip(supply, given, strict=True)]
+        return self._outlook.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
+
+    def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
+        """Whether the pools can give the first chunk its blocks now."""
+        taken = self._cache.free_hits(hits)
+        return all(pool.num_free >= new_blocks + t for pool, t in zip(self._cache.pools, taken, strict=True))
+
+    # -- bookkeeping
+
+    def _take(self, rows: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+        """Add rows to the step; from here on their tokens count as computed."""
+        self._rows.num_computed[rows] += counts
+        self._left -= int(counts.sum())
+        self._planned.append(rows)
+        self._counts.append(counts)
+
+    def _note_hit(self, sequence: Sequence, start: int, tokens: int) -> None:
+        self.counters.prefix_hit_tokens += tokens
+        if sequence.preemptions == 0:
+            sequence.cached_tokens += max(0, min(start + tokens, sequence.prompt_len) - start)
+
+    def _note_recomputed(self, sequence: Sequence, start: int, count: int) -> None:
+        self.counters.recomputed_tokens += max(0, min(sequence.high_water, start + count) - start)
+
+    def _assemble(self) -> StepPlan | None:
+        """The plan: rows with one token first, then the chunks, each in class then arrival order."""
+        if self._left + self._held == self._budget:
+            return None
+        rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
+        drafts = None if self.drafting is None else self.drafting.add(rows, counts, self._left)
+        if drafts is not None:
+            counts = counts + drafts
+            self._left -= int(drafts.sum())
+        single = counts == 1
+        num_decodes = int(np.count_nonzero(single))
+        if num_decodes < len(rows):
+            order = np.concatenate([np.flatnonzero(single), np.flatnonzero(counts > 1)])
+            rows, counts = rows[order], counts[order]
+            drafts = None if drafts is None else drafts[order]
+        ends = self._rows.num_computed[rows]
+        starts = ends - counts
+        known = self._batch.known(rows)
+        promised = self._batch.promised[rows] > 0 if self._batch.promises else None
+        samples = (ends >= known) & (self._batch.stops.max_known[rows] > known)
+        num_logits = samples.astype(np.int32) if drafts is None else samples + drafts
+        of_prompt = self._rows.prompt_len[rows] - starts
+        if of_prompt.max() > 0:
+            self.counters.prompt_tokens += int(np.clip(of_prompt, 0, counts).sum())
+            scored = self._batch.scores_prompt[rows] & (of_prompt > 0)
+            num_logits[scored] = counts[scored]
+        num_tokens = self._budget - self._held - self._left
+        self.counters.steps += 1
+        self.counters.step_rows += len(rows)
+        self.counters.computed_tokens += num_tokens
+        return StepPlan(
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            num_logits=num_logits,
+            samples=samples,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            new_rows=tuple(self._new),
+            zero_blocks=self._cache.take_dirty(),
+            drafts=drafts,
+            ahead=promised if promised is not None and promised.any() else None,
+        )

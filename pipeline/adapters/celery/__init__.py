@@ -1,0 +1,1 @@
+"""Shard queues on any broker that Celery speaks."""

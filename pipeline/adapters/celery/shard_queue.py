@@ -1,0 +1,271 @@
+"""The shard queues on any broker that Celery speaks: Redis, RabbitMQ, SQS, …
+
+Shards travel as what operators know to look at: task messages of Celery (`tokenmill.compute_shard`, JSON), sent by
+Celery's producer, each queue a queue of the broker. They are not run by Celery's worker. A shard isn't a function to be
+called when a message comes: the engine takes the next one when it has room, from the most urgent queue that has any,
+and computes several at once. A consumer would be handed messages that nobody wants yet, out of other workers' reach;
+and its connection can be open and silent for ever after the broker went away (the known fault of workers that live and
+consume nothing). So `take` asks, queue by queue. Each question has an answer or an error, any error throws the
+connection away, and the next question opens a new one. A message is acknowledged by being handed out; what is lost then
+is put again by the dispatcher.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import structlog
+from kombu import Connection, Exchange, Queue
+from kombu.exceptions import KombuError
+
+from pipeline.adapters.celery.app import REDIS, private_app, scheme_of, security, socket_options
+from pipeline.ports import Clock, ShardTask
+from pipeline.runtime.availability import ServiceUnavailable, redacted
+from schemas.workers.queue import COMPUTE_SHARD, task_arguments
+
+MOST_BYTES: Final = 16_384  # a message of ours has some hundred
+MOST_DROPS: Final = 100  # before other queues, and the time, are looked at again
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryQueueSettings:
+    """Where the broker is and how it is used; seconds.
+
+    Attributes:
+        url: the broker's, as Celery takes it; several with ";" between are tried in turn.
+        prefix: what the queues' names begin with.
+        timeout: for an answer or a connection.
+        poll: between two questions while all queues are empty.
+        message_lifetime: after this long a message that nobody took is worth nothing: the dispatcher has decided anew.
+            Longer than the dispatcher's `most_patience`, so that what waits for a worker always has a message.
+        queue_lifetime: after this long a queue that nobody asks or fills goes, with what is in it.
+        transport_options: for kombu's transport, over ours.
+    """
+
+    url: str = field(repr=False)
+    prefix: str = "tokenmill.shards"
+    timeout: float = 5.0
+    poll: float = 0.1
+    message_lifetime: float = 600.0
+    queue_lifetime: float = 3_600.0
+    transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+class CeleryQueue:
+    """`ShardQueue` on a broker; threads may share it. There is a connection for those that put and one for those that
+    take. Calls raise `ServiceUnavailable` when the broker can't be asked; the constructor asks nobody, and raises
+    `BadAddress`.
+
+    Attributes:
+        dropped: messages that were none of ours, or too old.
+    """
+
+    def __init__(self, settings: CeleryQueueSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._place = redacted(settings.url)
+        self._app = private_app(settings.url)
+        self._app.conf.update(task_ignore_result=True)
+        self._puts = _Line(self._connect)
+        self._takes = _Line(self._connect)
+        self._seen_empty: dict[str, float] = {}  # queue -> when (monotonic)
+        self.dropped = 0
+
+    def put(self, queue: str, task: ShardTask) -> None:
+        """Append to the queue. An error leaves open whether it was."""
+        with self._puts.lock, self._told(self._puts, f"put a shard on {queue}"):
+            channel = self._puts.channel()
+            self._app.send_task(
+                COMPUTE_SHARD,
+                (task.job, task.shard, task.attempt),
+                queue=self._queue(queue),
+                producer=self._app.amqp.Producer(channel, auto_declare=False),
+                expires=self._settings.message_lifetime,
+                ignore_result=True,
+                retry=False,
+            )
+
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """The next task of the first of `queues` that has one, or None after `timeout` seconds (0: at once). While the
+        broker is away it is looked for until then."""
+        until = self._clock.monotonic() + timeout
+        while True:
+            left = until - self._clock.monotonic()
+            try:
+                for queue in queues:
+                    if (task := self._take(queue)) is not None:
+                        return task
+            except ServiceUnavailable:
+                if left <= self._settings.poll:
+                    raise
+            if left <= 0:
+                return None
+            self._clock.sleep(min(left, self._settings.poll))
+
+    def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        for line in (self._puts, self._takes):
+            with line.lock:
+                line.hang_up()
+
+    # -- inside
+
+    def _take(self, queue: str) -> ShardTask | None:
+        """What the queue has that can be used, if anything."""
+        with self._takes.lock:
+            for _ in range(MOST_DROPS):
+                with self._told(self._takes, f"take a shard from {queue}"):
+                    channel = self._takes.channel()
+                    self._takes.know(self._queue(queue), channel)
+                    got, message = self._next(queue, channel)
+                if not got:
+                    self._seen_empty[queue] = self._clock.monotonic()
+                    return None
+                if (task := self._read(queue, message)) is not None:
+                    return task
+        return None
+
+    def _next(self, queue: str, channel: Any) -> tuple[bool, Any]:
+        """Whether there was a message, and the message, or None if it couldn't even be unpacked."""
+        try:
+            message = channel.basic_get(self._queue(queue).name, no_ack=True)
+        except Exception as error:  # a stranger's bytes break kombu's unpacking in many ways
+            # Kombu counts KeyError among the errors of a connection; here a field of the message is missing.
+            if isinstance(error, self._takes.broken()) and not isinstance(error, KeyError):
+                raise
+            self._drop(queue, f"can't be unpacked ({type(error).__name__})")
+            # Should this have been the connection's fault after all, then a new one is the cure.
+            self._takes.hang_up()
+            return True, None
+        if message is None:
+            return False, None
+        convert = getattr(channel, "message_to_python", None)
+        return True, convert(message) if convert is not None else message
+
+    def _read(self, queue: str, message: Any) -> ShardTask | None:
+        """The task in a message of ours; None for any other, and for one that is too old."""
+        if message is None:
+            return None
+        try:
+            if (problem := _problem(message)) is None:
+                found = task_arguments(message.body)
+                if not self._is_late(queue, message.headers.get("expires")):
+                    return ShardTask(found.job, found.shard, found.attempt)
+                problem = f"has expired (job {found.job}, shard {found.shard})"
+        except (AttributeError, TypeError, ValueError) as error:  # pydantic's is a ValueError
+            problem = f"isn't one of ours ({type(error).__name__})"
+        self._drop(queue, problem)
+        return None
+
+    def _is_late(self, queue: str, expires: str | None) -> bool:
+        """Whether the message has expired. Clocks of two machines may differ, so the sender's word isn't enough: what
+        came into a queue that was empty here a short while ago can't be old, whatever the clocks say."""
+        if expires is None or datetime.fromisoformat(expires) >= self._clock.now():
+            return False
+        emptied = self._seen_empty.get(queue)
+        return emptied is None or self._clock.monotonic() - emptied > self._settings.message_lifetime
+
+    def _drop(self, queue: str, why: str) -> None:
+        self.dropped += 1
+        logger.warning("message dropped", queue=queue, reason=why)
+
+    def _queue(self, name: str) -> Any:
+        """On the default exchange, so nothing but the queue itself is left on the broker, and that not for long."""
+        return Queue(f"{self._settings.prefix}.{name}", Exchange("", "direct"), expires=self._settings.queue_lifetime)
+
+    def _connect(self) -> Any:
+        connection = Connection(
+            self._settings.url,
+            connect_timeout=self._settings.timeout,
+            ssl=security(self._settings.url),
+            transport_options=_options(self._settings.url, self._settings.timeout)
+            | dict(self._settings.transport_options),
+        )
+        others = len(connection.alt) - 1 if connection.alt else 0
+        connection.ensure_connection(
+            max_retries=others, interval_start=0, interval_step=0, timeout=self._settings.timeout
+        )
+        return connection
+
+    @contextmanager
+    def _told(self, line: _Line, what: str) -> Iterator[None]:
+        """Raises `ServiceUnavailable` for what the broker does inside, and lets the connection go."""
+        try:
+            yield
+        except line.broken() as error:
+            line.hang_up()
+            raise ServiceUnavailable(
+                f"{self._place}: can't {what}: {_reason(error)}; see that the broker runs and answers within "
+                f"{self._settings.timeout:g} s"
+            ) from error
+
+
+class _Line:
+    """One connection to the broker and its channel, made when they are wanted. Used under its lock."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self.lock = threading.Lock()
+        self._connect = connect
+        self._connection: Any = None
+        self._channel: Any = None
+        self._known: set[str] = set()
+
+    def channel(self) -> Any:
+        if self._channel is None:
+            self._connection = self._connect()
+            self._channel = self._connection.channel()
+        return self._channel
+
+    def know(self, queue: Any, channel: Any) -> None:
+        """See that the queue exists. On Redis a queue is there when something is in it, and to declare it would cost
+        two more round trips with each question."""
+        if queue.name not in self._known:
+            if self._connection.transport.driver_type != "redis":
+                queue(channel).declare()
+            self._known.add(queue.name)
+
+    def broken(self) -> tuple[type[BaseException], ...]:
+        """What says that the connection is of no use any more."""
+        if self._connection is None:
+            return (KombuError, OSError)
+        return (KombuError, OSError, *self._connection.connection_errors, *self._connection.channel_errors)
+
+    def hang_up(self) -> None:
+        """Let the connection go."""
+        broken = self.broken()
+        connection, self._connection, self._channel = self._connection, None, None
+        self._known.clear()
+        if connection is not None:
+            with suppress(*broken):  # it is given up; what it says to that helps nobody
+                connection.release()
+
+
+def _options(url: str, timeout: float) -> dict[str, Any]:
+    """What makes each kind of transport answer or fail in time."""
+    scheme = scheme_of(url)
+    if scheme in (*REDIS, "sentinel"):
+        return socket_options(timeout) | {"priority_steps": [0]}  # one list a queue
+    if scheme in ("amqp", "amqps", "pyamqp"):
+        return {"read_timeout": timeout, "write_timeout": timeout, "confirm_publish": True}
+    return {}
+
+
+def _problem(message: Any) -> str | None:
+    """Why a message is no task of ours, as far as can be seen from outside; None if nothing speaks against it."""
+    size = len(message.body)
+    if message.errors or message.content_type != "application/json" or size > MOST_BYTES:
+        return f"is {message.content_type!r:.80} of {size} bytes"
+    if message.headers.get("task") != COMPUTE_SHARD:
+        return f"is the task {message.headers.get('task')!r:.80}"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().rstrip(".") or type(error).__name__

@@ -1,0 +1,1 @@
+"""The object store on a local folder, and file locks."""

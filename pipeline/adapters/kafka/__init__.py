@@ -1,0 +1,1 @@
+"""Connections and the message producer on Kafka."""

@@ -1,0 +1,107 @@
+"""`Messages` on Kafka: sends are confirmed by all in-sync replicas, and what was not confirmed is an error.
+
+The client resends by itself until the delivery timeout; what it can't deliver then is reported once, for all messages
+of the call, and whoever called sends all of them again. So a message may come twice, and never not at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kafka import KafkaProducer
+from kafka.errors import KafkaError
+
+from pipeline.adapters.kafka.connection import KafkaConnection
+from pipeline.ports import Message, NotConfirmed
+
+_GRACE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSettings:
+    """Times in seconds.
+
+    Attributes:
+        idempotence: the broker drops what the client itself sends twice.
+        max_block: how long one message may wait for metadata or memory.
+        delivery_timeout: how long one message may take, resends included.
+        linger: how long a message waits for others to travel with.
+        most_bytes: the largest message; the broker's own limit must not be lower.
+    """
+
+    connection: KafkaConnection
+    idempotence: bool = True
+    max_block: float = 30.0
+    delivery_timeout: float = 120.0
+    linger: float = 0.005
+    compression: Literal["gzip", "snappy", "lz4", "zstd"] | None = None
+    most_bytes: int = 1_000_000
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of kafka-python's producer."""
+        return self.connection.options() | {
+            "acks": "all",
+            "enable_idempotence": self.idempotence,
+            "max_block_ms": int(self.max_block * 1000),
+            "delivery_timeout_ms": int(self.delivery_timeout * 1000),
+            "linger_ms": int(self.linger * 1000),
+            "compression_type": self.compression,
+            "max_request_size": self.most_bytes,
+        }
+
+
+class KafkaSender:
+    """Sends to one cluster. Connects at the first send; threads may share one."""
+
+    def __init__(self, settings: ProducerSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._producer: Any = None
+
+    @property
+    def most_bytes(self) -> int:
+        return self._settings.most_bytes
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """See `Messages.send`."""
+        waiting: list[Any] = []
+        failed: list[KafkaError] = []
+        try:
+            producer = self._connected()
+            for message in messages:
+                headers = [(name, b"" if value is None else value) for name, value in message.headers]
+                waiting.append(producer.send(message.topic, message.value, message.key, headers))
+        except KafkaError as error:
+            failed.append(error)
+        deadline = self._settings.delivery_timeout + _GRACE
+        for future in waiting:  # all of them: who is told of a failure knows that nothing is on its way any more
+            try:
+                future.get(timeout=deadline)
+            except KafkaError as error:
+                failed.append(error)
+        if failed:
+            raise self._not_confirmed(messages, failed) from failed[0]
+
+    def close(self) -> None:
+        """Let the connection go; what was sent is confirmed already."""
+        with self._lock:
+            producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.close(timeout=_GRACE)
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._producer is None:
+                self._producer = KafkaProducer(**self._settings.options())
+            return self._producer
+
+    def _not_confirmed(self, messages: Sequence[Message], failed: Sequence[KafkaError]) -> NotConfirmed:
+        first = failed[0]
+        topics = ", ".join(sorted({message.topic for message in messages}))
+        what = f"{len(messages)} messages to {topics} were not confirmed ({type(first).__name__}: {first})"
+        if all(error.retriable for error in failed):
+            return NotConfirmed(f"kafka: {what}; they are sent again when the brokers answer", final=False)
+        return NotConfirmed(f"kafka: {what}; check the topic, its rights and its limits", final=True)

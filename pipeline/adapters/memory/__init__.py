@@ -1,0 +1,1 @@
+"""Shard queues and heartbeats inside one process."""

@@ -1,0 +1,1 @@
+"""Heartbeats, leases, rate limits and the response cache on Redis."""

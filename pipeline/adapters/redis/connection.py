@@ -1,0 +1,100 @@
+"""Redis, as the adapters that keep hints there use it: every call is bounded in time, nothing is retried in secret.
+
+A command that timed out may have been done, so whether it can be sent again is for the adapter to know, not for the
+client. Connections that broke are replaced by the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from pipeline.runtime.availability import BadAddress, ServiceUnavailable, redacted
+
+_WHOLE_SECOND: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """Where Redis is, and how long it is waited for; seconds.
+
+    Attributes:
+        url: redis://, rediss:// (TLS) or unix://, with user and password where there are any.
+        prefix: what all keys begin with, so that several installations can share a server.
+        connect_timeout: to reach the server.
+        timeout: of one answer. Shorter than a heartbeat's lifetime, or a slow server would make workers seem dead.
+        most_connections: at once; made when they are wanted. Who waits for events of the lane needs one meanwhile.
+    """
+
+    url: str = field(repr=False)
+    prefix: str = "tokenmill"
+    connect_timeout: float = 2.0
+    timeout: float = 2.0
+    most_connections: int = 256
+
+
+class RedisClient:
+    """A client whose errors are ours. Threads may share it.
+
+    Attributes:
+        raw: redis-py's client; bytes in and out. Use it inside `told`.
+    """
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.settings = settings
+        try:
+            self.raw: Any = redis.Redis.from_url(  # Any: its commands are typed for two kinds of client at once
+                settings.url,
+                socket_timeout=settings.timeout,
+                socket_connect_timeout=settings.connect_timeout,
+                socket_keepalive=True,
+                max_connections=settings.most_connections,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+        except ValueError as error:
+            raise BadAddress(
+                f"{redacted(settings.url)}: is no URL of a Redis server; give one such as redis://host:6379/0"
+            ) from error
+
+    def key(self, *parts: str) -> str:
+        """A key of this installation."""
+        return ":".join((self.settings.prefix, *parts))
+
+    def script(self, text: str) -> Any:
+        """A Lua script; it is loaded when a server is found to lack it, as one that was emptied does."""
+        return self.raw.register_script(text)
+
+    def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        self.raw.close()
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Raises `ServiceUnavailable` for what redis-py raises inside. `what`: was being done, for the message."""
+        try:
+            yield
+        except redis.RedisError as error:
+            raise ServiceUnavailable(
+                f"{redacted(self.settings.url)}: can't {what}: {_reason(error)}; see that the server runs and answers "
+                f"within {self.settings.timeout:g} s"
+            ) from error
+
+
+def milliseconds(seconds: float) -> int:
+    """As Redis wants times; at least one."""
+    return max(1, round(seconds * _WHOLE_SECOND))
+
+
+def _reason(error: redis.RedisError) -> str:
+    if isinstance(error, redis.TimeoutError):
+        return "no answer in time"
+    if isinstance(error, redis.AuthenticationError):
+        return "user or password is refused"
+    return str(error).strip().rstrip(".") or type(error).__name__

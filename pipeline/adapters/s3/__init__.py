@@ -1,0 +1,1 @@
+"""The object store on S3, and queues of SQS."""

@@ -1,0 +1,270 @@
+"""A client of one S3 server, its patience, and its errors in plain words.
+
+botocore repeats a request a few times by itself. On top of that an operation is tried again, with growing, random
+waits, until its patience ends. So a server that restarts or is busy for a minute is waited for, and one that stays away
+is named. At a place that has worked before, refusals are tried again for a shorter time: credentials and rights that
+are being changed come back within a minute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from pipeline.adapters.s3.outage import OutageLog
+from pipeline.adapters.s3.settings import S3Settings
+from pipeline.adapters.store_clock import TimeOffset
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.ports import Clock, Randomness, StoreError, StoreUnavailable
+
+try:
+    import boto3
+    from botocore import exceptions as failures
+    from botocore.config import Config
+except ModuleNotFoundError as error:
+    raise StoreError("S3: boto3 is not installed; install it with: pip install 'tokenmill[aws]'") from error
+
+Answer = TypeVar("Answer")
+
+QUICK_ATTEMPTS: Final = 3
+"""Of one request by botocore itself."""
+
+FIRST_WAIT: Final = 0.25
+LONGEST_WAIT: Final = 5.0
+"""Seconds between tries; the wait is drawn from 0 up to a bound that doubles from the one to the other."""
+
+_BUSY_CODES: Final = frozenset(
+    {
+        *("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "RequestTimeoutException", "Throttling"),
+        *(
+            "ThrottlingException",
+            "TooManyRequests",
+            "RequestLimitExceeded",
+            "BandwidthLimitExceeded",
+            "XAmzContentSHA256Mismatch",
+        ),
+        *("ConditionalRequestConflict", "OperationAborted", "BadDigest"),
+    }
+)
+_BUSY_STATUS: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
+_UNREACHED: Final = (failures.ConnectionError, failures.HTTPClientError)
+_PASSING: Final = (*_UNREACHED, failures.IncompleteReadError, failures.FlexibleChecksumError)
+_MISSING: Final = frozenset({"NoSuchKey", "NoSuchVersion", "NoSuchUpload", "404"})
+
+_DENIED = (
+    "access is denied",
+    "allow s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket there, and the use of its KMS key, if any",
+)
+_OTHER_REGION = ("the bucket lies in another region", "set the region")
+_EXPIRED = ("the credentials have expired", "renew them")
+_REASONS: Final = {
+    "NoSuchBucket": ("there is no such bucket", "create it or correct the URL"),
+    "AccessDenied": _DENIED,
+    "403": _DENIED,
+    "InvalidAccessKeyId": ("the server does not know the access key", "correct the credentials"),
+    "SignatureDoesNotMatch": ("the secret key does not fit the access key", "correct the credentials"),
+    "ExpiredToken": _EXPIRED,
+    "InvalidToken": _EXPIRED,
+    "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it"),
+    "PermanentRedirect": _OTHER_REGION,
+    "AuthorizationHeaderMalformed": _OTHER_REGION,
+    "301": _OTHER_REGION,
+    "KMS.NotFoundException": ("there is no such KMS key", "correct it, or leave encryption to the bucket"),
+    "KMS.DisabledException": ("the KMS key is disabled", "enable it or name another"),
+    "NotImplemented": ("the server cannot do that", "use S3 or a server that can"),
+    "EntityTooLarge": ("the object is too large for the server", "let larger objects be sent in parts"),
+}
+
+
+_DENIALS: Final = frozenset({"AccessDenied", "403", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken"})
+"""Codes that pass where credentials or rights are being changed."""
+
+
+class MissingObject(Exception):
+    """The object, version or upload that a request names is not there."""
+
+
+class ConditionFailed(Exception):
+    """What a conditional request asked for does not hold (412)."""
+
+
+class S3Connection:
+    """One client with its settings. Threads may share it; it is made where it is used first, not before a fork.
+
+    Raises:
+        StoreError: the client can't be made, such as without a region.
+    """
+
+    def __init__(
+        self, settings: S3Settings | None = None, clock: Clock | None = None, random: Randomness | None = None
+    ) -> None:
+        self.settings = settings or S3Settings()
+        self.random = random or SystemRandomness()
+        self.clock = clock or SystemClock()
+        self.time_offset = TimeOffset(self.clock)
+        self._outages = OutageLog(self.clock)
+        self._proven: tuple[str, ...] = ()
+        try:
+            self.client = _make_client(self.settings)
+        except (failures.BotoCoreError, ValueError) as error:
+            raise StoreError(f"S3: can't be used: {error}; correct the settings") from error
+        events = self.client.meta.events
+        events.register("before-call.s3", self._before_call)
+        events.register("after-call.s3", self._after_call)
+        events.register("needs-retry.s3", self._after_try)
+
+    def note_proven(self, where: str) -> None:
+        """Operations below this URL have worked: from now on a refusal there may pass."""
+        self._proven = (*self._proven, where)
+
+    def run(self, what: str, where: str, action: Callable[[], Answer], *, patience: float | None = None) -> Answer:
+        """Do `action`, again and again while it fails for reasons that pass.
+
+        Args:
+            what: in an error, behind "can't".  where: URL of what it is about.
+            action: makes requests; must not mind being repeated.
+            patience: seconds; None: the settings'. No new try begins later.
+
+        Raises:
+            MissingObject, ConditionFailed: the server said so.
+            StoreError: anything else went wrong: what, where, what to do.
+        """
+        allowed = self.settings.patience_seconds if patience is None else patience
+        began, bound, retried = self.clock.monotonic(), FIRST_WAIT, False
+        try:
+            while True:
+                try:
+                    answer = action()
+                except (failures.ClientError, failures.BotoCoreError) as error:
+                    if isinstance(error, failures.ClientError):
+                        _raise_answer(error)
+                    seconds = self._seconds_to_retry(error, where, allowed)
+                    if self.clock.monotonic() - began >= seconds:
+                        raise self._explain(error, what, where, seconds) from error
+                    if not retried:
+                        retried = True
+                        self._outages.begin_retrying()
+                    self._outages.note_failure(what, where, self._reason(error)[0])
+                else:
+                    return answer
+                self.pause(bound)
+                bound = min(LONGEST_WAIT, 2 * bound)
+        finally:
+            if retried:
+                self._outages.end_retrying()
+
+    def _seconds_to_retry(self, error: Exception, where: str, allowed: float) -> float:
+        """For how long an operation that fails so is tried again; 0: not at all."""
+        if _passes(error):
+            return allowed
+        if _is_denial(error) and where.startswith(self._proven):
+            return min(allowed, self.settings.denied_patience_seconds)
+        return 0.0
+
+    def _before_call(self, context: dict[str, Any], **_: Any) -> None:
+        context["tokenmill_began"] = self.clock.monotonic()
+
+    def _after_call(self, http_response: Any, parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        """Every answer tells the server's time; one that is no failure ends an outage."""
+        headers = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        seconds = self.clock.monotonic() - context.get("tokenmill_began", -math.inf)
+        self.time_offset.note_answer(headers.get("date"), seconds)
+        if http_response.status_code < 400:
+            self._outages.note_success()
+
+    def _after_try(self, operation: Any, caught_exception: Exception | None = None, **_: Any) -> None:
+        """botocore tries again by itself first. A server that hangs keeps it for minutes, which `run` sees late."""
+        if isinstance(caught_exception, failures.ReadTimeoutError | failures.ConnectTimeoutError):
+            self._outages.note_failure(operation.name, self.settings.endpoint or "", self._reason(caught_exception)[0])
+
+    def pause(self, bound: float) -> None:
+        """Wait for a random time below `bound` seconds, so that those who met don't meet again."""
+        self.clock.sleep(bound * int.from_bytes(self.random.token(4), "big") / 2**32)
+
+    def _explain(self, error: Exception, what: str, where: str, patience: float) -> StoreError:
+        reason, advice = self._reason(error)
+        tried = f" for {patience:g} s" if patience or _passes(error) else ""
+        kind = StoreUnavailable if _passes(error) else StoreError
+        return kind(f"{where}: can't {what}: {reason}{tried}; {advice}")
+
+    def _reason(self, error: Exception) -> tuple[str, str]:
+        server = self.settings.endpoint or "AWS S3"
+        if isinstance(error, failures.ClientError):
+            code, status = code_of(error), status_of(error)
+            if code in _REASONS:
+                return _REASONS[code]
+            if _passes(error):
+                return f"{server} was busy or failing ({code}, {status})", "try again later"
+            said = " ".join(str(error.response.get("Error", {}).get("Message", "")).split())
+            return f"{server} refused it ({code}, {status}: {said})", "see what it says"
+        if isinstance(error, failures.NoCredentialsError | failures.PartialCredentialsError):
+            return "no credentials were found", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
+        if isinstance(error, failures.CredentialRetrievalError | failures.TokenRetrievalError):
+            return "the credentials could not be fetched", "log in again, or check the role"
+        if isinstance(error, failures.SSLError):
+            return f"{server} could not be trusted or gave up the handshake", "check the endpoint and its certificate"
+        if isinstance(error, failures.ReadTimeoutError):
+            return f"{server} did not answer in {self.settings.read_seconds:g} s", "try again later"
+        if isinstance(error, _UNREACHED):
+            return f"{server} could not be reached ({type(error).__name__})", "check the endpoint and the network"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}", "correct the settings"
+
+
+def code_of(error: failures.ClientError) -> str:
+    """The server's word for what went wrong; of answers without one (to HEAD), the status."""
+    return str(error.response.get("Error", {}).get("Code", "")) or str(status_of(error))
+
+
+def status_of(error: failures.ClientError) -> int:
+    """HTTP status."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _raise_answer(error: failures.ClientError) -> None:
+    """What a caller may have asked for is not an error yet."""
+    code = code_of(error)
+    if code in _MISSING:
+        raise MissingObject(code) from error
+    if code == "PreconditionFailed" or status_of(error) == 412:
+        raise ConditionFailed(code) from error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same may work later."""
+    if isinstance(error, failures.ClientError):
+        code = code_of(error)
+        return code not in _REASONS and (code in _BUSY_CODES or status_of(error) in _BUSY_STATUS)
+    return isinstance(error, _PASSING)
+
+
+def _is_denial(error: Exception) -> bool:
+    """Whether credentials or rights were refused, or could not be fetched."""
+    if isinstance(error, failures.ClientError):
+        return code_of(error) in _DENIALS
+    return isinstance(error, failures.CredentialRetrievalError | failures.TokenRetrievalError)
+
+
+def _make_client(settings: S3Settings) -> Any:
+    path_style = settings.endpoint is not None if settings.path_style is None else settings.path_style
+    config = Config(
+        signature_version="s3v4",
+        connect_timeout=settings.connect_seconds,
+        read_timeout=settings.read_seconds,
+        max_pool_connections=settings.connections,
+        retries={"mode": "standard", "total_max_attempts": QUICK_ATTEMPTS},
+        s3={"addressing_style": "path" if path_style else "virtual"},
+        request_checksum_calculation=settings.checksums,
+        response_checksum_validation=settings.checksums,
+        tcp_keepalive=True,
+        user_agent_extra="tokenmill",
+    )
+    session = boto3.session.Session(
+        aws_access_key_id=settings.access_key,
+        aws_secret_access_key=settings.secret_key,
+        aws_session_token=settings.session_token,
+        region_name=settings.region,
+    )
+    # A server that isn't AWS's has no regions, but a signature needs one.
+    region = settings.region or session.region_name or ("us-east-1" if settings.endpoint else None)
+    return session.client("s3", endpoint_url=settings.endpoint, region_name=region, config=config)

@@ -1,0 +1,97 @@
+"""When the open jobs should be done: what is left of each, at the speed that their models' workers measure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from datetime import datetime, timedelta
+
+from pipeline.dispatcher.forecast import Load, forecast
+from pipeline.dispatcher.job_state import OpenJob, cost
+from pipeline.dispatcher.load_shedding import Due, Triage, triage
+from pipeline.dispatcher.ordering import urgency
+from pipeline.ports import WorkerState
+from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
+from schemas.jobs.job import Job, Tier
+
+Tokens = Mapping[str, float]
+"""What is left of a job, by what computes it (`ModelPin.key`)."""
+
+
+class Outlook:
+    """The forecasts of a dispatcher. `weights`: of tenants."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._rates: defaultdict[str, float] = defaultdict(float)  # tokens per second, by model
+        self._left: list[tuple[Job, Tokens]] = []
+        self._triage: dict[tuple[str, Tier], Triage] = {}
+
+    def look(self, jobs: Collection[OpenJob], workers: Collection[WorkerState], now: datetime) -> None:
+        """Learn how the jobs and the workers stand, and tell each job when it should be done. Those that are being
+        planned or closed are told nothing."""
+        self._rates = defaultdict(float)
+        for worker in workers:
+            for model in worker.models:
+                self._rates[model] += worker.tokens_per_second or 0.0
+        done = _done(jobs, workers)
+        self._left = [(job.job, _left(job, done)) for job in jobs if job.closing is None]
+        self._triage = self._sorted_out(now)
+        ends = self._ends(self._left)
+        for job in jobs:
+            seconds = ends.get(job.job.id) if job.planned and job.closing is None else None
+            job.expect(None if seconds is None else now + timedelta(seconds=seconds))
+
+    def end_of(self, job: Job, tokens: Tokens, now: datetime) -> datetime | None:
+        """When a job that isn't planned yet should be done, beside the others; None: nothing is known of its models'
+        workers yet."""
+        others = [(other, left) for other, left in self._left if other.id != job.id]
+        seconds = self._ends([*others, (job, tokens)]).get(job.id)
+        return None if seconds is None else now + timedelta(seconds=seconds)
+
+    def rate(self, model: str) -> float:
+        """Tokens a second of all that computes this (`ModelPin.key`), as of the last look; 0: not known."""
+        return self._rates.get(model, 0.0)
+
+    def triage(self, model: str, tier: Tier) -> Triage:
+        """Which of a tier's deadlines can be met by what computes this (`ModelPin.key`), as of the last look."""
+        return self._triage.get((model, tier), Triage())
+
+    def _sorted_out(self, now: datetime) -> dict[tuple[str, Tier], Triage]:
+        due: defaultdict[tuple[str, Tier], list[Due]] = defaultdict(list)
+        for job, by_model in self._left:
+            if job.deadline is not None:
+                for model, tokens in by_model.items():
+                    due[model, job.tier].append(Due(job.id, (job.deadline - now).total_seconds(), tokens))
+        return {(model, tier): triage(jobs, self.rate(model)) for (model, tier), jobs in due.items()}
+
+    def _ends(self, left: list[tuple[Job, Tokens]]) -> dict[str, float]:
+        loads = [
+            Load(job.id, model, job.tier, job.tenant, tokens)
+            for job, by_model in sorted(left, key=lambda one: urgency(one[0]))
+            for model, tokens in by_model.items()
+        ]
+        return forecast(loads, self._rates, self._weights)
+
+
+def _done(jobs: Collection[OpenJob], workers: Collection[WorkerState]) -> dict[tuple[str, str], float]:
+    """What workers have computed of shards that have no part yet, by job and model. They say it for all that they hold
+    together; it is spread evenly."""
+    open_jobs = {job.job.id: job for job in jobs}
+    done: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for worker in workers:
+        costs: Counter[tuple[str, str]] = Counter()
+        for name, number in worker.held:
+            shard = open_jobs[name].open_shards.get(number) if name in open_jobs else None
+            if shard is not None:
+                costs[name, open_jobs[name].key_of(shard)] += cost(shard)
+        total = costs.total()
+        for key, tokens in costs.items():
+            done[key] += tokens * max(0.0, 1 - worker.waiting_tokens / total) if total else 0.0
+    return done
+
+
+def _left(job: OpenJob, done: Mapping[tuple[str, str], float]) -> Tokens:
+    if not job.planned:  # more will come; its input says how much, roughly
+        return {job.job.models[0].key: max(job.left.total(), job.job.input.size / BYTES_PER_TOKEN)}
+    return {model: max(0.0, tokens - done.get((job.job.id, model), 0.0)) for model, tokens in job.left.items()}

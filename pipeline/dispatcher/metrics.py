@@ -1,0 +1,160 @@
+"""What a dispatcher has to tell whoever watches: how open jobs stand, and what was committed while it dispatched.
+
+The thread that ticks writes, any thread reads. Counts begin with the dispatcher. What had been committed of a job when
+it was taken up was counted by another, or before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from pipeline.dispatcher.job_state import Found, OpenJob, Shard
+from pipeline.observability.histogram import Buckets
+from pipeline.observability.metric_definitions import OTHER
+from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
+from schemas.jobs.job import Job
+from schemas.jobs.outcome import JobStatus, Manifest, Usage
+from schemas.jobs.results import RowStatus
+
+JOB_BOUNDS: Final = (
+    1.0, 3.0, 10.0, 30.0, 60.0, 300.0, 900.0, 1_800.0, 3_600.0, 10_800.0, 21_600.0, 43_200.0, 86_400.0, 172_800.0,
+    604_800.0,
+)  # fmt: skip
+"""Upper ends of the buckets of jobs' times, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How open jobs stand.
+
+    Attributes:
+        backlog: (model, tier) -> tokens still to be computed.
+        jobs: (tier, status) -> how many.
+        shards: (tier, state) -> how many: "waiting", "queued", "held".
+        oldest: tier -> when the oldest job was made of which a shard waits for a worker.
+        attention: jobs that are left alone, since something is wrong with them; not among `jobs` meanwhile.
+    """
+
+    backlog: Mapping[tuple[str, str], int]
+    jobs: Mapping[tuple[str, str], int]
+    shards: Mapping[tuple[str, str], int]
+    oldest: Mapping[str, datetime]
+    attention: int = 0
+
+
+class DispatchFigures:
+    """The figures of one dispatcher.
+
+    Attributes:
+        standing: as of a moment ago; None: another dispatcher leads, or nothing was looked at yet.
+        took: tier -> how long jobs took, from their making to their end.
+    """
+
+    def __init__(self) -> None:
+        self.standing: Standing | None = None
+        self.took: dict[str, Buckets] = {}
+        self._lock = threading.Lock()
+        self._rows: Counter[tuple[str, str]] = Counter()
+        self._tokens: Counter[tuple[str, str, str]] = Counter()
+        self._ended: Counter[tuple[str, str]] = Counter()
+        self._cost: defaultdict[str, float] = defaultdict(float)
+
+    def rows(self) -> dict[tuple[str, str], int]:
+        """(tier, status) -> rows committed."""
+        with self._lock:
+            return dict(self._rows)
+
+    def tokens(self) -> dict[tuple[str, str, str], int]:
+        """(model, tier, kind) -> tokens of rows committed."""
+        with self._lock:
+            return dict(self._tokens)
+
+    def ended(self) -> dict[tuple[str, str], int]:
+        """(tier, status) -> jobs that have ended."""
+        with self._lock:
+            return dict(self._ended)
+
+    def cost(self) -> dict[str, float]:
+        """Tier -> cost of jobs that have ended."""
+        with self._lock:
+            return dict(self._cost)
+
+    # -- by the thread that ticks
+
+    def found(self, open_job: OpenJob, found: Found) -> None:
+        """A part of the job is seen for the first time."""
+        entry, shard = found
+        if not open_job.is_news(entry.number):
+            return
+        tier, counts, usage = open_job.job.tier.value, entry.summary.counts, entry.summary.usage
+        model = OTHER if shard is None else model_of(open_job.job, open_job.key_of(shard))
+        with self._lock:
+            for status in RowStatus:
+                self._rows[tier, status.value] += getattr(counts, status.value)
+            for kind in Usage.model_fields:
+                self._tokens[model, tier, kind] += getattr(usage, kind)
+
+    def over(self, open_job: OpenJob, manifest: Manifest, now: datetime) -> None:
+        """The job has ended. What it cost is told by its manifest, with what was repeated beyond its parts."""
+        job = open_job.job
+        with self._lock:
+            more = manifest.usage.repeated - open_job.progress().usage.repeated
+            self._tokens[model_of(job, job.models[0].key), job.tier.value, "repeated"] += more
+            if manifest.cost is not None:
+                self._cost[job.tier.value] += manifest.cost
+        self._ends(job, manifest.status, now)
+
+    def failed(self, job: Job, now: datetime, status: JobStatus = JobStatus.FAILED) -> None:
+        """The job has ended as a whole, before all of it was planned."""
+        self._ends(job, status, now)
+
+    def look(self, jobs: Collection[OpenJob], held: Set[Shard], attention: int = 0) -> None:
+        """How open jobs stand now, with what workers hold. `attention`: how many are left alone."""
+        backlog: Counter[tuple[str, str]] = Counter()
+        count: Counter[tuple[str, str]] = Counter()
+        shards: Counter[tuple[str, str]] = Counter()
+        oldest: dict[str, datetime] = {}
+        holding = Counter(name for name, _ in held)
+        for open_job in jobs:
+            job, tier = open_job.job, open_job.job.tier.value
+            count[tier, open_job.status.value] += 1
+            for model, tokens in _left(open_job):
+                backlog[model, tier] += tokens
+            of_workers = min(holding[job.id], len(open_job.open_shards))
+            queued = sum((job.id, number) not in held for number in open_job.puts)
+            waiting = len(open_job.open_shards) - of_workers - queued
+            for state, number in (("held", of_workers), ("queued", queued), ("waiting", max(0, waiting))):
+                shards[tier, state] += number
+            if open_job.closing is None and (queued or waiting or not open_job.planned):
+                oldest[tier] = min(job.created_at, oldest.get(tier, job.created_at))
+        self.standing = Standing(backlog, count, shards, oldest, attention)
+
+    def stand_by(self) -> None:
+        """Another dispatcher leads: how jobs stand is not known here."""
+        self.standing = None
+
+    def _ends(self, job: Job, status: JobStatus, now: datetime) -> None:
+        tier = job.tier.value
+        with self._lock:
+            self._ended[tier, status.value] += 1
+        if tier not in self.took:
+            self.took[tier] = Buckets(JOB_BOUNDS)
+        self.took[tier].add(max(0.0, (now - job.created_at).total_seconds()))
+
+
+def model_of(job: Job, key: str) -> str:
+    """The name of the model that the job has pinned under this key; what only a user has named is none."""
+    return next((pin.name for pin in job.models if pin.key == key), OTHER)
+
+
+def _left(open_job: OpenJob) -> list[tuple[str, int]]:
+    """What is left of a job, by model; of one that isn't planned yet its input says how much, roughly."""
+    job = open_job.job
+    if not open_job.planned:
+        return [(model_of(job, job.models[0].key), max(open_job.left.total(), job.input.size // BYTES_PER_TOKEN))]
+    return [(model_of(job, key), tokens) for key, tokens in open_job.left.items()]

@@ -1,0 +1,381 @@
+"""Tells topics what happened: each result, and each change of a job, at least once, after the fact.
+
+All that is sent is a function of committed objects (the order, parts, closing, manifest, the records behind the rows).
+So what a death repeats is the same to the byte, and carries the same id. Messages are confirmed first; then a marker is
+created, and what has one is not sent again:
+
+    announced/results/JOB/PART   announced/replies/JOB/PART   announced/events/JOB/NAME   announced/jobs/JOB  (the end)
+
+Jobs that came through Kafka are found by their origins (`intake/origins/`), which stand from before the job until all
+is announced. Other jobs, where they are announced too, are found by their markers in `active/`, and by a sweep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+import pyarrow.parquet as pq
+import structlog
+
+from pipeline.ingest.kafka.dead_letters import OwedLetters
+from pipeline.ingest.kafka.micro_batches import (
+    ORIGINS,
+    KafkaBatch,
+    Origin,
+    group_records,
+    load_batch,
+    load_origin,
+    origin_key,
+)
+from pipeline.ledger.active_index import ACTIVE
+from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, part_key
+from pipeline.ports import Lease, Message, Messages, NotConfirmed, ObjectStore, PipelineError, World
+from pipeline.results.parts import read_part
+from pipeline.runtime.leader_election import Leading
+from pipeline.runtime.supervision import reason_of
+from pipeline.tracing import TRACEPARENT
+from schemas.jobs.events import JobChanged, ShardCommitted
+from schemas.jobs.job import Job
+from schemas.jobs.outcome import Counts, JobStatus, Manifest
+
+ANNOUNCED: Final = "announced/"
+QUIET_SHARE: Final = 0.1
+_COLUMNS: Final = ["row", "custom_id", "status", "status_code", "response", "error_code", "error_message"]
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncerSettings:
+    """Times in seconds.
+
+    Attributes:
+        reply_topics: topics that a record's `reply_to` may name; results for others go to `results_topic` alone.
+        all_jobs: announce jobs of every door, not only of Kafka's.
+        owed_every, owed_again: how often dead letters are looked for whose messages are owed, and when again after one
+            could not be sent.
+        every: how often is looked.  sweep_every: how often all jobs that ever were are looked at, with `all_jobs`.
+        rows_at_once: results that are sent before the broker's word is waited for.
+    """
+
+    results_topic: str = "tokenmill.results"
+    events_topic: str = "tokenmill.events"
+    deadletter_topic: str = "tokenmill.deadletter"
+    reply_topics: frozenset[str] = frozenset()
+    all_jobs: bool = False
+    every: float = 0.5
+    sweep_every: float = 3_600.0
+    owed_every: float = 15.0
+    owed_again: float = 300.0
+    rows_at_once: int = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The record behind a row."""
+
+    key: bytes | None
+    reply_to: str | None
+    place: str | None
+
+
+@dataclass(slots=True)
+class _Quiet:
+    """A job of which nothing was new at its last look: `since` when, and when it is looked at `again` (monotonic)."""
+
+    since: float
+    again: float
+
+
+class Announcer:
+    """Announces the jobs of a root. Several may run: each sends what it finds unmarked, so without a lease that they
+    contend for most is sent by each of them.
+
+    Args:
+        lease: None: whoever else is there announces too.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        messages: Messages,
+        settings: AnnouncerSettings | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self.failures = 0
+        self._world = world
+        self._store: ObjectStore = world.store
+        self._messages = messages
+        self._settings = settings or AnnouncerSettings()
+        self._known: defaultdict[str, set[str]] = defaultdict(set)
+        self._quiet: dict[str, _Quiet] = {}
+        self._owed = OwedLetters(world, messages, self._settings.deadletter_topic)
+        self._sweep_at = self._owed_at = float("-inf")
+        self._leading = Leading(lease, world.clock, "announcing")
+
+    def run(self, stop: threading.Event) -> None:
+        """Announce until `stop`, while it is this one's turn; what fails is tried again."""
+        try:
+            while not stop.is_set():
+                if self._leading.now():
+                    self.look()
+                stop.wait(self._settings.every)
+        finally:
+            self._leading.give_up()
+
+    def look(self) -> int:
+        """Announce all that is new, and how many jobs were announced to their end. A failure is logged and counted, and
+        leaves the rest of its job for the next look."""
+        ended = 0
+        for name in self._open():
+            told = len(self._known.get(name, ()))
+            try:
+                if self.announce(JobLedger(self._store, f"{JOBS}{name}/")):
+                    ended += 1
+                else:
+                    self._rest(name, news=len(self._known.get(name, ())) != told)
+            except Exception as error:  # noqa: BLE001 - of one job; the others go on
+                self.failures += 1
+                reason = reason_of(error, "announcer", self._world, job=name)
+                logger.error("not_announced", job=name, reason=reason)
+                if isinstance(error, NotConfirmed) and not error.final:
+                    break  # the others would only wait for the same brokers
+        self._send_owed()
+        return ended
+
+    def _send_owed(self) -> None:
+        """Dead letters that Kafka's door could not tell of when it read them."""
+        clock = self._world.clock
+        if clock.monotonic() < self._owed_at:
+            return
+        again = self._settings.owed_every
+        try:
+            self._owed.send()
+        except PipelineError as error:
+            self.failures += 1
+            again = self._settings.owed_again
+            logger.error("dead_letters_still_owed", reason=str(error))
+        self._owed_at = clock.monotonic() + again
+
+    def announce(self, ledger: JobLedger) -> bool:
+        """Announce what is new of one job; True when it was its last.
+
+        Raises:
+            NotConfirmed: something could not be sent. What was before it stays announced.
+        """
+        job = ledger.find_job()
+        if job is None:
+            return False
+        manifest = ledger.manifest()
+        self._tell(job, "accepted", JobStatus.VALIDATING, Counts(), job.created_at)
+        parts = [number for number in ledger.result_parts(manifest) if f"whole/{number}" not in self._known[job.id]]
+        source = self._source(job) if parts else {}
+        for number in parts:
+            if not self._leading.now():  # a large job takes long: the lease is renewed meanwhile, or was lost
+                return False
+            self._tell_part(ledger, job, number, source)
+            self._known[job.id].add(f"whole/{number}")
+        closing = ledger.closing()
+        if closing is not None and closing.kind != "expire":
+            self._tell(job, "cancelling", JobStatus.CANCELLING, Counts(), closing.at)
+        if manifest is None:
+            return False
+        self._end(job, manifest)
+        return True
+
+    def _open(self) -> Iterator[str]:
+        names = {info.key.removeprefix(ORIGINS).removesuffix(".json") for info in self._store.list(ORIGINS)}
+        if self._settings.all_jobs:
+            names.update(info.key.removeprefix(ACTIVE) for info in self._store.list(ACTIVE))
+            now = self._world.clock.monotonic()
+            if now >= self._sweep_at:
+                self._sweep_at = now + self._settings.sweep_every
+                names.update(folder.removeprefix(JOBS).rstrip("/") for folder in self._store.folders(JOBS))
+            names.update(self._known)  # one that ended since
+        for name in self._known.keys() - names:  # another announced it to its end
+            del self._known[name]
+            self._quiet.pop(name, None)
+        now = self._world.clock.monotonic()
+        for name in sorted(names):
+            if name in self._quiet and now < self._quiet[name].again:
+                continue
+            if self._store.info(f"{ANNOUNCED}jobs/{name}") is None:
+                yield name
+            else:
+                self._forget(name)
+
+    def _rest(self, name: str, *, news: bool) -> None:
+        """A job in which nothing happens is looked at less and less: hundreds may wait for their turn. What is new of
+        it then comes later by a tenth of the time that it took to happen, at most."""
+        now = self._world.clock.monotonic()
+        if news:
+            self._quiet.pop(name, None)
+            return
+        quiet = self._quiet.setdefault(name, _Quiet(now, now))
+        quiet.again = now + QUIET_SHARE * (now - quiet.since) - self._settings.every
+
+    def _end(self, job: Job, manifest: Manifest) -> None:
+        message = manifest.errors[0].message if manifest.errors else None
+        self._tell(job, "ended", manifest.status, manifest.counts, manifest.finished_at, message)
+        self._store.create(f"{ANNOUNCED}jobs/{job.id}", b"")
+        self._forget(job.id)
+
+    def _forget(self, name: str) -> None:
+        """All of the job is announced: its origin has served."""
+        self._known.pop(name, None)
+        self._quiet.pop(name, None)
+        self._store.delete(origin_key(name))
+
+    # -- parts
+
+    def _tell_part(self, ledger: JobLedger, job: Job, number: int, source: Mapping[int, _Source]) -> None:
+        results, replies, event = (
+            self._marker(kind, job, name)
+            for kind, name in (
+                ("results", f"{number:05d}"),
+                ("replies", f"{number:05d}"),
+                ("events", f"part-{number:05d}"),
+            )
+        )
+        if not self._is_marked(job, results):
+            self._send_rows(ledger, job, number, source, None)
+            self._mark(job, results)
+        topics = {one.reply_to for one in source.values()} - {None}
+        if topics and not self._is_marked(job, replies):
+            self._send_rows(ledger, job, number, source, topics & self._settings.reply_topics)
+            self._mark(job, replies)
+        if not self._is_marked(job, event):
+            summary = read_part(ledger, number).summary
+            committed = ShardCommitted(
+                id=f"{job.id}/part-{number:05d}", job=job.id, at=summary.committed_at, shard=number,
+                rows=summary.counts.total, attempt=summary.attempt, usage=summary.usage,
+            )  # fmt: skip
+            self._send_event(job, committed)
+            self._mark(job, event)
+
+    def _send_rows(
+        self, ledger: JobLedger, job: Job, number: int, source: Mapping[int, _Source], topics: set[Any] | None
+    ) -> None:
+        """Send a part's rows to the results' topic, or to the `topics` that they are to reply to."""
+        with ledger.store.open(ledger.prefix + part_key(number)) as stream:
+            batches = pq.ParquetFile(stream, pre_buffer=False).iter_batches(
+                self._settings.rows_at_once, columns=_COLUMNS
+            )
+            for batch in batches:
+                messages = []
+                for result in batch.to_pylist():
+                    origin = source.get(result["row"]) or source.get(-1)
+                    topic = self._settings.results_topic if topics is None else origin and origin.reply_to
+                    if topic and (topics is None or topic in topics):
+                        messages.append(self._result(ledger, job, number, result, origin, topic))
+                if messages:
+                    self._messages.send(messages)
+
+    def _result(
+        self, ledger: JobLedger, job: Job, part: int, result: dict[str, Any], origin: _Source | None, topic: str
+    ) -> Message:
+        number = result_id(job.id, result["row"])
+        key = origin.key if origin is not None and origin.key is not None else _encoded(result["custom_id"])
+        headers = [("result_id", number.encode()), ("job", job.id.encode())]
+        if origin is not None and origin.place is not None:
+            headers.append(("source", origin.place.encode()))
+        headers += _trace_headers(job)
+        message = Message(topic, _value(job.id, number, result), key, tuple(headers))
+        if message.size <= self._messages.most_bytes:
+            return message
+        where = {"uri": ledger.place(part_key(part)), "row": result["row"]}
+        short = orjson.dumps(_facts(job.id, number, result) | {"response": None, "error": None, "result_in": where})
+        message = Message(topic, short, key, tuple(headers))
+        if message.size <= self._messages.most_bytes:
+            return message
+        return Message(topic, orjson.dumps({"id": number, "job": job.id, "result_in": where}), None, tuple(headers))
+
+    def _source(self, job: Job) -> dict[int, _Source]:
+        """The records behind a job's rows; under -1 what all rows have in common."""
+        origin = load_origin(self._store, job.id)
+        if origin is None:
+            return {}
+        if origin.batch is None or origin.group is None:
+            return {-1: _Source(None, origin.reply_to, None)}
+        batch = self._batch(origin)
+        found = group_records(self._store, batch.groups[origin.group], ["row", "key", "reply_to", "offset"])
+        beginning = f"{batch.topic}/{batch.partition}/"
+        return {one["row"]: _Source(one["key"], one["reply_to"], f"{beginning}{one['offset']}")
+                for one in found.to_pylist()}  # fmt: skip
+
+    def _batch(self, origin: Origin) -> KafkaBatch:
+        assert origin.batch is not None
+        batch = load_batch(self._store, origin.batch)
+        if batch is None:
+            raise LedgerError(f"{self._store.locate(origin.batch)}: is missing, but a job came from it; put it back")
+        return batch
+
+    # -- events and markers
+
+    def _tell(
+        self, job: Job, name: str, status: JobStatus, counts: Counts, at: Any, message: str | None = None
+    ) -> None:
+        marker = self._marker("events", job, name)
+        if not self._is_marked(job, marker):
+            event = JobChanged(id=f"{job.id}/{name}", job=job.id, at=at, status=status, counts=counts, message=message)
+            self._send_event(job, event)
+            self._mark(job, marker)
+
+    def _send_event(self, job: Job, event: JobChanged | ShardCommitted) -> None:
+        value = event.model_dump_json(exclude_none=True).encode()
+        headers = (("event_id", event.id.encode()), *_trace_headers(job))
+        self._messages.send([Message(self._settings.events_topic, value, job.id.encode(), headers)])
+
+    def _marker(self, kind: str, job: Job, name: str) -> str:
+        return f"{ANNOUNCED}{kind}/{job.id}/{name}"
+
+    def _is_marked(self, job: Job, marker: str) -> bool:
+        known = self._known[job.id]
+        if marker not in known and self._store.info(marker) is not None:
+            known.add(marker)
+        return marker in known
+
+    def _mark(self, job: Job, marker: str) -> None:
+        self._store.create(marker, b"")
+        self._known[job.id].add(marker)
+
+
+def _trace_headers(job: Job) -> list[tuple[str, bytes]]:
+    """What the job was sent for, as its papers have it: so a repeat says the same."""
+    return [] if job.traceparent is None else [(TRACEPARENT, job.traceparent.encode())]
+
+
+def result_id(job: str, row: int) -> str:
+    """The same in every repeat of a result."""
+    return f"res_{hashlib.sha256(f'{job}/{row}'.encode()).hexdigest()[:32]}"
+
+
+def _facts(job: str, number: str, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "job": job,
+        "row": result["row"],
+        "custom_id": result["custom_id"],
+        "status": result["status"],
+    }
+
+
+def _value(job: str, number: str, result: dict[str, Any]) -> bytes:
+    """A result as JSON: OpenAI's batch output line, with the job, the row and its status."""
+    response = error = None
+    if result["response"] is not None:
+        body = orjson.Fragment(result["response"])
+        response = {"status_code": result["status_code"], "request_id": number, "body": body}
+    if result["error_code"] is not None:
+        error = {"code": result["error_code"], "message": result["error_message"]}
+    return orjson.dumps(_facts(job, number, result) | {"response": response, "error": error})
+
+
+def _encoded(text: str | None) -> bytes | None:
+    return None if text is None else text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,1 @@
+"""OpenAI batches: requests are checked, jobs are created, outputs are finalized."""

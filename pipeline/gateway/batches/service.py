@@ -1,0 +1,307 @@
+"""Batches: jobs, as OpenAI's API has them. A batch is a job, and its id is the job's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pipeline.gateway.batches.finalizer import AT_ONCE_ROWS, Finalizer
+from pipeline.gateway.batches.requests import BatchRequest, read_batch
+from pipeline.gateway.batches.serialization import batch_document, find_order
+from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unavailable
+from pipeline.gateway.http.idempotency import first_heard
+from pipeline.gateway.http.pagination import Found, Page, fill, ids_behind, map_ahead
+from pipeline.gateway.records import BatchOrder, StoredFile
+from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, Accepts, IntakeRefused, JobDraft
+from pipeline.ingest.validation import first_mistake
+from pipeline.jobs.retry import NothingToRetry, Wishes, choose_rows, submit_retry
+from pipeline.jobs.submit import derived_job_id, new_job_id
+from pipeline.ledger.ledger import JOBS, JobLedger
+from pipeline.ledger.tenant_index import batches_of
+from pipeline.ports import StoreFull, World
+from pipeline.results.export import part_lines
+from schemas.jobs.job import Closing, Job, Tier
+from schemas.jobs.job_options import AMOUNT_PATTERN, parse_amount
+from schemas.jobs.results import RowStatus
+
+_AT_ONCE: Final = 8
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_MOST_PARTS: Final = 1_000_000
+_WITHOUT_SUCCEEDED: Final = {"items": {"enum": ["failed", "expired", "cancelled"]}}
+
+
+class RetryBody(BaseModel):
+    """What `POST /v1/batches/ID/retry` may say; nothing: all that didn't succeed, as it was."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    only: Annotated[tuple[RowStatus, ...], Field(min_length=1, json_schema_extra=_WITHOUT_SUCCEEDED)] = (
+        RowStatus.FAILED,
+        RowStatus.EXPIRED,
+        RowStatus.CANCELLED,
+    )
+    include_invalid: bool = False
+    tier: Tier | None = None
+    completion_window: Annotated[str, Field(json_schema_extra={"pattern": AMOUNT_PATTERN})] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @field_validator("only")
+    @classmethod
+    def _not_succeeded(cls, only: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
+        if RowStatus.SUCCEEDED in only:
+            raise ValueError("name failed, expired or cancelled")
+        return only
+
+    @field_validator("tier")
+    @classmethod
+    def _of_a_job(cls, tier: Tier | None) -> Tier | None:
+        if tier is Tier.INTERACTIVE:
+            raise ValueError("a batch is standard or bulk")
+        return tier
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What of a batch's results is committed.
+
+    Attributes:
+        incomplete: more may come.  parts: those in `lines`, and those that were left out, as `0-3,7`.
+        lines: OpenAI's output lines, each with its newline, part by part.
+    """
+
+    incomplete: bool
+    parts: str
+    lines: Iterator[bytes]
+
+
+class Batches:
+    """The batches of all tenants in the root that `world.store` is. Threads may share one.
+
+    Args:
+        together: looks at several of a page at a time.
+    """
+
+    def __init__(self, world: World, intake: Accepts, files: Files, finalizer: Finalizer, together: Executor) -> None:
+        self._world = world
+        self._store = world.store
+        self._intake = intake
+        self._files = files
+        self._finalizer = finalizer
+        self._together = together
+
+    def create(
+        self, tenant: str, body: dict[str, Any], key: str | None = None, check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Make the batch that `body` asks for, or find the one that the same request made before.
+
+        Args:
+            key: tells that it is the same request.
+            check: raises `ApiError` when no more may be made.
+
+        Raises:
+            ApiError: it can't be made.
+        """
+        asked = read_batch(body)
+        job_id, found = self._id(tenant, "batch", body, key)
+        if found:
+            return self._document(job_id)
+        file = self._files.get(tenant, asked.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            raise bad_request(f"file {file.id} holds results; upload requests with purpose=batch", "input_file_id")
+        self._check_room(tenant)
+        check()
+        self._make(tenant, job_id, asked, file)
+        return self._document(job_id)
+
+    def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
+        """The tenant's batch; raises `ApiError` (404)."""
+        ledger, _ = self._find(tenant, batch_id)
+        # On a full disk the files of a batch that has ended wait for room; `Finalizer.run` tries again, and logs why.
+        with contextlib.suppress(StoreFull):
+            self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
+        return batch_document(ledger)
+
+    def page(self, tenant: str, page: Page) -> Found:
+        """Some of the tenant's batches."""
+
+        def look(name: str) -> dict[str, Any] | None:
+            ledger = self._ledger(name)
+            return None if ledger.find_job() is None else batch_document(ledger)
+
+        names = ids_behind(self._store, batches_of(tenant), page)
+        looked = map_ahead(look, names, self._together.map, _AT_ONCE)
+        return Found(*fill(looked, page.limit))
+
+    def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
+        """End the batch before its time. What is finished is kept.
+
+        Raises:
+            ApiError: there is none (404), or it has ended (409).
+        """
+        ledger, _ = self._find(tenant, batch_id)
+        manifest = ledger.manifest()
+        if manifest is not None:
+            raise ApiError(
+                409, "batch_ended", f"batch {batch_id} is {manifest.status.value} already, and stays so", param="id"
+            )
+        ledger.create_closing(Closing(kind="cancel", at=self._world.clock.now()))
+        return batch_document(ledger)
+
+    def open_jobs(self, tenant: str) -> int:
+        """How many of the tenant's jobs have not ended; some seconds old."""
+        return self._intake.jobs_of(tenant)
+
+    def retry(
+        self, tenant: str, batch_id: str, body: dict[str, Any], check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """A batch of the rows that got no answer; the same request again finds it.
+
+        Args:
+            check: raises `ApiError` when no more may be made.
+
+        Raises:
+            ApiError: there is no such batch (404), or nothing to try again (409).
+        """
+        ledger, job = self._find(tenant, batch_id)
+        try:
+            asked = RetryBody.model_validate_json(orjson.dumps(body), strict=True)
+            window = None if asked.completion_window is None else parse_amount(asked.completion_window)
+        except ValidationError as error:
+            raise bad_request(first_mistake(error)) from None
+        except ValueError as error:
+            raise bad_request(f"completion_window: {error}", "completion_window") from None
+        most = asked.max_output_tokens
+        if most is not None and most > job.settings.max_output_tokens:
+            raise bad_request(
+                f"max_output_tokens is {most}, but must be from 1 to {job.settings.max_output_tokens}",
+                "max_output_tokens",
+            )
+        try:
+            chosen = choose_rows(ledger, asked.only, include_invalid=asked.include_invalid)
+        except NothingToRetry as error:
+            raise ApiError(409, "nothing_to_retry", str(error).partition(": ")[2] or str(error)) from None
+        manifest = ledger.manifest()
+        assert manifest is not None, "a job that has not ended has nothing to try again"
+        first = find_order(self._store, job.id)
+
+        def before(made: str) -> None:
+            self._check_room(tenant)
+            check()
+            self._intake.expect(tenant, made)
+            if first is not None:
+                window, now = asked.completion_window, self._world.clock.now()
+                self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
+
+        wishes = Wishes(asked.tier, window, most, asked.max_cost)
+        made = submit_retry(chosen, manifest, wishes, self._world, before)
+        if made.created:
+            self._intake.added(made.job)
+        return self._document(made.job.id)
+
+    def results(self, tenant: str, batch_id: str, without: str | None = None) -> Results:
+        """What is committed now; raises `ApiError`.
+
+        Args:
+            without: parts that the caller has, as an earlier answer named them.
+        """
+        ledger, _ = self._find(tenant, batch_id)
+        had = _numbers(without)
+        manifest = ledger.manifest()
+        ledger.check_results()
+        numbers = ledger.result_parts(manifest)
+        new = [number for number in numbers if number not in had]
+        lines = (line.data + b"\n" for number in new for line in part_lines(0, ledger, number))
+        return Results(manifest is None, _ranges(numbers), lines)
+
+    # -- inside
+
+    def _check_room(self, tenant: str) -> None:
+        if not self._intake.room_for(tenant):
+            message = "too much is queued already; submit again when some of it is done"
+            raise ApiError(429, "backlog_full", message, headers={"Retry-After": "60"})
+
+    def _make(self, tenant: str, job_id: str, asked: BatchRequest, file: StoredFile) -> None:
+        self._files.keep_for(file, job_id)
+        order = BatchOrder(
+            tenant=tenant,
+            input_file_id=file.id,
+            endpoint=asked.endpoint,
+            completion_window=asked.completion_window,
+            at=self._world.clock.now(),
+        )
+        self._finalizer.expect(job_id, order)
+        draft = JobDraft(self._files.as_input(file), asked.options, tenant, job_id, url=asked.endpoint)
+        try:
+            self._intake.accept(draft)
+        except IntakeRefused as refused:
+            if self._ledger(job_id).find_job() is None:  # else a repeat of this request was first
+                self._finalizer.forget(job_id)
+                self._files.let_go(file.id, job_id)
+                raise _refusal(refused) from refused
+
+    def _id(self, tenant: str, kind: str, body: dict[str, Any], key: str | None) -> tuple[str, bool]:
+        """The job's id, and whether it stands."""
+        if key is None:
+            return new_job_id(self._world.clock.now(), self._world.random), False
+        digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        at = first_heard(self._world, tenant, kind, key, digest)
+        job_id = derived_job_id(at, "http", tenant, kind, key)
+        return job_id, self._ledger(job_id).find_job() is not None
+
+    def _find(self, tenant: str, batch_id: str) -> tuple[JobLedger, Job]:
+        if _JOB_ID.fullmatch(batch_id) is not None:
+            ledger = self._ledger(batch_id)
+            job = ledger.find_job()
+            if job is not None and job.tenant == tenant:
+                return ledger, job
+        raise not_found("batch", batch_id)
+
+    def _document(self, job_id: str) -> dict[str, Any]:
+        return batch_document(self._ledger(job_id))
+
+    def _ledger(self, job_id: str) -> JobLedger:
+        return JobLedger(self._store, f"{JOBS}{job_id}/")
+
+
+def _refusal(refused: IntakeRefused) -> ApiError:
+    if refused.code == NO_MODEL:
+        return unavailable(str(refused), NO_MODEL, seconds=10)
+    return ApiError(404 if refused.code == MODEL_NOT_FOUND else 400, refused.code, str(refused))
+
+
+def _numbers(given: str | None) -> set[int]:
+    """Of `0-3,7`; raises `ApiError`."""
+    found: set[int] = set()
+    last = -1
+    for one in given.split(",") if given else []:
+        match = _RANGE.fullmatch(one)
+        first = last if match is None else int(match[1])
+        if match is None or first <= last or int(match[2] or first) < first:
+            raise bad_request("without must be what X-Parts said, such as 0-3,7", "without")
+        last = int(match[2] or first)
+        if len(found) + last - first >= _MOST_PARTS:
+            raise bad_request("without names too many parts", "without")
+        found.update(range(first, last + 1))
+    return found
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers as `0-3,7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

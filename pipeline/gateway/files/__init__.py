@@ -1,0 +1,1 @@
+"""OpenAI files: multipart uploads, downloads by range."""

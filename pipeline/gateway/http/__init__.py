@@ -1,0 +1,1 @@
+"""HTTP itself: server, connections, authentication, bodies, errors, pagination."""

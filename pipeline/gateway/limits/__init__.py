@@ -1,0 +1,1 @@
+"""What a tenant may use: rates, running requests, uploads, stored bytes."""

@@ -1,0 +1,69 @@
+"""What bodies may say, as the OpenAPI document describes it: what the bodies are read by, and what only HTTP takes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
+from pipeline.gateway.batches.service import RetryBody
+from pipeline.gateway.inference.request_builder import Extension, StreamOptions
+from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Completion, Embeddings
+from pipeline.gateway.openapi.schemas import Error
+from schemas.jobs.job import Tier
+from schemas.jobs.job_options import JobOptions
+from schemas.requests.fields import NULL, TEXT, TEXTS, one_of
+from schemas.requests.requests import BODIES, EMBEDDINGS_URL, NO_CHANGE
+
+Json = dict[str, Any]
+
+TIERS: Final = [tier.value for tier in Tier if tier is not Tier.INTERACTIVE]
+"""Of jobs."""
+
+_OLDER_NAMES: Final[Json] = {
+    # vLLM's, for `structured_outputs`.
+    "guided_json": {"type": ["object", "string", "null"]},
+    "guided_regex": one_of(TEXT, NULL),
+    "guided_choice": one_of(TEXTS, NULL),
+    "guided_grammar": one_of(TEXT, NULL),
+}
+_STREAMED: Final[Json] = {
+    "stream": {"type": ["boolean", "null"], "description": "As server-sent events."},
+    "stream_options": one_of({"$ref": "#/components/schemas/StreamOptions"}, NULL),
+}
+_WHOLE: Final[Json] = {"stream": {"enum": [False, None]}, "stream_options": NULL}
+
+
+def shapes(default_model: str | None) -> dict[str, Json]:
+    """JSON schemas by name, of what routes refer to: bodies, errors, and what models answer.
+
+    Args:
+        default_model: of bodies that name none; None: they must.
+    """
+    models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
+    answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, Completion, Embeddings]
+    _, made = models_json_schema(
+        [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
+    )
+    found: dict[str, Json] = made["$defs"]
+    for url, body in BODIES.items():
+        schema = found[body.__name__]
+        unchanging = {name: {"enum": [None, *values]} for name, values in NO_CHANGE.items()}
+        generates = url != EMBEDDINGS_URL
+        schema["properties"] |= unchanging | (_STREAMED | _OLDER_NAMES if generates else _WHOLE)
+        schema["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/Extension"}, NULL)
+        if default_model is not None:
+            schema["required"].remove("model")
+            schema["properties"]["model"] = {
+                "anyOf": [schema["properties"]["model"], NULL], "default": default_model,
+            }  # fmt: skip
+    found["BatchBody"]["properties"][EXTENSION] = one_of({"$ref": "#/components/schemas/JobOptions"}, NULL)
+    for name in OWN:
+        del found["JobOptions"]["properties"][name]
+    for name in ("JobOptions", "RetryBody"):
+        found[name]["properties"]["tier"] = {"enum": [*TIERS, None]}
+    message = found["ChatMessage"]["properties"]
+    message |= {name: {"enum": [None, *NO_CHANGE[name]]} for name in ("refusal", "audio", "function_call")}
+    return found

@@ -1,0 +1,107 @@
+"""The routes of requests whose callers wait: chat, completions, embeddings, and streams that were cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import JSONResponse
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.http.auth import Caller
+from pipeline.gateway.http.errors import disconnected
+from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.inference.sse import STREAM_ID, EventStream, until_gone
+from pipeline.gateway.openapi.document import BODY, takes
+from pipeline.gateway.openapi.document import answers as documented
+from pipeline.gateway.routes.dependencies import add_headers, calling, json_body
+from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+
+InferenceCaller = Annotated[Caller, calling(Scope.INFERENCE)]
+Body = Annotated[dict[str, Any], json_body()]
+LastEvent = Annotated[
+    str, Header(pattern="^(-1|[0-9]{1,15})$", description="The id of the last event that came; -1: none did.")
+]
+
+
+def inference_router(answers: Answers) -> APIRouter:
+    """`/v1/chat/completions` and its like."""
+    router = APIRouter(tags=["inference"])
+
+    async def reply(request: Request, caller: Caller, url: str, body: dict[str, Any]) -> Response:
+        asked = await answers.read(caller, url, body)
+        if asked.ticket is not None:
+            add_headers(request, asked.ticket.headers)
+        if asked.stream:
+            return EventStream(await answers.stream(asked), answers.left)
+        return JSONResponse(
+            await _while_connected(request, answers.whole(asked)), headers={STREAM_ID: asked.request.id}
+        )
+
+    @router.post(CHAT_URL, openapi_extra=takes("ChatBody", _CHAT), response_class=Response, responses=_CHATS)
+    async def chat(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Answer a conversation."""
+        return await reply(request, caller, CHAT_URL, body)
+
+    @router.post(
+        COMPLETIONS_URL, openapi_extra=takes("CompletionBody", _COMPLETION), response_class=Response, responses=_TEXTS
+    )
+    async def complete(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """Go on with a text."""
+        return await reply(request, caller, COMPLETIONS_URL, body)
+
+    @router.post(
+        EMBEDDINGS_URL, openapi_extra=takes("EmbeddingBody", _EMBEDDING), response_class=Response, responses=_VECTORS
+    )
+    async def embed(request: Request, caller: InferenceCaller, body: Body) -> Response:
+        """The embedding of a text."""
+        return await reply(request, caller, EMBEDDINGS_URL, body)
+
+    @router.get("/v1/streams/{stream_id}", response_class=Response, responses=_REST)
+    async def go_on(stream_id: str, caller: InferenceCaller, last_event_id: LastEvent = "-1") -> Response:
+        """Go on with a stream that was cut off, behind the event that the header `Last-Event-ID` names."""
+        return EventStream(answers.find(caller.tenant, stream_id), answers.left, int(last_event_id))
+
+    return router
+
+
+async def _while_connected(request: Request, answer: Any) -> Any:
+    """What the coroutine gives; ends it when the client goes."""
+    working = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise disconnected()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+_CHAT = {"model": "demo", "messages": _MESSAGES, "max_tokens": 32}
+_COMPLETION = {"model": "demo", "prompt": "Once", "max_tokens": 32}
+_EMBEDDING = {"model": "demo", "input": "Hello"}
+
+
+def _json(shape: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
+
+
+def _events(*shapes: str) -> dict[str, Any]:
+    """Server-sent events. OpenAPI 3.1 has no word for what each of them holds, so the document says it in one of its
+    own, which 3.2's `itemSchema` is like."""
+    held = [{"$ref": f"#/components/schemas/{shape}"} for shape in (*shapes, "Error")]
+    said = "Server-sent events with ids. Each holds JSON; the last is `[DONE]`."
+    return {"text/event-stream": {"schema": {"type": "string", "description": said}, "x-item-schema": {"anyOf": held}}}
+
+
+_ID = (STREAM_ID,)
+_ASKED = (*BODY, 404)
+_CHATS = documented(_json("ChatCompletion") | _events("ChatCompletionChunk"), *_ASKED, headers=_ID)
+_TEXTS = documented(_json("Completion") | _events("Completion"), *_ASKED, headers=_ID)
+_VECTORS = documented(_json("Embeddings"), *_ASKED, headers=_ID)
+_REST = documented(_events("ChatCompletionChunk", "Completion"), 404, headers=_ID)

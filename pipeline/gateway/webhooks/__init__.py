@@ -1,0 +1,1 @@
+"""Webhooks: tenants' endpoints are notified that a batch has ended."""

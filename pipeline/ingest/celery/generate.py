@@ -1,0 +1,275 @@
+"""`tokenmill.generate`, without Celery: one request whose caller waits, over the lane to a worker's running batch.
+
+A task that waits for its answer holds neither a thread nor a message of the broker: it is handed over, and one thread
+looks after all of them. Nothing of it is stored. The request is named by tenant, task and what it asks for, so a task
+that comes twice, here or at another intake, waits for the same answer, or finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import orjson
+import structlog
+
+from pipeline.ingest.celery.tasks import TryLater
+from pipeline.lane.client import CallSettings, LaneCalls
+from pipeline.lane.protocol import Lane, LaneFull
+from pipeline.models.catalog import Catalog
+from pipeline.ports import Clock, PipelineError
+from pipeline.tracing import NO_TRACES, Traces, current_traceparent
+from schemas.jobs.job import Tier
+from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode, error_body
+from schemas.requests.limits import Limits
+from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, dump_body, parse_body
+from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
+
+GENERATE: Final = "tokenmill.generate"
+URLS: Final = {"messages": CHAT_URL, "prompt": COMPLETIONS_URL, "input": EMBEDDINGS_URL}
+"""A field of the body -> the endpoint that it is for; the first one counts."""
+
+_ARGUMENTS: Final = ("body", "tier", "timeout")
+_LOOK: Final = 0.1
+_IDLE_SECONDS: Final = 0.5
+_CATALOG_SECONDS: Final = 5.0
+_KEPT_SECONDS: Final = 300.0
+"""For how long an answer is kept that can't be stored."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """What callers may ask for; seconds.
+
+    Attributes:
+        longest: a request is given up after this long, or earlier if it says so.
+        most_waiting: requests that wait in this process at once; a further task is tried again later.
+        default_model: of bodies that name none.
+        call: how each is looked after.
+    """
+
+    longest: float = 600.0
+    most_waiting: int = 1_000
+    default_model: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    call: CallSettings = field(default_factory=lambda: CallSettings(look=_LOOK))
+
+
+class Waiter(Protocol):
+    """A task that waits."""
+
+    def revoked(self) -> bool:
+        """Whether its caller doesn't want the answer any more."""
+        ...
+
+    def done(self, body: Mapping[str, Any]) -> None:
+        """Give the caller this. May raise, and is called again then."""
+        ...
+
+    def cancelled(self) -> None:
+        """Tell whoever asks that it was revoked."""
+        ...
+
+    def send_again(self) -> None:
+        """Put the task back onto its queue: it waits elsewhere from now on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsaved:
+    waiter: Waiter
+    body: Mapping[str, Any]
+    until: float
+
+
+class GenerateCalls:
+    """All requests that wait in this process. Any thread starts them; one runs `run`."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        catalog: Catalog,
+        clock: Clock,
+        settings: GenerateSettings | None = None,
+        traces: Traces = NO_TRACES,
+    ) -> None:
+        self._settings = settings or GenerateSettings()
+        self._calls = LaneCalls(lane, clock, self._settings.call, traces)
+        self._catalog = catalog
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiters: dict[str, Waiter] = {}
+        self._unsaved: list[_Unsaved] = []
+        self._models: dict[str, tuple[float, str]] = {}  # name -> when it was looked up, the lane's name for it
+
+    def start(
+        self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: Waiter
+    ) -> dict[str, Any] | None:
+        """Send the task's request; `waiter` is told of its end. Or what the caller is to be told at once.
+
+        Args:
+            args, kwargs: `(body, tier="standard", timeout=None)`, as they came.
+
+        Raises:
+            TryLater: not now.
+        """
+        try:
+            request = self._request(tenant, task_id, args, kwargs)
+        except RowError as error:
+            return error_body(error.code.value, error.message, STATUS_CODES[error.code], error.param)
+        with self._lock:
+            if request.id in self._waiters:  # the same task, delivered twice
+                return None
+            if len(self._waiters) >= self._settings.most_waiting:
+                raise TryLater(f"no_room: {self._settings.most_waiting} requests wait already; ask again later")
+            self._waiters[request.id] = waiter
+        try:
+            self._calls.start(request)
+        except BaseException as error:
+            self._take(request.id)
+            if isinstance(error, LaneFull):
+                raise TryLater(f"no_room: {error}") from error
+            if isinstance(error, PipelineError):
+                return error_body(RowErrorCode.INVALID_REQUEST.value, str(error), 400)
+            raise
+        return None
+
+    def run(self, stop: threading.Event) -> None:
+        """Look after them until `stop` is set; whoever still waits then is sent again."""
+        while not stop.is_set():
+            self._calls.wait(_IDLE_SECONDS)
+            for event in self._calls.turn():
+                if isinstance(event, EndEvent | ErrorEvent) and (waiter := self._take(event.request)) is not None:
+                    self._end(waiter, event)
+            self._drop_revoked()
+            self._save()
+        self._calls.leave()
+        for request_id in list(self._waiters):
+            waiter = self._take(request_id)
+            if waiter is None:
+                continue
+            try:
+                waiter.send_again()
+            except Exception as error:  # noqa: BLE001 - whatever the broker raises
+                logger.warning("a task that waits can't be sent again", request=request_id, reason=str(error))
+        self._save()
+
+    # -- what is asked for
+
+    def _request(self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LaneRequest:
+        given = _arguments(args, kwargs)
+        body, tier, timeout = given.get("body"), given.get("tier"), given.get("timeout")
+        if not isinstance(body, dict):
+            raise _refuse("body", "must be an object, as OpenAI's API takes it")
+        if "model" not in body and self._settings.default_model is not None:
+            body = {**body, "model": self._settings.default_model}
+        url = next((url for field, url in URLS.items() if field in body), None)
+        if url is None:
+            raise _refuse("body", "has neither messages nor a prompt nor an input; give one of them")
+        checked = parse_body(url, body, self._settings.limits)
+        try:
+            plain = dump_body(checked)
+        except ValueError:
+            raise _refuse("body", "holds half a character (a lone surrogate); send text") from None
+        longest = self._settings.longest
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= longest
+        ):
+            raise _refuse("timeout", f"must be above 0 and at most {longest:g} seconds")
+        chosen = _tier(tier)
+        seconds = longest if timeout is None else float(timeout)
+        asked = b"\0".join((tenant.encode(), task_id.encode(errors="surrogatepass"), chosen.encode(), plain))
+        return LaneRequest(
+            id=f"task-{hashlib.sha256(asked).hexdigest()[:48]}",
+            model=self._model(checked.model),
+            body=orjson.loads(plain),
+            url=url,
+            tier=chosen,
+            tenant=tenant,
+            deadline=self._clock.now() + timedelta(seconds=seconds),
+            traceparent=current_traceparent(),
+        )
+
+    def _model(self, name: str) -> str:
+        """The lane's name for the model; `RowError` for one that nobody serves."""
+        known = self._models.get(name)
+        if known is not None and self._clock.monotonic() - known[0] < _CATALOG_SECONDS:
+            return known[1]
+        try:
+            entry = self._catalog.find(name)
+            names = [] if entry is not None else [other.pin.name for other in self._catalog.entries()]
+        except PipelineError as error:
+            raise TryLater(f"unavailable: {error}; ask again later") from error
+        if entry is None:
+            if not names:
+                raise TryLater("no_model: no model is served here yet; ask again when a worker is up")
+            message = f"model {name[:80]!r} is not served here ({', '.join(names)})"
+            raise RowError(RowErrorCode.MODEL_NOT_FOUND, message, param="model")
+        self._models[name] = self._clock.monotonic(), entry.pin.key
+        return entry.pin.key
+
+    # -- what comes of it
+
+    def _take(self, request_id: str) -> Waiter | None:
+        with self._lock:
+            return self._waiters.pop(request_id, None)
+
+    def _end(self, waiter: Waiter, event: EndEvent | ErrorEvent) -> None:
+        if isinstance(event, EndEvent):
+            body: Mapping[str, Any] = event.response
+        else:
+            body = error_body(event.code, event.message, event.status, event.param)
+        self._unsaved.append(_Unsaved(waiter, body, self._clock.monotonic() + _KEPT_SECONDS))
+
+    def _save(self) -> None:
+        """Give callers what there is; what can't be stored now is kept for a while."""
+        left = []
+        for one in self._unsaved:
+            try:
+                if one.waiter.revoked():
+                    one.waiter.cancelled()
+                else:
+                    one.waiter.done(one.body)
+            except Exception as error:  # noqa: BLE001 - whatever a result backend raises
+                kept = self._clock.monotonic() < one.until
+                logger.warning("a result can't be stored", kept=kept, reason=str(error))
+                left += [one] if kept else []
+        self._unsaved = left
+
+    def _drop_revoked(self) -> None:
+        for request_id, waiter in list(self._waiters.items()):
+            if waiter.revoked() and self._take(request_id) is not None:
+                self._calls.cancel(request_id)
+                try:
+                    waiter.cancelled()
+                except Exception as error:  # noqa: BLE001 - whoever revoked it knows that
+                    logger.warning("a revoked task can't be marked", reason=str(error))
+
+
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if len(args) > len(_ARGUMENTS):
+        raise _refuse("arguments", f"are {len(args)}, but {GENERATE} takes {', '.join(_ARGUMENTS)}")
+    given = dict(zip(_ARGUMENTS, args, strict=False))
+    for name in kwargs:
+        if name in given or name not in _ARGUMENTS:
+            raise _refuse(
+                str(name)[:80], f"is no argument, or is given twice; {GENERATE} takes {', '.join(_ARGUMENTS)}"
+            )
+    return given | dict(kwargs)
+
+
+def _tier(value: Any) -> Tier:
+    try:
+        return Tier.STANDARD if value is None else Tier(value)
+    except ValueError:
+        raise _refuse("tier", f"must be one of {', '.join(Tier)}") from None
+
+
+def _refuse(name: str, text: str) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, f"{name} {text}", param=name)

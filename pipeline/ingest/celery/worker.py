@@ -1,0 +1,357 @@
+"""Celery's side of the door: an app with the tasks `tokenmill.submit`, `status`, `cancel`, `generate`, and its worker.
+
+Celery's own worker runs here, in a thread and without its signal handlers. Four of its habits are dealt with. It keeps
+in the thread which app it works for: so its pool's threads are told. Reconnecting is its weak spot, and can't be
+stopped: so it may not try, but ends, and a new one is made. And on Redis all consumers keep in one place what they have
+not acknowledged, where the shortest visibility timeout of all would hold: so ours is a place of its own. A full Redis
+would lose a message on its way there: `celery_redis` sees to that.
+
+There is an app and a worker for each queue, since the queue says which tenant asks; what stands in a message about its
+queue was written by its sender.
+
+A `generate` that waits for its answer is over as far as Celery knows: its message is acknowledged when the request is
+on the lane, and its result is stored when it comes. So it takes no thread, and never outlives a visibility timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import structlog
+from celery import Celery
+from celery.bootsteps import RUN
+from celery.concurrency.thread import TaskPool
+from celery.exceptions import Ignore, Reject, WorkerShutdown
+from celery.worker import WorkController
+from celery.worker import state as worker_state
+
+from pipeline.adapters.celery.app import REDIS, private_app, scheme_of, security, socket_options
+from pipeline.adapters.celery.redis_transport import NAME as REDIS_TRANSPORT
+from pipeline.ingest.celery.generate import GENERATE, GenerateCalls
+from pipeline.ingest.celery.tasks import CANCEL, STATUS, SUBMIT, CeleryTasks, TaskRefused, TryLater
+from pipeline.ports import Randomness, World
+from pipeline.runtime.availability import BadAddress, redacted
+from pipeline.runtime.supervision import supervise
+from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, doors_span, read_traceparent
+
+_LOOK_SECONDS: Final = 0.1
+_LOOKS_PER_RESTORE: Final = 50
+_RESULT_TRIES: Final = 3
+_END_SECONDS: Final = 2.0
+"""For how long a worker's loop may not look up."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CeleryDoorSettings:
+    """Where tasks come from, and how long things may take; seconds.
+
+    Attributes:
+        broker_url: as Celery takes it.
+        result_url: of the backend that callers read results from; None: the broker, if it is a Redis.
+        queues: queue -> whose it is.
+        threads: tasks of a queue that are done at once.
+        timeout: for an answer of the broker or the backend.
+        visibility_timeout: a task that a worker took with it when it died is delivered again after this long. Longer
+            than any task takes, and than any wait between two tries.
+        result_expires: how long a result waits to be read.
+        first_wait, longest_wait: before the second try of a task that can't be done now, and between two at most.
+        tries: after so many the caller is told.
+        pause: after the broker was lost, before it is looked for again.
+        held: tasks that wait for their next try, or for room, in one worker at most.
+        prefetch: tasks that a thread has waiting in memory. When all have come, a worker without Celery's event loop
+            asks for more only after two seconds.
+    """
+
+    broker_url: str = field(repr=False)
+    result_url: str | None = field(default=None, repr=False)
+    queues: Mapping[str, str] = field(default_factory=lambda: {"tokenmill": "default"})
+    threads: int = 4
+    timeout: float = 5.0
+    visibility_timeout: float = 120.0
+    result_expires: float = 86_400.0
+    first_wait: float = 1.0
+    longest_wait: float = 30.0
+    tries: int = 30
+    pause: float = 1.0
+    held: int = 1_000
+    prefetch: int = 32
+
+
+def make_app(
+    tasks: CeleryTasks,
+    queue: str,
+    tenant: str,
+    settings: CeleryDoorSettings,
+    random: Randomness,
+    generating: GenerateCalls | None = None,
+    traces: Traces = NO_TRACES,
+) -> Celery:
+    """An app whose tasks act for `tenant`. No other Celery code in the process sees or configures it.
+
+    Args:
+        generating: looks after requests that wait; None: there is no lane here.
+
+    Raises:
+        BadAddress: Celery can't use the broker, or no place for results is named.
+    """
+    app = private_app(settings.broker_url)
+    app.conf.update(_configuration(queue, settings))
+
+    def wait(tries: int) -> float:
+        """Twice as long each time, and never quite as long as others wait."""
+        longest = min(settings.longest_wait, settings.first_wait * 2.0 ** min(tries, 30))
+        return longest * (0.5 + int.from_bytes(random.token(2), "big") / (1 << 17))
+
+    def traced(act: Callable[[Any], Any], task: Any) -> Any:
+        if not traces.on:
+            return act(task)
+        request = task.request
+        # As instrumented senders have it: among the message's headers, which Celery makes attributes of.
+        sent = getattr(request, TRACEPARENT, None) or (request.headers or {}).get(TRACEPARENT)
+        with doors_span(traces, task.name, (read_traceparent(sent if isinstance(sent, str) else None),)) as span:
+            span.set({"messaging.system": "celery", "messaging.destination.name": queue, "tokenmill.tenant": tenant})
+            span.set({"messaging.message.id": str(request.id)[:128]})
+            try:
+                return act(task)
+            except Ignore:  # not a failure: what is waited for has a span of its own
+                span.end()
+                raise
+
+    def doing(act: Callable[[Any], Any]) -> Callable[..., Any]:
+        def run(task: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return traced(act, task)
+            except TryLater as error:
+                # To our queue: where the message says that it came from is its sender's word.
+                again = TryLater(str(error))
+                try:
+                    raise task.retry(exc=again, countdown=wait(task.request.retries), queue=queue) from None
+                except Reject as unsent:  # Celery would forget the task
+                    raise Reject(unsent.reason, requeue=True) from None
+            except TaskRefused as error:
+                logger.info("task_refused", task=task.name, tenant=tenant, reason=str(error))
+                raise TaskRefused(str(error)) from None
+
+        return run
+
+    def submit(task: Any) -> str:
+        return tasks.submit(tenant, task.request.id, task.request.args, task.request.kwargs)
+
+    def status(task: Any) -> dict[str, Any]:
+        return tasks.status(tenant, task.request.args, task.request.kwargs)
+
+    def cancel(task: Any) -> dict[str, Any]:
+        return tasks.cancel(tenant, task.request.args, task.request.kwargs)
+
+    def generate(task: Any) -> dict[str, Any]:
+        request = task.request
+        if generating is None:
+            raise TaskRefused("unavailable: no Redis is named here for the lane (TOKENMILL_REDIS_URL)")
+        if request.callbacks or request.chain:
+            raise TaskRefused(f"invalid_request: nothing can be linked to {GENERATE}; wait for its result")
+        waiting = _Waiting(task, request, queue)
+        told = generating.start(tenant, request.id, request.args, request.kwargs, waiting)
+        if told is None:
+            raise Ignore("its result is stored when it comes")
+        return told
+
+    for name, act in ((SUBMIT, submit), (STATUS, status), (CANCEL, cancel), (GENERATE, generate)):
+        app.task(
+            doing(act), name=name, bind=True, shared=False, typing=False, max_retries=settings.tries - 1,
+            throws=(TaskRefused, TryLater), acks_late=True,
+        )  # fmt: skip
+    app.finalize()
+    return app
+
+
+class _Waiting:
+    """A `generate` whose message is acknowledged: what becomes of it is for us to tell."""
+
+    def __init__(self, task: Any, request: Any, queue: str) -> None:
+        self._task, self._request, self._queue = task, request, queue
+
+    def revoked(self) -> bool:
+        return self._request.id in worker_state.revoked
+
+    def done(self, body: Mapping[str, Any]) -> None:
+        self._task.backend.mark_as_done(self._request.id, body, request=self._request)
+
+    def cancelled(self) -> None:
+        self._task.backend.mark_as_revoked(self._request.id, "revoked", request=self._request)
+
+    def send_again(self) -> None:
+        self._task.signature_from_request(self._request, queue=self._queue).apply_async()
+
+
+class CeleryDoor:
+    """Takes tasks from the queues until it is told to stop. Several may run, here and elsewhere.
+
+    Raises:
+        BadAddress: see `make_app`.
+    """
+
+    def __init__(
+        self,
+        tasks: CeleryTasks,
+        settings: CeleryDoorSettings,
+        world: World,
+        generating: GenerateCalls | None = None,
+    ) -> None:
+        self._settings = settings
+        self._world = world
+        self._generating = generating
+        self._name = world.random.token(
+            4
+        ).hex()  # Celery tells workers apart by their names: a revoke reaches one of a name
+        self._apps = {
+            queue: make_app(tasks, queue, tenant, settings, world.random, generating, world.traces)
+            for queue, tenant in settings.queues.items()
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until `stop` is set; what is being done then is finished, unless it takes long. A queue's
+        worker that fails is made anew; sets `stop` when it can't go on (`PartStopped`), and raises why."""
+        nothing_starts = threading.Event()
+        with ThreadPoolExecutor(1 + len(self._apps), thread_name_prefix="celery-door") as pool:
+            serving = [
+                pool.submit(supervise, "celery", partial(self._serve, queue, app), stop, self._world)
+                for queue, app in self._apps.items()
+            ]
+            waiting = None
+            if self._generating is not None:
+                looking = self._generating.run
+                waiting = pool.submit(supervise, "celery generate", looking, nothing_starts, self._world)
+            if waiting is not None:
+                waiting.add_done_callback(lambda _: stop.set())
+            try:
+                for ended in as_completed(serving):
+                    ended.result()
+            finally:
+                stop.set()  # if one can't go on, the others shouldn't seem to be all
+                wait(serving)
+                nothing_starts.set()
+        if waiting is not None:
+            waiting.result()
+        for app in self._apps.values():
+            app.close()
+
+    def _serve(self, queue: str, app: Celery, stop: threading.Event) -> None:
+        """A worker after the other: each ends when its connection does."""
+        place = redacted(self._settings.broker_url)
+        while not stop.is_set():
+            worker = self._worker(queue, app)
+            thread = threading.Thread(target=worker.start, name=f"celery-{queue}", daemon=True)
+            thread.start()
+            looks = 0
+            while thread.is_alive():
+                if stop.wait(_LOOK_SECONDS):
+                    worker.consumer.call_soon(_end, worker)
+                    thread.join(_END_SECONDS + 2 * self._settings.timeout)
+                    if thread.is_alive():  # it may be looking for its broker; its tasks are delivered again
+                        logger.warning("celery_worker_left", queue=queue, broker=place)
+                        break
+                elif looks % _LOOKS_PER_RESTORE == 0:
+                    worker.consumer.call_soon(_restore, worker)
+                looks += 1
+            if not stop.is_set():
+                logger.warning("celery_worker_ended", queue=queue, broker=place, again_in=self._settings.pause)
+                stop.wait(self._settings.pause)
+
+    def _worker(self, queue: str, app: Celery) -> WorkController:
+        def ready(_consumer: Any) -> None:
+            logger.info("celery_queue_open", queue=queue, broker=redacted(self._settings.broker_url))
+
+        return WorkController(
+            app=app,
+            queues=[queue],
+            pool=_Threads,
+            concurrency=self._settings.threads,
+            hostname=f"tokenmill-{queue}-{self._name}@%h",
+            ready_callback=ready,
+            use_eventloop=False,  # its event loop is one for the whole process
+            without_heartbeat=True,
+            without_mingle=True,
+            without_gossip=True,
+        )
+
+
+class _Threads(TaskPool):  # type: ignore[misc]  # Celery has no types
+    """Celery's pool of threads, each of which knows the app: without, a task runs in whatever app is the default."""
+
+    task_join_will_block = False  # else no thread of the process could wait for a result
+    executor: ThreadPoolExecutor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.executor = ThreadPoolExecutor(self.limit, "celery-task", self.app.set_current)  # none was used yet
+
+
+def _restore(worker: WorkController) -> None:
+    """In the worker's own loop: put back on Redis's queue what a dead worker holds. Without Celery's event loop, kombu
+    comes to that only when Redis fails to answer."""
+    if worker.blueprint.state == RUN and worker.consumer.connection is not None:
+        restore = getattr(worker.consumer.connection.transport.cycle, "maybe_restore_messages", None)
+        if restore is not None:
+            restore()
+
+
+def _end(worker: WorkController) -> None:
+    """Called in the worker's own loop, where it ends in order; or by its end, if that was on its way."""
+    if worker.blueprint.state == RUN:
+        raise WorkerShutdown(0)
+
+
+def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+    scheme = scheme_of(settings.broker_url)
+    if settings.result_url is None and scheme not in REDIS:
+        place = redacted(settings.broker_url)
+        raise BadAddress(f"{place}: keeps no results; name a place for them, such as redis://host:6379/1")
+    if settings.longest_wait >= settings.visibility_timeout:
+        raise BadAddress("longest_wait must be below visibility_timeout, or tasks that wait are delivered twice")
+    timeout, results = settings.timeout, settings.result_url or settings.broker_url
+    return {
+        "broker_url": settings.broker_url,
+        "broker_read_url": settings.broker_url,
+        "broker_write_url": settings.broker_url,
+        "broker_transport": REDIS_TRANSPORT if scheme in REDIS else None,
+        "broker_transport_options": _transport_options(scheme, queue, settings),
+        "broker_use_ssl": security(settings.broker_url),
+        "broker_connection_timeout": timeout,
+        "broker_connection_retry": False,
+        "broker_connection_retry_on_startup": False,
+        "result_backend": results,
+        # A stall of the place for results isn't the task's failure; with Celery's defaults its caller would be told so.
+        "result_backend_always_retry": True,
+        "result_backend_max_retries": _RESULT_TRIES,
+        "result_backend_base_sleep_between_retries_ms": 100,
+        "result_backend_max_sleep_between_retries_ms": 1_000,
+        "redis_backend_use_ssl": security(results),
+        "result_expires": settings.result_expires,
+        "redis_socket_timeout": timeout,
+        "redis_socket_connect_timeout": timeout,
+        "result_accept_content": ["json"],
+        "task_acks_late": True,
+        "task_default_queue": queue,
+        "worker_prefetch_multiplier": settings.prefetch,
+        "worker_eta_task_limit": settings.held,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+    }
+
+
+def _transport_options(scheme: str, queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+    if scheme in REDIS:
+        return socket_options(settings.timeout) | {
+            "visibility_timeout": settings.visibility_timeout,
+            "unacked_restore_throttle": 1,
+            "unacked_key": f"{queue}.unacked",
+            "unacked_index_key": f"{queue}.unacked_index",
+            "unacked_mutex_key": f"{queue}.unacked_mutex",
+        }
+    return {"visibility_timeout": settings.visibility_timeout} if scheme == "sqs" else {}

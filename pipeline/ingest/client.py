@@ -1,0 +1,173 @@
+"""The sender's side of the doors: a file dropped as the door likes it, or named in a record, and the id of its job.
+
+The id is known at once, because the door will make it of nothing but what is sent here. Names are new each time, so
+what is sent twice is two jobs, and nothing that waits is ever replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from pipeline.ingest.files.options import format_of, sidecars_of
+from pipeline.ingest.files.source import Drop, Inbox
+from pipeline.jobs.submit import derived_job_id
+from pipeline.planner.api import InputError
+from pipeline.ports import PipelineError, Randomness
+
+if TYPE_CHECKING:
+    from pipeline.adapters.kafka.connection import KafkaConnection
+    from pipeline.adapters.s3.client import S3Connection
+    from pipeline.ingest.files.folder_inbox import FolderInbox
+
+METADATA_PREFIX: Final = "tokenmill-"
+
+
+class NotSent(PipelineError):
+    """Raised when a target can't take what is to be sent there."""
+
+
+def new_name(source: Path, random: Randomness) -> str:
+    """A name for the file that nobody has used: its own, and some letters. Raises `InputError` for what is no input."""
+    if not source.is_file():
+        what = "is a folder; submit its files one by one" if source.is_dir() else "no such file; check the input's path"
+        raise InputError(f"{source}: {what}")
+    stem = source.stem.lstrip("._") or "input"
+    return f"{stem}-{random.token(5).hex()}{source.suffix.lower()}"
+
+
+def job_of(inbox: Inbox, drop: Drop) -> str:
+    """The id of the job that the door will make of a dropped file."""
+    pinned = inbox.pin(drop, format_of(drop.entry.name))
+    return derived_job_id(drop.modified, inbox.door, *pinned.identity)
+
+
+def drop_into_folder(inbox: FolderInbox, source: Path, name: str, options: Mapping[str, Any]) -> str:
+    """Copy the file to where the folder is watched, and its options beside it before; the job's id.
+
+    The file appears under its name when it is whole. Raises `NotSent`.
+    """
+    target = Path(inbox.uri(name))
+    if not target.parent.is_dir():
+        raise NotSent(f"{target.parent}: no such folder, so nobody watches it; start 'tokenmill serve' with it first")
+    sidecar = target.with_name(sidecars_of(name)[0])
+    try:
+        if options:
+            _appear(sidecar, lambda hidden: hidden.write_bytes(orjson.dumps(dict(options))))
+        _appear(target, lambda hidden: shutil.copyfile(source, hidden))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sidecar.unlink(missing_ok=True)
+        raise NotSent(f"{error.filename or target}: can't be written or read: {error.strerror}") from error
+    drop = inbox.look(name)
+    if drop is None:
+        raise NotSent(f"{target}: was removed as soon as it was there; see who cleans up this folder")
+    return job_of(inbox, drop)
+
+
+def _appear(path: Path, write: Any) -> None:
+    """Make the file under a hidden name, durably, and then give it its own."""
+    hidden = path.with_name(f".{path.name}")
+    try:
+        write(hidden)
+        with hidden.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.link(hidden, path)
+    finally:
+        hidden.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def upload_to_bucket(
+    connection: S3Connection, bucket: str, prefix: str, source: Path, name: str, options: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Upload the file below `prefix`, with its options as metadata; where it is, and the job's id.
+
+    Raises:
+        NotSent: an option can't be metadata.  StoreError: it can't be uploaded.
+    """
+    from pipeline.adapters.s3.client import ConditionFailed  # noqa: PLC0415 - boto3 comes with an extra
+    from pipeline.adapters.s3.multipart import upload_parts  # noqa: PLC0415
+    from pipeline.ingest.files.s3_inbox import BucketInbox  # noqa: PLC0415
+
+    inbox = BucketInbox(connection, bucket, prefix)
+    where, key = inbox.uri(name), prefix + name
+    arguments: dict[str, Any] = {"Metadata": _metadata(options, where), **connection.settings.encryption_arguments()}
+    client = connection.client
+    with contextlib.suppress(ConditionFailed):  # nobody else uses the name: an answer was lost, and the file is there
+        if source.stat().st_size >= connection.settings.multipart_bytes:
+            upload_parts(connection, bucket, key, source, arguments)
+        else:
+            data = source.read_bytes()
+            connection.run(
+                "create it",
+                where,
+                lambda: client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", **arguments),
+            )
+    drop = inbox.look(name)
+    if drop is None:
+        raise NotSent(f"{where}: was removed as soon as it was there; see who deletes there")
+    return where, job_of(inbox, drop)
+
+
+def _metadata(options: Mapping[str, Any], where: str) -> dict[str, str]:
+    found = {}
+    for name, value in options.items():
+        text = orjson.dumps(value).decode() if isinstance(value, dict | bool) else str(value)
+        if not text.isascii():
+            raise NotSent(
+                f"{where}: {name} is {text!r}, but S3's metadata takes ASCII only; put it into a sidecar file"
+            )
+        found[METADATA_PREFIX + name.replace("_", "-")] = text
+    return found
+
+
+def send_reference(
+    connection: KafkaConnection,
+    topic: str,
+    uri: str,
+    options: Mapping[str, Any],
+    *,
+    epoch: str | None,
+    idempotence: bool,
+) -> tuple[str, str]:
+    """Send a record that names the input, and wait until it is confirmed; where it is, and the job's id.
+
+    Raises `NotSent`, and `KafkaSettingsError` where brokers give topics no ids and there is no epoch.
+    """
+    from kafka import KafkaProducer  # noqa: PLC0415 - comes with an extra
+    from kafka.errors import KafkaError  # noqa: PLC0415
+
+    from pipeline.adapters.kafka.producer import ProducerSettings  # noqa: PLC0415
+    from pipeline.ingest.kafka.micro_batches import moment  # noqa: PLC0415
+    from pipeline.ingest.kafka.settings import KafkaDoorSettings  # noqa: PLC0415
+    from pipeline.ingest.kafka.topic_ids import TopicIds  # noqa: PLC0415
+
+    value = orjson.dumps({"uri": uri, "options": dict(options)})
+    ids = TopicIds(KafkaDoorSettings(connection, jobs={topic: "default"}, requests={}, epoch=epoch))
+    settings = ProducerSettings(connection, idempotence=idempotence)
+    try:
+        cluster = ids.cluster_of(topic)
+        producer = KafkaProducer(**settings.options())
+        try:
+            sent = producer.send(topic, value).get(timeout=settings.delivery_timeout)
+        finally:
+            producer.close(timeout=5.0)
+    except KafkaError as error:
+        brokers = ", ".join(connection.bootstrap)
+        raise NotSent(f"kafka://{brokers}/{topic}: not confirmed: {type(error).__name__}: {error}") from error
+    finally:
+        ids.close()
+    identity = (cluster, topic, str(sent.partition), str(sent.offset))
+    place = f"{PurePosixPath(topic, str(sent.partition))}@{sent.offset}"
+    return place, derived_job_id(moment(sent.timestamp), "kafka job", *identity)

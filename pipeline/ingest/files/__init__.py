@@ -1,0 +1,1 @@
+"""Jobs from files that appear in a bucket or a folder."""

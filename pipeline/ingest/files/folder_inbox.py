@@ -1,0 +1,149 @@
+"""A folder as a place where files are dropped, for the embedded form: it is listed every now and then.
+
+A folder doesn't say when a file is whole. So one is taken when it has been the same for a while (`settle` seconds, by
+this process's own clock): size, times and inode. Whoever writes slowly uses a name that isn't taken, such as .NAME or
+NAME.part, and renames it at the end.
+
+What makes a file another than every other is its name, its bytes and when they were written. So a copy of it dropped
+there again is a new job, while a backup that is put back, times and all, is not.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from io import BufferedReader
+from pathlib import Path
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.ingest.files.source import Drop, Entry, PinnedDrop, StillWritten
+from pipeline.ingest.intake import IntakeRefused
+from pipeline.inputs.pinning import pin_input
+from pipeline.inputs.regular_files import IrregularFile, open_regular_below
+from pipeline.ports import Clock, StoreError
+from schemas.jobs.inputs import InputFormat, InputRef
+
+INCOMING = "incoming/"
+_MOST_PINNED = 256
+_FIRST, _LAST = 86_400, 32_503_680_000
+"""Seconds after 1970 between which a file's time is believed: up to the year 3000."""
+
+
+class FolderInbox:
+    """`Inbox` on the files below `prefix` in a folder store's root.
+
+    Args:
+        settle: seconds for which a file must not change before it is taken.
+    """
+
+    door = "folder"
+
+    def __init__(
+        self,
+        store: FolderStore,
+        clock: Clock,
+        *,
+        prefix: str = INCOMING,
+        tenant: str = "default",
+        settle: float = 2.0,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._prefix = prefix
+        self._settle = settle
+        self._seen: dict[str, tuple[str, float]] = {}  # name -> its stamp, and since when it has it
+        self._pinned: dict[str, InputRef] = {}  # by name: who has to wait is not hashed again
+        self.tenant = tenant
+
+    def entries(self) -> Iterator[Entry]:
+        """Files that have not changed for long enough, by name."""
+        now, seen = self._clock.monotonic(), dict[str, tuple[str, float]]()
+        for info in self._store.list(self._prefix):
+            name = info.key.removeprefix(self._prefix)
+            status = self._status(name)
+            if status is not None:
+                stamp = _stamp(status)
+                known, since = self._seen.get(name, ("", now))
+                seen[name] = (stamp, since if known == stamp else now)
+        self._seen = seen
+        for name, (stamp, since) in sorted(seen.items()):
+            if now - since >= self._settle:
+                yield Entry(name, int(stamp.partition("-")[0]), stamp)
+
+    def look(self, name: str, version: str | None = None) -> Drop | None:
+        """See `Inbox`; raises `StillWritten` for a file that has not been the same for long enough."""
+        status = self._status(name)
+        if status is None:
+            return None
+        stamp, now = _stamp(status), self._clock.monotonic()
+        known, since = self._seen.setdefault(name, (stamp, now))
+        if known != stamp or now - since < self._settle:
+            raise StillWritten(f"{self.uri(name)}: has just changed")
+        seconds = min(max(status.st_mtime_ns / 1e9, _FIRST), _LAST)
+        return Drop(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """See `Inbox`. Raises `IntakeRefused` for what is there and is no regular file: whoever may drop files must
+        not have others read what only this process may, nor have it wait."""
+        path = self._path(name)
+        try:
+            with open_regular_below(self._folder, path) as stream:
+                return stream.read(most_bytes)
+        except FileNotFoundError:
+            return None
+        except IrregularFile as error:
+            raise IntakeRefused("unsupported_file", str(error)) from error
+        except OSError as error:
+            raise StoreError(f"{path}: can't read: {error.strerror}") from error
+
+    def pin(self, drop: Drop, kind: InputFormat) -> PinnedDrop:
+        """See `Inbox`. Reads the file once, for its hash."""
+        name = drop.entry.name
+        path = self._path(name)
+        pinned = pin_input(path, self._pinned.get(name), self._open)
+        self._remember(name, pinned)
+        status = self._status(name)
+        if status is None or _stamp(status) != drop.entry.stamp:
+            raise StillWritten(f"{path}: changed while it was read")
+        file = pinned.files[0]
+        identity = (self._prefix + name, file.sha256 or "", str(status.st_mtime_ns))
+        return PinnedDrop(pinned, identity)
+
+    def uri(self, name: str) -> str:
+        """See `Inbox`."""
+        return self._store.locate(self._prefix + name)
+
+    def _open(self, path: Path) -> BufferedReader:
+        """As `read`."""
+        try:
+            return open_regular_below(self._folder, path)
+        except IrregularFile as error:
+            raise IntakeRefused("unsupported_file", str(error)) from error
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._store.locate(self._prefix))
+
+    def _remember(self, name: str, pinned: InputRef) -> None:
+        self._pinned[name] = pinned
+        if len(self._pinned) > _MOST_PINNED:
+            del self._pinned[next(iter(self._pinned))]
+
+    def _path(self, name: str) -> Path:
+        return Path(self.uri(name))
+
+    def _status(self, name: str) -> os.stat_result | None:
+        """Of the name itself, not of what a link points to; None when it is no file."""
+        try:
+            status = self._path(name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.uri(name)}: can't look at it: {error.strerror}") from error
+        return status if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode) else None
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"

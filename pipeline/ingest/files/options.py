@@ -1,0 +1,185 @@
+"""What a dropped file says of its job: by its folder, by its metadata, and by a sidecar beside it.
+
+The three are of one rank. Where two of them name the same option with different values the file is refused: whichever
+were taken, somebody would wonder.
+
+    incoming/[TIER/]NAME.jsonl | NAME.ndjson | NAME.parquet
+    incoming/[TIER/]NAME.job.json          options as a JSON object; NAME.jsonl.job.json is read too
+
+A sidecar must be there before its file, or be announced by the file's metadata (`tokenmill-sidecar: true`): then the
+file waits for it. Metadata may carry other programs' names too. So only names that are options count, with or without
+`tokenmill-` before them; with it, an unknown name is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+import orjson
+from pydantic import ValidationError
+
+from pipeline.ingest.intake import IntakeRefused
+from pipeline.planner.api import InputError
+from pipeline.planner.readers.source import SUFFIXES, choose_files
+from schemas.jobs.inputs import InputFormat
+from schemas.jobs.job import Tier
+from schemas.jobs.job_options import JobOptions, SomeOptions
+
+SIDECAR: Final = ".job.json"
+MOST_SIDECAR_BYTES: Final = 1 << 20
+_PREFIX = "tokenmill-"
+_ANNOUNCES = "sidecar"
+_UNFINISHED = re.compile(r"^\.|(\.(tmp|temp|part|partial|filepart|crdownload|download|swp)|~)$", re.IGNORECASE)
+_TIERS = (Tier.STANDARD.value, Tier.BULK.value)
+_YES, _NO = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
+
+
+class Kind(Enum):
+    """What a name in a drop place is."""
+
+    INPUT = auto()
+    SIDECAR = auto()
+    PASSED_OVER = auto()
+    """Unfinished, or no file at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSource:
+    """Some options, and where they stand, for messages."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def kind_of(name: str) -> Kind:
+    """What the name (a path below the place) stands for. Parts that begin with '.' or '_', and endings such as .tmp and
+    .part, are how programs name what they have not finished, or keep for themselves."""
+    *folders, last = name.split("/")
+    if not last or any(_UNFINISHED.search(part) or part.startswith("_") for part in folders):
+        return Kind.PASSED_OVER
+    if _UNFINISHED.search(last) or (last.startswith("_") and not last.lower().endswith(tuple(SUFFIXES))):
+        return Kind.PASSED_OVER
+    return Kind.SIDECAR if name.endswith(SIDECAR) else Kind.INPUT
+
+
+def sidecars_of(name: str) -> tuple[str, str]:
+    """Names under which the sidecar of an input may lie."""
+    folder, slash, last = name.rpartition("/")
+    stem = last.rpartition(".")[0] or last
+    return f"{folder}{slash}{stem}{SIDECAR}", f"{name}{SIDECAR}"
+
+
+def format_of(name: str) -> InputFormat:
+    """By the name's ending; raises `IntakeRefused` for any other, also for a folder that is none."""
+    folder, _, last = name.rpartition("/")
+    if folder and folder not in _TIERS:
+        raise IntakeRefused(
+            "unknown_folder",
+            f"{name}: lies in a folder that is no tier; put it beside the folders, or in one of {', '.join(_TIERS)}",
+        )
+    try:
+        return choose_files(name, [last], folder=False)[0]
+    except InputError as error:
+        raise IntakeRefused("unsupported_format", str(error)) from error
+
+
+def options_of(
+    name: str, metadata: Mapping[str, str], sidecars: Sequence[tuple[str, bytes]], *, place: str
+) -> JobOptions:
+    """All options of a dropped file.
+
+    Args:
+        name: path below the place.  metadata: of the object.  sidecars: name and content of those that are there.
+        place: of the file, for messages.
+
+    Raises:
+        IntakeRefused: an option is unknown, can't be used, or is given twice with different values.
+    """
+    folder = name.rpartition("/")[0]
+    sources = [OptionSource("its folder", {"tier": folder} if folder else {})]
+    sources.append(OptionSource("its metadata", _from_metadata(metadata, place)))
+    sources += [OptionSource(sidecar, _from_sidecar(sidecar, data)) for sidecar, data in sidecars]
+    chosen: dict[str, tuple[str, Any]] = {}
+    for source in sources:
+        options = _checked(source, place)
+        for field in sorted(options.model_fields_set):
+            value = getattr(options, field)
+            if value is None:
+                continue
+            where, other = chosen.setdefault(field, (source.where, value))
+            if other != value:
+                raise IntakeRefused(
+                    "conflicting_options",
+                    f"{place}: {field} is {_shown(other)} by {where}, but {_shown(value)} by {source.where}; "
+                    "say it once",
+                )
+    try:
+        return JobOptions(**{field: value for field, (_, value) in chosen.items()})
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        raise IntakeRefused(
+            "invalid_option", f"{place}: the options can't be used together: {detail['msg']}"
+        ) from error
+
+
+def announces_sidecar(metadata: Mapping[str, str], place: str) -> bool:
+    """Whether the file says that it has a sidecar. Raises `IntakeRefused` when it says neither yes nor no."""
+    for key, value in metadata.items():
+        if key.lower().removeprefix(_PREFIX) == _ANNOUNCES:
+            said = value.strip().lower()
+            if said not in _YES | _NO:
+                raise IntakeRefused("invalid_option", f"{place}: metadata {key} is {value!r}; give true or false")
+            return said in _YES
+    return False
+
+
+def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in metadata.items():
+        name = key.lower().removeprefix(_PREFIX)
+        field = name.replace("-", "_")
+        if name == _ANNOUNCES:
+            continue
+        if field in SomeOptions.model_fields:
+            found[field] = _json(value, f"{place}: metadata {key}") if field == "metadata" else value
+        elif key.lower().startswith(_PREFIX):
+            raise IntakeRefused("unknown_option", f"{place}: metadata {key} is no option; remove or correct it")
+    return found
+
+
+def _from_sidecar(name: str, data: bytes) -> dict[str, Any]:
+    if len(data) > MOST_SIDECAR_BYTES:
+        raise IntakeRefused("invalid_option", f"{name}: is larger than {MOST_SIDECAR_BYTES} bytes")
+    found = _json(data, name)
+    if not isinstance(found, dict):
+        raise IntakeRefused("invalid_option", f"{name}: is no JSON object; write the options as one")
+    return found
+
+
+def _json(data: str | bytes, where: str) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise IntakeRefused("invalid_option", f"{where}: is not JSON ({error})") from error
+
+
+def _checked(source: OptionSource, place: str) -> SomeOptions:
+    try:
+        return SomeOptions.model_validate(source.values)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        field = ".".join(str(step) for step in detail["loc"]) or "the whole"
+        unknown = detail["type"] == "extra_forbidden"
+        raise IntakeRefused(
+            "unknown_option" if unknown else "invalid_option",
+            f"{place}: {field}, given by {source.where}, "
+            + ("is no option; remove or correct it" if unknown else f"can't be used: {detail['msg']}"),
+        ) from error
+
+
+def _shown(value: Any) -> str:
+    return repr(getattr(value, "value", value))

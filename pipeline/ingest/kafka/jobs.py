@@ -1,0 +1,123 @@
+"""`jobs`: a record names a whole input, which becomes one job, named by the record's topic, partition and offset.
+
+The value is `{"uri": …, "options": {…}}`. What a tenant may name is a matter of the settings: prefixes of URIs, and
+none of local files unless one says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.ingest.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
+from pipeline.ingest.kafka.dead_letters import KafkaLetters
+from pipeline.ingest.kafka.micro_batches import Origin, Place, moment, origin_key
+from pipeline.ingest.kafka.records import (
+    JOB_LABEL,
+    OPTION_HEADERS,
+    Record,
+    RecordRules,
+    Refused,
+    check_value,
+    read_headers,
+)
+from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.validation import Unfit, check_uri, first_mistake
+from pipeline.inputs.open import Pin
+from pipeline.jobs.submit import derived_job_id
+from pipeline.ledger.ledger import JOBS, JobLedger
+from pipeline.planner.api import InputError
+from pipeline.ports import PipelineError, World
+from pipeline.tracing import doors_span
+from schemas.jobs.job_options import JobOptions
+from schemas.requests.limits import Limits
+
+_MOST_BYTES: Final = 1 << 20
+
+logger = structlog.get_logger(__name__)
+
+
+class JobRequest(BaseModel):
+    """The value of a record of `jobs`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str = Field(min_length=1, max_length=4_096)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class JobRecords:
+    """What the door does with a partition of jobs by reference.
+
+    Args:
+        pin: fixes what a URI names, so that the job reads that and nothing later.
+    """
+
+    def __init__(
+        self, world: World, intake: Accepts, letters: KafkaLetters, settings: KafkaDoorSettings, pin: Pin
+    ) -> None:
+        self._world = world
+        self._intake = intake
+        self._letters = letters
+        self._settings = settings
+        self._pin = pin
+
+    def begin(self, place: Place, offset: int) -> int:
+        """Nothing: each record is known by its own offset."""
+        return offset
+
+    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+        """A job for each record, or a dead letter; the offset behind them."""
+        for record in records:
+            try:
+                self._accept(place, record)
+            except IntakeRefused as refused:
+                if refused.code == NO_MODEL:
+                    raise PipelineError(f"{place}: {refused}; the record waits") from refused
+                self._letters.write(place, [Refused(record, refused.code, str(refused))])
+            except InputError as error:
+                self._letters.write(place, [Refused(record, "input_error", str(error))])
+            except Unfit as unfit:
+                self._letters.write(place, [Refused(record, unfit.code, str(unfit))])
+        return records[-1].offset + 1
+
+    def _accept(self, place: Place, record: Record) -> None:
+        asked, options, reply_to = self._read(place, record)
+        identity = (place.cluster, place.topic, str(place.partition), str(record.offset))
+        job_id = derived_job_id(moment(record.timestamp), "kafka job", *identity)
+        self._world.store.create(origin_key(job_id), Origin(reply_to=reply_to).to_json())
+        try:
+            if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
+                return  # its input is pinned; what lies there now is of no interest
+            pinned = self._pin(asked.uri.removeprefix("file://"))
+            with doors_span(self._world.traces, "kafka job", (record.traceparent,)) as span:
+                span.set({"messaging.system": "kafka", "messaging.destination.name": place.topic})
+                span.set({"messaging.kafka.offset": record.offset, "tokenmill.job.id": job_id})
+                self._intake.accept(JobDraft(pinned, options, place.tenant, job_id))
+        except (IntakeRefused, InputError):
+            self._world.store.delete(origin_key(job_id))
+            raise
+        logger.info("kafka_job_taken", job=job_id, place=str(place), offset=record.offset, tenant=place.tenant)
+
+    def _read(self, place: Place, record: Record) -> tuple[JobRequest, JobOptions, str | None]:
+        """What the record asks for. An option stands before the header of its name."""
+        group, reply_to = read_headers(record.headers, self._settings.reply_topics)
+        value = check_value(record.value, RecordRules(place.tenant, _MOST_BYTES, limits=Limits()))
+        given = {name: found for name in OPTION_HEADERS if (found := getattr(group, name)) is not None}
+        try:
+            asked = JobRequest.model_validate(value)
+            metadata = dict(asked.options.get("metadata") or {})
+            if group.job is not None:
+                metadata.setdefault(JOB_LABEL, group.job)
+            options = JobOptions.model_validate(given | asked.options | {"metadata": metadata})
+        except (ValidationError, TypeError, ValueError) as error:
+            raise Unfit("invalid_request", _first(error)) from None
+        check_uri(asked.uri, self._settings.uri_prefixes.get(place.tenant, ()))
+        return asked, options, reply_to
+
+
+def _first(error: ValidationError | TypeError | ValueError) -> str:
+    return first_mistake(error) if isinstance(error, ValidationError) else f"options.metadata: {error}"

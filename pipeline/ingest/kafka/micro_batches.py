@@ -1,0 +1,271 @@
+"""The micro-batches of a partition: which records became which jobs, decided once by one object created if absent.
+
+A batch is named by where it begins and says where it ends. Its lines lie in objects named by their content, written
+before it; so whoever finds a batch has all that its jobs need, and two consumers that gathered different batches from
+the same offset agree on the first one stored.
+
+    intake/kafka/CLUSTER/TOPIC/PARTITION/FIRST.json          the batch
+    intake/kafka/CLUSTER/TOPIC/PARTITION/lines/FIRST-HASH.*  .jsonl: input lines; .parquet: the records behind them
+    intake/origins/JOB.json                                  which batch (or record) a job came from, until announced
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import AwareDatetime
+
+from pipeline.ingest.intake import JobDraft
+from pipeline.ingest.kafka.records import GroupKey, Kept, Record, Sorted
+from pipeline.jobs.submit import derived_job_id
+from pipeline.ledger.ledger import read_paper
+from pipeline.ports import ObjectNotFound, ObjectStore
+from schemas.identifiers import Traceparent
+from schemas.jobs.inputs import InputFile, InputFormat, InputRef
+from schemas.stored import Count, Paper, Sha256
+
+MOST_TRACES: Final = 128
+"""Of one group that are kept; no span has more links, as OpenTelemetry's SDK is set by default."""
+INTAKE: Final = "intake/kafka/"
+ORIGINS: Final = "intake/origins/"
+_DIGITS: Final = 20
+_LOOKS: Final = (16, 12, 8, 0)
+"""Leading digits that a batch near an offset has in common with it, tried from the nearest."""
+_LATEST: Final = 253_402_300_799_999  # the end of the year 9999, in milliseconds
+
+RECORDS_SCHEMA: Final = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("timestamp", pa.int64(), nullable=False),
+        pa.field("key", pa.binary()),
+        pa.field("reply_to", pa.string()),
+        pa.field("digest", pa.binary(), nullable=False),
+        pa.field("headers", pa.list_(pa.struct([("name", pa.string()), ("value", pa.binary())])), nullable=False),
+        pa.field("original", pa.binary()),  # the value where it is not the line itself
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A partition for ever: `cluster` tells the topic from others of its name, earlier ones included."""
+
+    cluster: str
+    topic: str
+    partition: int
+    tenant: str
+
+    @property
+    def folder(self) -> str:
+        """Where its batches lie."""
+        return f"{INTAKE}{self.cluster}/{self.topic}/{self.partition:05d}/"
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+class KafkaGroup(Paper):
+    """Records of a batch that are one job: their headers in common, and keys of their lines and records. `traces`: what
+    their producers sent them for, where that is told and the door traces; the first so many that differ."""
+
+    tier: str | None = None
+    model: str | None = None
+    deadline: str | None = None
+    output_expires_after: str | None = None
+    job: str | None = None
+    lines: str
+    size: Count
+    sha256: Sha256
+    rows: Count
+    records: str
+    traces: tuple[Traceparent, ...] | None = None
+
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.tier, self.model, self.deadline, self.output_expires_after, self.job)
+
+
+class KafkaBatch(Paper):
+    """`FIRST.json`. Covers offsets `first` up to, and including, `last`, some of which may hold no record.
+
+    Attributes:
+        at: when it was made; its jobs are named and sorted by it.
+        previous: where the batch before begins, as far as its maker knew.
+        sample, sample_sha256: offset of a record, and a digest of its value: another topic would hold another there.
+        refused, resent: how many records became dead letters, and how many were sent before.
+    """
+
+    version: Literal[1] = 1
+    cluster: str
+    topic: str
+    partition: Count
+    tenant: str
+    first: Count
+    last: Count
+    at: AwareDatetime
+    groups: tuple[KafkaGroup, ...] = ()
+    previous: Count | None = None
+    sample: Count
+    sample_sha256: Sha256
+    refused: Count = 0
+    resent: Count = 0
+
+
+class Origin(Paper):
+    """`intake/origins/JOB.json`: where a job of the Kafka door came from, and so what is still to be announced of it.
+
+    Attributes:
+        batch, group: the batch's key, and which of its groups the job is.
+        reply_to: for a job by reference, the topic that its results go to as well.
+    """
+
+    version: Literal[1] = 1
+    batch: str | None = None
+    group: Count | None = None
+    reply_to: str | None = None
+
+
+def batch_key(place: Place, first: int) -> str:
+    """Key of the batch that begins at `first`."""
+    return f"{place.folder}{first:0{_DIGITS}d}.json"
+
+
+def origin_key(job: str) -> str:
+    """Key of a job's origin."""
+    return f"{ORIGINS}{job}.json"
+
+
+def moment(timestamp: int) -> datetime:
+    """A record's timestamp (milliseconds; -1 for none, and whatever else a producer makes of it) as a moment."""
+    return datetime.fromtimestamp(min(max(timestamp, 0), _LATEST) // 1000, UTC)
+
+
+def value_digest(record: Record) -> str:
+    """What a record is recognised by."""
+    return hashlib.sha256(b"\0" if record.value is None else b"\1" + record.value).hexdigest()
+
+
+def store_groups(
+    store: ObjectStore, place: Place, first: int, found: Sorted, *, traced: bool = False
+) -> tuple[KafkaGroup, ...]:
+    """Write each group's lines and records; the same ones again are found, not written twice. `traced`: what the
+    records were sent for is kept."""
+    groups = (_store_group(store, place, first, key, kept) for key, kept in found.groups.items())
+    if not traced:
+        return tuple(groups)
+    return tuple(
+        group.model_copy(update={"traces": _traces(kept)})
+        for group, kept in zip(groups, found.groups.values(), strict=True)
+    )
+
+
+def load_batch(store: ObjectStore, key: str) -> KafkaBatch | None:
+    """A stored batch; raises `LedgerError` for a damaged one."""
+    try:
+        data = store.read(key)
+    except ObjectNotFound:
+        return None
+    return read_paper(store.locate(key), data, KafkaBatch)
+
+
+def load_origin(store: ObjectStore, job: str) -> Origin | None:
+    """Where the job came from; None if not through Kafka, or all is announced."""
+    try:
+        data = store.read(origin_key(job))
+    except ObjectNotFound:
+        return None
+    return read_paper(store.locate(origin_key(job)), data, Origin)
+
+
+def floor_batch(store: ObjectStore, place: Place, offset: int) -> KafkaBatch | None:
+    """The last batch that begins at or before `offset`."""
+    name = f"{offset:0{_DIGITS}d}"
+    for digits in _LOOKS:
+        best = None
+        for info in store.list(place.folder + name[:digits]):
+            first = info.key.removeprefix(place.folder).removesuffix(".json")
+            if not first.isdigit() or int(first) > offset:
+                break  # keys come in order; the lines' folder sorts behind the digits
+            best = info.key
+        if best is not None:
+            return load_batch(store, best)
+    return None
+
+
+def drafts(store: ObjectStore, batch: KafkaBatch) -> list[JobDraft]:
+    """The batch's jobs, one for each group: a function of the stored batch alone, whoever calls it."""
+    return [_draft(store, batch, index, group) for index, group in enumerate(batch.groups)]
+
+
+def group_records(store: ObjectStore, group: KafkaGroup, columns: Sequence[str]) -> pa.Table:
+    """The records behind a group's lines, in row order."""
+    return pq.read_table(io.BytesIO(store.read(group.records)), columns=list(columns))
+
+
+def original_records(store: ObjectStore, group: KafkaGroup) -> Iterator[Record]:
+    """A group's records as they were read."""
+    lines = store.read(group.lines).split(b"\n")
+    for found in group_records(store, group, RECORDS_SCHEMA.names).to_pylist():
+        value = lines[found["row"]] if found["original"] is None else found["original"]
+        headers = tuple((header["name"], header["value"]) for header in found["headers"])
+        yield Record(found["offset"], found["timestamp"], found["key"], value, headers)
+
+
+def _draft(store: ObjectStore, batch: KafkaBatch, index: int, group: KafkaGroup) -> JobDraft:
+    uri = store.locate(group.lines)
+    file = InputFile(uri=uri, size=group.size, sha256=group.sha256)
+    identity = (batch.cluster, batch.topic, str(batch.partition), str(batch.first), str(index))
+    return JobDraft(
+        input=InputRef(uri=uri, format=InputFormat.JSONL, files=(file,)),
+        options=group.key.options(),
+        tenant=batch.tenant,
+        job_id=derived_job_id(batch.at, "kafka", *identity),
+    )
+
+
+def _store_group(store: ObjectStore, place: Place, first: int, key: GroupKey, kept: Sequence[Kept]) -> KafkaGroup:
+    lines = b"".join(one.line + b"\n" for one in kept)
+    digest = hashlib.sha256(lines).hexdigest()
+    lines_key = _content_key(place, first, digest, "jsonl")
+    store.create(lines_key, lines)
+    records = io.BytesIO()
+    pq.write_table(_records_table(kept), records, compression="zstd")
+    records_key = _content_key(place, first, hashlib.sha256(records.getvalue()).hexdigest(), "parquet")
+    store.create(records_key, records.getvalue())
+    return KafkaGroup(
+        tier=key.tier, model=key.model, deadline=key.deadline, output_expires_after=key.output_expires_after,
+        job=key.job, lines=lines_key, size=len(lines), sha256=digest, rows=len(kept), records=records_key,
+    )  # fmt: skip
+
+
+def _traces(kept: Sequence[Kept]) -> tuple[str, ...] | None:
+    told = (one.record.traceparent for one in kept)
+    return tuple(islice(dict.fromkeys(trace for trace in told if trace is not None), MOST_TRACES)) or None
+
+
+def _content_key(place: Place, first: int, digest: str, kind: str) -> str:
+    return f"{place.folder}lines/{first:0{_DIGITS}d}-{digest[:32]}.{kind}"
+
+
+def _records_table(kept: Sequence[Kept]) -> pa.Table:
+    records = [one.record for one in kept]
+    columns: dict[str, Sequence[Any]] = {
+        "row": range(len(kept)),
+        "offset": [record.offset for record in records],
+        "timestamp": [record.timestamp for record in records],
+        "key": [record.key for record in records],
+        "reply_to": [one.reply_to for one in kept],
+        "digest": [one.digest for one in kept],
+        "headers": [[{"name": name, "value": value} for name, value in record.headers] for record in records],
+        "original": [None if one.record.value == one.line else one.record.value for one in kept],
+    }
+    return pa.table([pa.array(columns[field.name], field.type) for field in RECORDS_SCHEMA], schema=RECORDS_SCHEMA)

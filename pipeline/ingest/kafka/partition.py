@@ -1,0 +1,100 @@
+"""One partition in this consumer's hands: the records that are gathered, and the one piece of work under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pipeline.ingest.kafka.micro_batches import Place
+from pipeline.ingest.kafka.records import Record
+from pipeline.ingest.kafka.settings import KafkaDoorSettings
+
+
+class Handler(Protocol):
+    """What becomes of a topic's records. Called from the door's threads, for one partition never from two at a time."""
+
+    def begin(self, place: Place, offset: int) -> int:
+        """A partition was given to this consumer, to be read from `offset` on; where to read instead, if others stored
+        more. Raises `PipelineError`: try again."""
+        ...
+
+    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+        """Make durable all from `first` up to these records. The offset behind what is: it may be committed, and
+        reading goes on there. Raises `PipelineError`: try again with the same."""
+        ...
+
+
+@dataclass(slots=True)
+class Work:
+    """Something to be done for a partition, until it is. `end`: the offset behind it, as the consumer knows."""
+
+    kind: Literal["begin", "store"]
+    first: int
+    end: int
+    records: Sequence[Record] = ()
+    future: Future[int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """Offsets, in order: what is committed <= `durable` <= `work.first` < `work.end` = `first` <= `next`.
+
+    Attributes:
+        first: where the batch that is gathered begins.
+        next: the offset of the record that comes next, or a lower one where the log has gaps.
+        since: when the first of `records` came.
+        durable: the offset that may be committed, if it isn't.
+    """
+
+    place: Place
+    first: int
+    next: int
+    records: list[Record] = field(default_factory=list)
+    size: int = 0
+    since: float = 0.0
+    work: Work | None = None
+    failures: int = 0
+    retry_at: float = 0.0
+    durable: int | None = None
+
+    def gather(self, records: Sequence[Record], now: float) -> None:
+        """Add what was read."""
+        if not self.records:
+            self.since = now
+        self.records.extend(records)
+        self.size += sum(record.size for record in records)
+        self.next = records[-1].offset + 1
+
+    def restart(self, offset: int) -> None:
+        """Forget what was gathered; the next record is at `offset`."""
+        self.records, self.size = [], 0
+        self.first = self.next = offset
+
+    def safe(self) -> int | None:
+        """The offset that may be committed, with what a thread has stored since it was looked at last."""
+        future = None if self.work is None else self.work.future
+        if self.work is None or future is None or not future.done() or future.exception() is not None:
+            return self.durable
+        end = future.result()
+        return end if end > self.work.first else self.durable
+
+    def is_full(self, settings: KafkaDoorSettings) -> bool:
+        return len(self.records) >= settings.batch_records or self.size >= settings.batch_bytes
+
+    def is_due(self, settings: KafkaDoorSettings, now: float) -> bool:
+        """Whether the batch is to be stored."""
+        return bool(self.records) and (self.is_full(settings) or now - self.since >= settings.batch_seconds)
+
+    def cut(self, settings: KafkaDoorSettings, now: float) -> Work:
+        """The batch that is due; what is beyond its limits begins the next one."""
+        count = size = 0
+        for record in self.records:
+            if count and (count >= settings.batch_records or size + record.size > settings.batch_bytes):
+                break
+            count, size = count + 1, size + record.size
+        taken, left = self.records[:count], self.records[count:]
+        work = Work("store", self.first, taken[-1].offset + 1, taken)
+        self.records, self.size, self.first, self.since = left, self.size - size, work.end, now
+        return work

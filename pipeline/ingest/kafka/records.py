@@ -1,0 +1,196 @@
+"""From records to groups of input lines: which become one job together, which are resends, which are nothing at all.
+
+A pure function of the records, the settings and what was seen before, so it can be tried on any input. A record's value
+is one input line; whether the request in it is valid is the planner's to say, row by row. Only what has no place in a
+job is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+import orjson
+from pydantic import ValidationError
+
+from pipeline.ingest.validation import Unfit
+from pipeline.planner.readers.jsonl import BLANK, parse_json
+from pipeline.tracing import TRACEPARENT, read_traceparent
+from schemas.jobs.job import MetadataValue
+from schemas.jobs.job_options import JobOptions
+from schemas.requests.errors import RowError
+from schemas.requests.limits import Limits
+
+JOB_LABEL: Final = "job"
+REPLY_TO: Final = "reply_to"
+OPTION_HEADERS: Final = ("tier", "model", "deadline", "output_expires_after")
+OWN_HEADERS: Final = (*OPTION_HEADERS, JOB_LABEL, REPLY_TO)
+DIGEST_BYTES: Final = 16
+_LONGEST_LABEL: Final = 512
+
+Headers = Sequence[tuple[str, bytes | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as it was read. `timestamp` in milliseconds since 1970, as producer or broker set it."""
+
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+    @property
+    def traceparent(self) -> str | None:
+        """What its producer sent it for; None: that isn't said."""
+        return next((read_traceparent(value) for name, value in self.headers if name == TRACEPARENT), None)
+
+    @property
+    def size(self) -> int:
+        """Bytes of key and value."""
+        return len(self.key or b"") + len(self.value or b"")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """What records of one job have in common, besides their tenant: their headers as they came."""
+
+    tier: str | None = None
+    model: str | None = None
+    deadline: str | None = None
+    output_expires_after: str | None = None
+    job: str | None = None
+
+    def options(self) -> JobOptions:
+        """What the job is submitted with; raises pydantic's ValidationError."""
+        given = {name: value for name in OPTION_HEADERS if (value := getattr(self, name)) is not None}
+        metadata: dict[str, MetadataValue] = {} if self.job is None else {JOB_LABEL: self.job}
+        return JobOptions(**given, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A record that becomes a row. `line`: its value on one line. `digest`: equal in resends."""
+
+    record: Record
+    line: bytes
+    digest: bytes
+    reply_to: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A record that can't be part of any job."""
+
+    record: Record
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """What became of some records: each is in a group, refused, or a resend of one before."""
+
+    groups: dict[GroupKey, list[Kept]] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+    resent: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRules:
+    """What a record may be. `most_value_bytes`: a longer value is refused."""
+
+    tenant: str
+    most_value_bytes: int
+    reply_topics: frozenset[str] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+
+
+def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> Sorted:
+    """Sort records in the order of their offsets. `seen`: digests of requests that came before these."""
+    done, here = Sorted(), set[bytes]()
+    headers: dict[tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]] = {}  # most records have the same
+    for record in records:
+        own = tuple(header for header in record.headers if header[0] in OWN_HEADERS)
+        try:
+            if own not in headers:
+                headers[own] = read_headers(own, rules.reply_topics)
+            group, reply_to = headers[own]
+            value = check_value(record.value, rules)
+        except Unfit as unfit:
+            done.refused.append(Refused(record, unfit.code, str(unfit)))
+            continue
+        digest = _digest(rules.tenant, group.job, value)
+        if digest is not None and (digest in here or digest in seen):
+            done.resent.append(record.offset)
+            continue
+        if digest is not None:
+            here.add(digest)
+        assert record.value is not None
+        kept = Kept(record, one_line(record.value), digest or b"", reply_to)
+        done.groups.setdefault(group, []).append(kept)
+    return done
+
+
+def read_headers(headers: Headers, reply_topics: Collection[str]) -> tuple[GroupKey, str | None]:
+    """What the headers ask for; others' headers are passed over. Raises `Unfit`."""
+    found: dict[str, str] = {}
+    for name, raw in headers:
+        if name not in OWN_HEADERS or raw is None:
+            continue
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise Unfit("bad_header", f"header {name} is not UTF-8; send it as text") from None
+        if found.setdefault(name, text) != text:
+            raise Unfit("bad_header", f"header {name} comes twice, with different values; send one")
+    reply_to = found.pop(REPLY_TO, None)
+    if reply_to is not None and reply_to not in reply_topics:
+        raise Unfit("bad_header", f"header reply_to is {reply_to[:80]!r}, which is not among the allowed topics")
+    label = found.get(JOB_LABEL)
+    if label is not None and not 0 < len(label) <= _LONGEST_LABEL:
+        raise Unfit("bad_header", f"header job has {len(label)} characters, but must have 1 to {_LONGEST_LABEL}")
+    group = GroupKey(**found)
+    try:
+        group.options()
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        raise Unfit("bad_header", f"header {detail['loc'][0]}: {detail['msg']}") from None
+    return group, reply_to
+
+
+def check_value(value: bytes | None, rules: RecordRules) -> dict[str, Any]:
+    """The JSON object in a value; raises `Unfit`."""
+    if value is None:
+        raise Unfit("no_value", "the record has no value; send a request as a JSON object")
+    if len(value) > rules.most_value_bytes:
+        raise Unfit(
+            "too_large",
+            f"the value has {len(value)} bytes, but at most {rules.most_value_bytes} are taken; put large requests "
+            "into a file and send a job by reference",
+        )
+    parsed = parse_json(one_line(value), rules.limits)
+    if parsed is BLANK:
+        raise Unfit("no_value", "the value is blank; send a request as a JSON object")
+    if isinstance(parsed, RowError):
+        raise Unfit(parsed.code.value, parsed.message)
+    if not isinstance(parsed, dict):
+        raise Unfit("invalid_json", "the value is JSON, but not an object; send a request as a JSON object")
+    return parsed
+
+
+def one_line(value: bytes) -> bytes:
+    """The same JSON on one line: line ends stand only between its tokens, where a space says the same."""
+    return value.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+def _digest(tenant: str, label: str | None, value: dict[str, Any]) -> bytes | None:
+    """Equal for two requests that are one: of the same tenant and label, with the same custom_id, url and body. None
+    where there is no custom_id to know it by."""
+    if not isinstance(value.get("custom_id"), str):
+        return None
+    identity = [tenant, label, value["custom_id"], value.get("url"), value.get("body")]
+    return blake2b(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES).digest()

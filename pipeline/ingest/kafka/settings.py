@@ -1,0 +1,106 @@
+"""How the Kafka door is set up: which topics are whose, how much is gathered, how the group behaves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipeline.adapters.kafka.connection import KafkaConnection, KafkaSettingsError
+
+_TOPIC = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,248}")
+_ALL = 1 << 30
+_FETCH_BYTES = 1 << 20
+_EPOCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaDoorSettings:
+    """Times in seconds, sizes in bytes.
+
+    Attributes:
+        requests, jobs: topic -> the tenant whose topic it is. Nothing in a message can change the tenant.
+        epoch: names the cluster where its topics have no ids: a new one whenever a topic of the same name is made anew.
+            None: the topics' own ids do.
+        start: where a group begins that has committed nothing, or that finds its offset out of the topic's range.
+            "stop": the door ends with an error.
+        batch_records, batch_bytes, batch_seconds: a batch is stored when it has so many records, so many bytes of
+            values, or when its first record has waited so long.
+        most_value_bytes: a longer value is a dead letter.
+        reply_topics: topics that a message's `reply_to` may name.
+        uri_prefixes: tenant -> beginnings of the URIs that its jobs may name; each ends with "/".
+        resend_window, resend_records: how long, and over how many of a partition's records, a request that comes again
+            is known as the producer's resend. 0 records: only within a batch.
+        deadletter_patience: how long the dead letters' topic is waited for. Then their objects in the store do alone.
+        retry_first, retry_most: what fails for now is tried again after so long, doubling up to the most.
+        heartbeat_every: or a third of the session's timeout, if that is less.
+        max_poll_interval: the broker takes a member for dead that hasn't polled for so long; the door polls all the
+            time.
+        store_threads: how many partitions' batches are stored side by side.
+    """
+
+    connection: KafkaConnection
+    requests: Mapping[str, str] = field(default_factory=lambda: {"tokenmill.requests": "default"})
+    jobs: Mapping[str, str] = field(default_factory=lambda: {"tokenmill.jobs": "default"})
+    deadletter_topic: str = "tokenmill.deadletter"
+    group: str = "tokenmill-intake"
+    epoch: str | None = None
+    start: Literal["earliest", "latest", "stop"] = "earliest"
+    batch_records: int = 5_000
+    batch_bytes: int = 32 << 20
+    batch_seconds: float = 2.0
+    most_value_bytes: int = 10 << 20
+    reply_topics: frozenset[str] = frozenset()
+    uri_prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    resend_window: float = 300.0
+    resend_records: int = 100_000
+    deadletter_patience: float = 60.0
+    poll_seconds: float = 0.2
+    retry_first: float = 0.5
+    retry_most: float = 30.0
+    session_timeout: float = 45.0
+    heartbeat_every: float = 3.0
+    max_poll_interval: float = 300.0
+    call_timeout: float = 10.0
+    store_threads: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.requests and not self.jobs:
+            raise KafkaSettingsError("kafka: no topic is read; name one under requests or jobs")
+        twice = self.requests.keys() & self.jobs.keys()
+        if twice:
+            raise KafkaSettingsError(f"kafka: {', '.join(sorted(twice))} is under requests and under jobs; choose one")
+        for topic in (*self.requests, *self.jobs, self.deadletter_topic, *self.reply_topics):
+            if not _TOPIC.fullmatch(topic):
+                raise KafkaSettingsError(f"kafka: {topic!r} is no topic that can be used; letters, digits and ._- only")
+        if self.epoch is not None and not _EPOCH.fullmatch(self.epoch):
+            raise KafkaSettingsError(f"kafka: epoch {self.epoch!r} must be letters, digits, _ and -; 64 at most")
+        for tenant, prefixes in self.uri_prefixes.items():
+            for prefix in prefixes:
+                if "://" not in prefix or not prefix.endswith("/"):
+                    raise KafkaSettingsError(
+                        f"kafka: {tenant}'s URI prefix {prefix!r} must be like s3://bucket/folder/, with a / at its end"
+                    )
+
+    @property
+    def topics(self) -> dict[str, str]:
+        """All topics that are read, with their tenants."""
+        return {**self.requests, **self.jobs}
+
+    def consumer_options(self) -> dict[str, Any]:
+        """Arguments of kafka-python's consumer. Offsets are committed by the door alone, and of transactions only what
+        was committed is read. A poll takes all that was fetched: what the client keeps of a partition that is then
+        paused it may never give out again (kafka-python 3.0), so fetches are kept small instead."""
+        return self.connection.options() | {
+            "group_id": self.group,
+            "enable_auto_commit": False,
+            "auto_offset_reset": "none" if self.start == "stop" else self.start,
+            "isolation_level": "read_committed",
+            "max_poll_records": _ALL,
+            "max_partition_fetch_bytes": _FETCH_BYTES,
+            "fetch_max_bytes": 16 * _FETCH_BYTES,
+            "session_timeout_ms": int(self.session_timeout * 1000),
+            "heartbeat_interval_ms": int(min(self.heartbeat_every, self.session_timeout / 3) * 1000),
+            "max_poll_interval_ms": int(self.max_poll_interval * 1000),
+        }

@@ -1,0 +1,45 @@
+"""Which topic this is: its id, or the epoch that the settings give. A topic that is deleted and made anew begins at
+offset 0 again, and must not be taken for the old one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kafka import KafkaAdminClient
+
+from pipeline.adapters.kafka.connection import KafkaSettingsError
+from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ports import PipelineError
+
+
+class TopicIds:
+    """Looks topics up. Not for threads."""
+
+    def __init__(self, settings: KafkaDoorSettings) -> None:
+        self._settings = settings
+        self._admin: Any = None
+
+    def cluster_of(self, topic: str) -> str:
+        """What tells the topic from all others of its name.
+
+        Raises:
+            PipelineError: it isn't there yet.  KafkaSettingsError: the brokers give topics no ids, and no epoch is set.
+        """
+        if self._settings.epoch is not None:
+            return self._settings.epoch
+        if self._admin is None:
+            self._admin = KafkaAdminClient(**self._settings.connection.admin_options())
+        for found in self._admin.describe_topics([topic]):
+            if found["name"] != topic or found["error_code"]:
+                continue
+            number = str(found.get("topic_id") or "").replace("-", "")
+            if number.strip("0"):
+                return number
+            raise KafkaSettingsError(f"kafka: the brokers give topic {topic} no id; set epoch in the settings")
+        raise PipelineError(f"kafka: there is no topic {topic} yet, or no right to see it")
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None

@@ -1,0 +1,1 @@
+"""Inputs of jobs: opened by URI, pinned to one version, regular files only."""

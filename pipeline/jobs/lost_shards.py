@@ -1,0 +1,103 @@
+"""Which rows a shard has whose file can't be read.
+
+A segment of the plan covers a range of rows, each of which is in one shard, refused, or blank. So the rows of one lost
+shard are what the segment's other shards and its refused rows leave over, if they are as many as the plan says. What
+the lost rows asked for is not known: their part has their numbers, without their names and carried columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import structlog
+from numpy.typing import NDArray
+
+from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
+from pipeline.ports import ObjectNotFound, PipelineError
+from schemas.jobs.plan import PlanSegment, ShardRef
+from schemas.jobs.tables import RESULT_FIELDS
+
+logger = structlog.get_logger(__name__)
+
+
+class RowsUnknown(PipelineError):
+    """Raised when nothing says which rows a shard has: its job can't be completed."""
+
+
+def read_table(ledger: JobLedger, shard: ShardRef) -> pa.Table:
+    """The shard as it was planned; raises `LedgerError` when its file is missing or damaged, and `MemoryError`."""
+    try:
+        return pq.read_table(pa.BufferReader(ledger.read_shard(shard)))
+    except ObjectNotFound as error:
+        raise LedgerError(f"{ledger.place(shard.key)}: is missing, but the plan refers to it") from error
+    except MemoryError:  # pyarrow's too: it says nothing about the file
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise LedgerError(f"{ledger.place(shard.key)}: can't be read as Parquet ({error})") from error
+
+
+def table_of(ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table) -> pa.Table:
+    """The shard's table, for making its part. Where its file can't be read: its rows, named as far as `finished`
+    (`FINISHED_SCHEMA`) names them.
+
+    Raises:
+        RowsUnknown: they are not known either.
+    """
+    try:
+        return read_table(ledger, shard)
+    except LedgerError as error:
+        logger.error("a shard is lost", shard=shard.number, reason=str(error))
+        return _by_elimination(ledger, segment, shard, finished, str(error))
+
+
+def _by_elimination(
+    ledger: JobLedger, segment: PlanSegment, shard: ShardRef, finished: pa.Table, reason: str
+) -> pa.Table:
+    names = dict(zip(finished["row"].to_pylist(), finished["custom_id"].to_pylist(), strict=True))
+    try:
+        taken = np.concatenate([np.zeros(0, dtype=np.int64), *_rows_of_others(ledger, segment, shard)])
+        rows = np.setdiff1d(np.arange(segment.first_row, segment.end_row, dtype=np.int64), taken)
+        carried = _carried(ledger)
+    except (LedgerError, ObjectNotFound, pa.ArrowException, OSError) as error:
+        raise RowsUnknown(f"{reason}; nor can its rows be told from the others' ({error})") from error
+    if len(rows) != shard.rows or not names.keys() <= set(rows.tolist()):
+        raise RowsUnknown(f"{reason}; nor can its {shard.rows} rows be told from blank lines and other shards' rows")
+    table = pa.table(
+        {
+            "row": pa.array(rows),
+            "custom_id": pa.array([names.get(row) for row in rows.tolist()], pa.string()),
+            "model": pa.array([shard.model] * len(rows), pa.string()),
+        }
+    )
+    for field in carried:
+        table = table.append_column(field, pa.nulls(len(rows), field.type))
+    return table
+
+
+def _rows_of_others(ledger: JobLedger, segment: PlanSegment, lost: ShardRef) -> Iterator[NDArray[np.int64]]:
+    """The rows of the segment that are not the shard's, by part or by shard."""
+    if segment.rejects is not None:
+        yield _rows_of_part(ledger, segment.rejects.number)
+    for shard in segment.shards:
+        if shard.number == lost.number:
+            continue
+        if ledger.has_part(shard.number):
+            yield _rows_of_part(ledger, shard.number)
+        else:
+            yield read_table(ledger, shard)["row"].to_numpy()
+
+
+def _rows_of_part(ledger: JobLedger, number: int) -> NDArray[np.int64]:
+    with ledger.store.open(ledger.prefix + part_key(number)) as stream:
+        rows: NDArray[np.int64] = pq.read_table(stream, columns=["row"])["row"].to_numpy()
+    return rows
+
+
+def _carried(ledger: JobLedger) -> list[pa.Field]:
+    """The columns that all parts of the job carry through, as its first part has them."""
+    own = {field.name for field in RESULT_FIELDS}
+    with ledger.store.open(ledger.prefix + part_key(REJECTS)) as stream:
+        return [field for field in pq.read_schema(stream) if field.name not in own]

@@ -1,0 +1,334 @@
+"""Where the planner's plan goes: shards, refused rows and segments into the ledger.
+
+A segment's creation decides what counts for its rows, whoever else planned them; the part of its refused rows follows
+at once, from what was stored before. A plan that was interrupted goes on at the first segment that is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.inputs.open import PinnedInput, open_pinned
+from pipeline.jobs.closing import find_closing
+from pipeline.jobs.manifest import failed_manifest
+from pipeline.ledger.active_index import tidy
+from pipeline.ledger.ledger import JobLedger, LedgerError, rejects_key, segment_key, shard_key
+from pipeline.ledger.records import PartSummary
+from pipeline.planner import (
+    BrokenInput,
+    InputError,
+    InputEstimate,
+    InvalidInput,
+    PlanSummary,
+    StoredShard,
+    TokenCounter,
+    TooManyRows,
+    measure,
+    open_source,
+    plan,
+)
+from pipeline.ports import PipelineError, StoreError, World
+from pipeline.results.parts import COMPRESSION, PartWriter, read_part
+from pipeline.results.rejected_rows import commit_rejects
+from pipeline.tracing import Span, trace_job, working_for
+from schemas.jobs.inputs import InputRef
+from schemas.jobs.job import Closing, Job
+from schemas.jobs.outcome import Counts, JobError, JobStatus, Manifest
+from schemas.jobs.plan import PlanSegment
+from schemas.jobs.tables import result_schema
+
+PLANNER = "planner"
+INPUT_UNREADABLE: Final = "input_unreadable"
+TOO_MANY_ROWS: Final = "too_many_rows"
+EndedUnplanned = Literal[JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED]
+
+
+class PlanningFailed(Exception):
+    """Raised when planning a job failed in another process, or with it, for a reason that was not foreseen.
+
+    Attributes:
+        trace: where, as far as that process could say.
+    """
+
+    def __init__(self, reason: str, trace: str = "") -> None:
+        super().__init__(reason)
+        self.trace = trace
+
+
+class PlanningCancelled(PipelineError):
+    """Raised when planning a job was ended because the job is closed. It is no failure of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """What planning an open job came to; nothing set: the whole plan stands, or the job had ended before.
+
+    Attributes:
+        refused: the job has ended as failed, for this reason.
+        closed: it has ended so, for it was closed before any of it was planned.
+        tokens_of_models: the job was only measured, and has so many tokens by the name of their model.
+    """
+
+    refused: str | None = None
+    closed: EndedUnplanned | None = None
+    tokens_of_models: Mapping[str, int] | None = None
+
+
+class LedgerPlanSink:
+    """`PlanSink` over a ledger. One planner's attempt; `close` removes what it built and didn't commit.
+
+    Args:
+        check_input: called before a segment is committed; raises when what was read for it may not be the job's input.
+    """
+
+    def __init__(
+        self,
+        ledger: JobLedger,
+        job: Job,
+        world: World,
+        carried: pa.Schema | None,
+        check_input: Callable[[], None],
+    ) -> None:
+        self._check_input = check_input
+        self._ledger = ledger
+        self._job = job
+        self._world = world
+        self._started_at = world.clock.now()
+        self.attempt = world.random.token(8).hex()
+        self._schema = result_schema(carried)
+        self._rejects: PartWriter | None = None
+
+    def existing_segment(self, index: int) -> PlanSegment | None:
+        """The segment that stands, if any, with the part of its refused rows."""
+        segment = self._ledger.segment(index)
+        if segment is not None:
+            if segment.job != self._job.id:
+                raise LedgerError(
+                    f"{self._ledger.place(segment_key(index))}: is of job {segment.job}, not of {self._job.id}, "
+                    "which lies here; start anew with --fresh"
+                )
+            commit_rejects(self._ledger, segment, self._world)
+        return segment
+
+    def write_shard(self, number: int, table: pa.Table) -> StoredShard:
+        """Store a shard under this attempt's name; counts once its segment stands."""
+        key = shard_key(self.attempt, number)
+        path = self._world.scratch / f"shard-{self.attempt}-{number:05d}.parquet"
+        try:
+            pq.write_table(table, path, compression=COMPRESSION)
+            data = path.read_bytes()
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise StoreError(f"{path}: can't write a shard: {error.strerror or error}; free some space") from error
+        stored = StoredShard(key, hashlib.sha256(data).hexdigest(), len(data))
+        if not self._ledger.create(key, path):
+            raise LedgerError(f"{self._ledger.place(key)}: a shard of this very planning stands already")
+        self._world.on_progress()
+        return stored
+
+    def write_rejected(self, table: pa.Table) -> None:
+        """Append rows that the open segment refuses."""
+        self._refused().append(table)
+
+    def store_rejects(self, number: int) -> StoredShard:
+        """Store what was refused under this attempt's name, ready to become part `number`."""
+        writer = self._refused()
+        writer.finish(
+            PartSummary(
+                job=self._job.id,
+                part=number,
+                attempt_id=self.attempt,
+                worker=PLANNER,
+                counts=writer.counts(),
+                started_at=self._started_at,
+                committed_at=self._world.clock.now(),
+            )
+        )
+        key = rejects_key(self.attempt, number)
+        with writer.path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            stored = StoredShard(key, digest, stream.tell())
+        if not self._ledger.create(key, writer.path):
+            raise LedgerError(f"{self._ledger.place(key)}: refused rows of this very planning stand already")
+        self._rejects = None
+        return stored
+
+    def commit_segment(self, segment: PlanSegment) -> PlanSegment:
+        """Create the segment; returns the one that stands, with the part of its refused rows."""
+        self._check_input()
+        if self._ledger.create_segment(segment):
+            commit_rejects(self._ledger, segment, self._world)
+            return segment
+        standing = self.existing_segment(segment.index)
+        if standing is None:
+            raise LedgerError(
+                f"{self._ledger.place(segment_key(segment.index))}: vanished; is something deleting here?"
+            )
+        return standing
+
+    def close(self) -> None:
+        """Remove what was not stored."""
+        if self._rejects is not None:
+            self._rejects.abandon()
+
+    def _refused(self) -> PartWriter:
+        if self._rejects is None:
+            path = self._world.scratch / f"rejects-{self.attempt}.parquet"
+            self._rejects = PartWriter(path, self._schema)
+        return self._rejects
+
+
+def plan_job(
+    ledger: JobLedger,
+    job: Job,
+    world: World,
+    count_tokens: TokenCounter | None = None,
+    most_segments: int | None = None,
+    open_input: Callable[[InputRef], PinnedInput] = open_pinned,
+) -> PlanSummary | None:
+    """Plan a job, or what an interrupted planner left of it. None: the plan stands already, or the job has ended.
+
+    Args:
+        job: as `submit` returned it: the ledger's job, with the input where it lies now.
+        count_tokens: of a text, with the job's tokenizer, for the first segment; None: a rule of thumb.
+        most_segments: return when so many stand (`on_invalid` "job" plans the whole job all the same).
+        open_input: makes the pinned input readable; with settings of its own where S3 needs them.
+
+    Raises:
+        InvalidInput: invalid lines stop the job (`on_invalid` "job"); it has ended as failed.
+        InputError: the input can't be read, or is another than was accepted. What was committed by then stays.
+    """
+    if ledger.manifest() is not None:
+        return None
+    if ledger.wanted_parts() is not None:
+        for segment in ledger.segments():
+            commit_rejects(ledger, segment, world)
+        return None
+    span = world.traces.begin("plan", {"tokenmill.job.id": job.id}, parent=world.traces.of_job(job))
+    with working_for(span):
+        return _plan(ledger, job, world, count_tokens, most_segments, open_input(job.input), span)
+
+
+def _plan(
+    ledger: JobLedger,
+    job: Job,
+    world: World,
+    count_tokens: TokenCounter | None,
+    most_segments: int | None,
+    watched: PinnedInput,
+    span: Span,
+) -> PlanSummary:
+    with _of_this_input(watched):
+        source = open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job))
+    sink = LedgerPlanSink(ledger, job, world, source.carried, watched.check)
+    try:
+        with _of_this_input(watched):
+            made = plan(
+                source, job, sink, world, attempt=sink.attempt, counter=count_tokens, most_segments=most_segments
+            )
+        span.end()
+        return made
+    except InvalidInput as error:
+        _end_as_failed(ledger, job, world, error.errors)
+        raise
+    finally:
+        sink.close()
+
+
+@contextmanager
+def _of_this_input(watched: PinnedInput) -> Iterator[None]:
+    """What is wrong with an input counts only when it is the pinned one that was read; else raises `InputError`."""
+    try:
+        yield
+    except (InvalidInput, BrokenInput):
+        watched.check()
+        raise
+
+
+def plan_open_job(
+    ledger: JobLedger, world: World, open_input: Callable[[InputRef], PinnedInput], *, in_time: bool
+) -> PlanOutcome:
+    """Plan a job of a root. One that was closed before any of it was planned ends instead. One that is to be refused if
+    it would be late is only measured, unless `in_time`.
+
+    An input that was never readable, whose bytes can't be decoded, or that has too many rows, ends the job as failed.
+    One that can't be read any more while a part of it is planned is waited for: what is finished is kept.
+
+    Raises:
+        PipelineError: it can't be planned now; try again.
+    """
+    job = ledger.job()
+    closing = find_closing(ledger, job, world.clock.now())
+    if closing is not None and ledger.manifest() is None and ledger.segment(0) is None:
+        return PlanOutcome(closed=end_unplanned(ledger, job, closing, world))
+    try:
+        if job.refuse_late and not in_time and ledger.manifest() is None and ledger.segment(0) is None:
+            return PlanOutcome(tokens_of_models=measure_job(job, world, open_input).tokens_of_models)
+        plan_job(ledger, job, world, open_input=open_input)
+        return PlanOutcome()
+    except InvalidInput as error:
+        return PlanOutcome(refused=str(error))
+    except InputError as error:
+        if ledger.segment(0) is not None and not isinstance(error, BrokenInput):
+            raise
+        code = TOO_MANY_ROWS if isinstance(error, TooManyRows) else INPUT_UNREADABLE
+        fail_job(ledger, job, world, code, str(error))
+        return PlanOutcome(refused=str(error))
+
+
+def measure_job(job: Job, world: World, open_input: Callable[[InputRef], PinnedInput] = open_pinned) -> InputEstimate:
+    """What planning the job would find; nothing is written. Raises as `plan_job`."""
+    watched = open_input(job.input)
+    with _of_this_input(watched):
+        found = measure(
+            open_source(watched.files(), job.input.format, job.settings.limits, _default_model(job)), job, world
+        )
+    watched.check()
+    return found
+
+
+def _default_model(job: Job) -> str | None:
+    """Parquet rows that name no model run on the job's, when it has one only."""
+    return job.models[0].name if len(job.models) == 1 else None
+
+
+def fail_job(ledger: JobLedger, job: Job, world: World, code: str, message: str) -> None:
+    """End a job as failed that can't be planned as a whole."""
+    _end_as_failed(ledger, job, world, (JobError(code=code, message=message),))
+
+
+def end_unplanned(ledger: JobLedger, job: Job, closing: Closing, world: World) -> EndedUnplanned:
+    """End a job that was closed before any of it was planned. It has no rows; how it ended is returned."""
+    status: EndedUnplanned = JobStatus.EXPIRED if closing.kind == "expire" else JobStatus.CANCELLED
+    now = world.clock.now()
+    manifest = Manifest(
+        job=job.id,
+        status=status,
+        counts=Counts(),
+        created_at=job.created_at,
+        finished_at=now,
+        wall_seconds=max(0.0, (now - job.created_at).total_seconds()),
+        models=job.models,
+        ended_by=closing.kind,
+    )
+    _end(ledger, job, world, manifest)
+    return status
+
+
+def _end_as_failed(ledger: JobLedger, job: Job, world: World, errors: tuple[JobError, ...]) -> None:
+    """Parts that stand already stay, and count. One committed later doesn't count (`JobLedger.result_parts`)."""
+    parts = {number: read_part(ledger, number) for number, _ in ledger.parts()}
+    _end(ledger, job, world, failed_manifest(ledger, job, parts, world.clock.now(), errors))
+
+
+def _end(ledger: JobLedger, job: Job, world: World, manifest: Manifest) -> None:
+    if ledger.create_manifest(manifest):
+        trace_job(world.traces, job, manifest)
+    tidy(ledger)

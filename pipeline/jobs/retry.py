@@ -1,0 +1,202 @@
+"""Which rows of a job that has ended are worth another try.
+
+A row that ended because time or the user said so, or because something broke, may succeed the next time. One that was
+refused for what its line says will be refused again: it is left out, unless it is asked for. Refusals that also depend
+on the model are tried again when another model is to answer.
+
+In a root such a retry is a job beside the first one, for the root's workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Final
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from pipeline.jobs.submit import Order, Submitted, derived_job_id, submit
+from pipeline.ledger.active_index import mark
+from pipeline.ledger.ledger import JOBS, JobLedger, part_key
+from pipeline.ports import PipelineError, World
+from schemas.jobs.job import Job, JobSettings, Tier
+from schemas.jobs.outcome import JobStatus, Manifest
+from schemas.jobs.results import RowStatus
+from schemas.jobs.row_selection import RowSelection
+from schemas.requests.errors import RowErrorCode
+
+RETRIED: Final = frozenset({RowStatus.FAILED, RowStatus.EXPIRED, RowStatus.CANCELLED})
+
+LINE_REFUSALS: Final = frozenset(
+    {
+        RowErrorCode.INVALID_JSON,
+        RowErrorCode.INVALID_REQUEST,
+        RowErrorCode.DUPLICATE_CUSTOM_ID,
+        RowErrorCode.UNSUPPORTED_URL,
+        RowErrorCode.UNSUPPORTED_PARAMETER,
+    }
+)
+"""Said of the line alone: the same line is refused again."""
+
+MODEL_REFUSALS: Final = frozenset(
+    {RowErrorCode.CONTEXT_LENGTH_EXCEEDED, RowErrorCode.MODEL_NOT_FOUND, RowErrorCode.CONTENT_FILTER}
+)
+"""Said of the line and the model: the same model refuses it again."""
+
+_BATCH_ROWS = 65_536
+
+
+class NothingToRetry(PipelineError):
+    """Raised when a job has no rows that another try could change, or has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a retry has otherwise than its first job; None: as there, and no deadline."""
+
+    tier: Tier | None = None
+    deadline: timedelta | None = None
+    max_output_tokens: int | None = None
+    max_cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What a job leaves to try again.
+
+    Attributes:
+        job: the first one.  rows: chosen of its input; None: all that it was to answer, for none of it was planned.
+        left_out: rows that would be refused again, by their error code.
+    """
+
+    job: Job
+    rows: RowSelection | None
+    left_out: dict[str, int]
+
+    @property
+    def count(self) -> int | None:
+        """How many rows; None: all."""
+        return None if self.rows is None else self.rows.count
+
+
+def choose_rows(
+    ledger: JobLedger,
+    only: Collection[RowStatus] = RETRIED,
+    *,
+    include_invalid: bool = False,
+    other_model: bool = False,
+) -> Retry:
+    """The rows of an ended job that are to be tried again; memory is a byte for each row of the input.
+
+    Args:
+        only: rows of these statuses.
+        include_invalid: also those that are refused for what they are.
+        other_model: another model will answer than did.
+
+    Raises:
+        NothingToRetry: the job has not ended, was refused as a whole, or has no such row.
+        ResultsRemoved: its results, which say which rows those are, are gone.
+    """
+    job, manifest = ledger.job(), ledger.manifest()
+    if manifest is None:
+        raise NothingToRetry(
+            f"{ledger.place()}: the job has not ended; the command that began it goes on, 'jobs cancel' ends it"
+        )
+    if manifest.status is JobStatus.FAILED:
+        raise NothingToRetry(f"{ledger.place()}: the job was refused as a whole; correct its input and run it")
+    if manifest.ended_by is not None and not manifest.counts.total:
+        status = RowStatus.EXPIRED if manifest.status is JobStatus.EXPIRED else RowStatus.CANCELLED
+        if status not in only:
+            raise NothingToRetry(f"{ledger.place()}: no row is worth another try: all of them are {status.value}")
+        return Retry(job, None, {})
+    ledger.check_results()
+    refused = LINE_REFUSALS if other_model else LINE_REFUSALS | MODEL_REFUSALS
+    chosen = np.zeros(0, dtype=np.bool_)
+    left_out: Counter[str] = Counter()
+    for number, _ in ledger.parts():
+        with ledger.store.open(ledger.prefix + part_key(number)) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS, columns=["row", "status", "error_code"]):
+                rows = []
+                for row, status, code in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                    if status not in only:
+                        continue
+                    if code in refused and not include_invalid:
+                        left_out[code] += 1
+                    else:
+                        rows.append(row)
+                if rows:
+                    if (end := max(rows) + 1) > len(chosen):
+                        chosen = np.concatenate([chosen, np.zeros(end - len(chosen), dtype=np.bool_)])
+                    chosen[rows] = True
+    selection = RowSelection.of(chosen)
+    if selection is None:
+        why = ", ".join(f"{number} {code}" for code, number in sorted(left_out.items()))
+        raise NothingToRetry(
+            f"{ledger.place()}: no row is worth another try"
+            + (f" ({why}: refused for what they are; --include-invalid tries them all the same)" if why else "")
+        )
+    return Retry(job, selection, dict(left_out))
+
+
+def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings:
+    """The first job's settings, for the rows that are tried again."""
+    settings = first.job.settings
+    if first.rows is not None:
+        settings = settings.model_copy(update={"rows": first.rows})
+    if max_output_tokens is None:
+        return settings
+    default = min(settings.default_max_tokens, max_output_tokens)
+    return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
+
+
+def limit_of_retry(job: Job, wishes: Wishes) -> float | None:
+    """What the retry alone may cost: as much as the first job might, unless something else is wished."""
+    return job.max_cost if wishes.max_cost is None else wishes.max_cost
+
+
+def submit_retry(
+    first: Retry, ended: Manifest, wishes: Wishes, world: World, before: Callable[[str], None] = lambda _: None
+) -> Submitted:
+    """The retry as a job in the first one's root, `world.store`: made now, or by the same call before.
+
+    Its id follows from the first job and from what is asked for. So asking twice, or two at once, is one job; only
+    where that failed as a whole (its input was away) there is another.
+
+    Args:
+        ended: the outcome of the first job.
+        before: told the retry's id before it is made.
+
+    Raises:
+        PipelineError: it can't be made now; try again.
+    """
+    job, settings = first.job, retried_settings(first, wishes.max_output_tokens)
+    asked = [
+        "" if first.rows is None else first.rows.bitmap,
+        str(wishes.tier),
+        str(wishes.deadline),
+        str(wishes.max_output_tokens),
+    ]
+    if wishes.max_cost is not None:
+        asked.append(f"max_cost {wishes.max_cost}")
+    for number in count():
+        job_id = derived_job_id(ended.finished_at, "retry", job.id, *asked, str(number))
+        ledger = JobLedger(world.store, f"{JOBS}{job_id}/")
+        standing = ledger.find_job()
+        if standing is None:
+            break
+        manifest = ledger.manifest()
+        if manifest is None:
+            mark(ledger)  # whoever made it may have been interrupted
+        if manifest is None or manifest.status is not JobStatus.FAILED:
+            return Submitted(standing, created=False)
+    order = Order(
+        input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
+        deadline=wishes.deadline, max_cost=limit_of_retry(job, wishes),
+        output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,
+    )  # fmt: skip
+    before(job_id)
+    return submit(order, ledger, world, job_id=job_id)

@@ -1,0 +1,239 @@
+"""Every door ends here: an order becomes a job by one object created if absent.
+
+The same order again finds the job that it made before, so a repeated event or a repeated command goes on where the
+first one stopped. Another order in the same place is refused with the difference, never mixed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pipeline.ledger.active_index import mark, tidy, unmark
+from pipeline.ledger.ledger import JOB, OWN_FILES, OWN_FOLDERS, RESULTS, JobLedger, LedgerError, part_number
+from pipeline.ledger.records import RunRecord
+from pipeline.ledger.tenant_index import batches_of
+from pipeline.ports import PipelineError, Randomness, World
+from pipeline.tracing import current_traceparent
+from schemas.jobs.inputs import InputRef
+from schemas.jobs.job import Job, JobSettings, Tier
+from schemas.jobs.outcome import JobStatus
+from schemas.models import ModelPin
+
+_NEVER = 1 << 45  # milliseconds after 1970: about the year 3085
+_DIGITS = "0123456789abcdefghijklmnopqrstuv"
+_TIME_DIGITS = 9
+_DERIVED_BYTES = 20
+
+
+class DifferentJob(PipelineError):
+    """Raised when the place holds a job of another order.
+
+    Attributes:
+        differences: (what, its value there, its value now), in a stable order.
+    """
+
+    def __init__(self, where: str, job: str, differences: list[tuple[str, str, str]]) -> None:
+        listed = "; ".join(f"{name} was {old}, now {new}" for name, old, new in differences)
+        super().__init__(f"{where}: holds job {job} of another order: {listed}; choose another output or pass --fresh")
+        self.differences = differences
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a door wants: a job without id and time. A deadline given as an amount of time counts from acceptance: the
+    same order later means the same deadline as before."""
+
+    input: InputRef
+    models: tuple[ModelPin, ...]
+    settings: JobSettings = field(default_factory=JobSettings)
+    tenant: str = "default"
+    tier: Tier = Tier.STANDARD
+    deadline: datetime | timedelta | None = None
+    max_cost: float | None = None
+    refuse_late: bool = False
+    output_expires_after: timedelta | None = None
+    retry_of: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The job that stands, and whether this call made it. `job.input` names the files where they are now."""
+
+    job: Job
+    created: bool
+
+
+def submit(
+    order: Order, ledger: JobLedger, world: World, *, job_id: str | None = None, fresh: bool = False
+) -> Submitted:
+    """Accept the order, or find the job that the same order made here before.
+
+    Args:
+        job_id: what a door derives from its event; by default a new one that sorts before all earlier ones.
+        fresh: forget the job that stands here and its results; files that aren't tokenmill's are left alone.
+
+    Raises:
+        DifferentJob: another order's job stands here.
+        LedgerError: the place holds results of no known job, or foreign files among the results.
+    """
+    standing = ledger.find_job()
+    _check_place(ledger, standing)
+    if standing is not None and (fresh or _failed_before_work(ledger)):
+        clear(ledger)
+        standing = None
+    now = world.clock.now()
+    if standing is None:
+        deadline = now + order.deadline if isinstance(order.deadline, timedelta) else order.deadline
+        job = Job(
+            id=job_id or new_job_id(now, world.random), tenant=order.tenant, tier=order.tier, input=order.input,
+            models=order.models, settings=order.settings, created_at=now, deadline=deadline,
+            max_cost=order.max_cost, refuse_late=order.refuse_late, output_expires_after=order.output_expires_after,
+            retry_of=order.retry_of, traceparent=current_traceparent(), metadata=order.metadata,
+        )  # fmt: skip
+        mark(ledger)
+        if ledger.in_root:
+            batches_of(order.tenant).add(ledger.store, ledger.name)
+        if ledger.create_job(job):
+            mark(ledger)  # a sweep may have found the marker without its job
+            _record_run(ledger, world, now)
+            return Submitted(job, created=True)
+        standing = ledger.job()  # another door was first
+    differences = _differences(standing, order)
+    if differences:
+        raise DifferentJob(ledger.place(), standing.id, differences)
+    if ledger.manifest() is None:
+        mark(ledger)
+        _record_run(ledger, world, now)
+    else:
+        tidy(ledger)  # whoever ended the job may have been interrupted
+    return Submitted(standing.model_copy(update={"input": order.input}), created=False)
+
+
+def clear(ledger: JobLedger) -> None:
+    """Remove a job's objects. `job.json` goes last: an interruption leaves a job that can be cleared again, or run. It
+    has no outcome from the first moment on, so it is marked as open until it is gone."""
+    mark(ledger)
+    for key in OWN_FILES:
+        if key != JOB:
+            ledger.store.delete(ledger.prefix + key)
+    for folder in OWN_FOLDERS:
+        for info in ledger.store.list(ledger.prefix + folder):
+            ledger.store.delete(info.key)
+    ledger.store.delete(ledger.prefix + JOB)
+    unmark(ledger)
+
+
+def new_job_id(now: datetime, random: Randomness) -> str:
+    """An id that sorts before all earlier ones, so that a listing begins with the newest."""
+    return f"job-{time_digits(now)}{base64.b32hexencode(random.token(5)).decode().lower()}"
+
+
+def derived_job_id(at: datetime, *identity: str) -> str:
+    """An id that sorts like `new_job_id`'s of that moment, and is the same whenever these are the same.
+
+    Args:
+        at: a moment that belongs to the event for ever, such as when an object was written.
+        identity: what tells the event from all others.
+    """
+    digest = hashlib.sha256("\0".join(identity).encode()).digest()[:_DERIVED_BYTES]
+    return f"job-{time_digits(at)}{base64.b32hexencode(digest).decode().lower()}"
+
+
+def time_digits(at: datetime) -> str:
+    """How ids begin that sort the newest first; milliseconds."""
+    left = _NEVER - int(at.timestamp() * 1000)
+    return "".join(_DIGITS[left >> (5 * place) & 31] for place in reversed(range(_TIME_DIGITS)))
+
+
+def id_moment(name: str) -> datetime | None:
+    """The moment that the id of a job or a file (`KIND-…`) was made of; None for other names."""
+    digits = name.partition("-")[2][:_TIME_DIGITS]
+    if len(digits) < _TIME_DIGITS or not set(digits) <= set(_DIGITS):
+        return None
+    left = sum(_DIGITS.index(digit) << (5 * place) for place, digit in enumerate(reversed(digits)))
+    return datetime.fromtimestamp((_NEVER - left) / 1000, UTC) if left <= _NEVER else None
+
+
+def _record_run(ledger: JobLedger, world: World, now: datetime) -> None:
+    ledger.record_run(world.random.token(8).hex(), RunRecord(started_at=now))
+
+
+def _failed_before_work(ledger: JobLedger) -> bool:
+    """Whether the job was refused as a whole: nothing was computed, so it doesn't stand in a corrected one's way."""
+    manifest = ledger.manifest()
+    return manifest is not None and manifest.status is JobStatus.FAILED and next(ledger.parts(), None) is None
+
+
+def _check_place(ledger: JobLedger, standing: Job | None) -> None:
+    for info in ledger.store.list(ledger.prefix + RESULTS):
+        name = info.key.removeprefix(ledger.prefix + RESULTS)
+        if "/" in name or part_number(name) is None:
+            raise LedgerError(
+                f"{ledger.place(RESULTS + name)}: is not tokenmill's, and readers would take it for results; "
+                "move it elsewhere or choose another output"
+            )
+    if standing is None:
+        for folder in OWN_FOLDERS:
+            found = next(ledger.store.list(ledger.prefix + folder), None)
+            if found is not None and ledger.find_job() is None:  # else another door has just been first
+                raise LedgerError(
+                    f"{ledger.place(found.key.removeprefix(ledger.prefix))}: belongs to no job ({JOB} is missing); "
+                    "remove it or choose another output"
+                )
+
+
+def _differences(job: Job, order: Order) -> list[tuple[str, str, str]]:
+    """What sets the order apart from the job; where the same bytes lie doesn't matter."""
+    old, new = dict(_facts(job)), dict(_facts(order))
+    old["deadline"], new["deadline"] = job.deadline and job.deadline.isoformat(), None
+    if isinstance(order.deadline, timedelta):
+        new["deadline"] = f"{order.deadline} after acceptance"
+        if job.deadline is not None:
+            old["deadline"] = f"{job.deadline - job.created_at} after acceptance"
+    elif order.deadline is not None:
+        new["deadline"] = order.deadline.isoformat()
+    absent = "absent"
+    names = [*new, *(name for name in old if name not in new)]
+    return [
+        (name, str(old.get(name, absent)), str(new.get(name, absent)))
+        for name in names
+        if old.get(name, absent) != new.get(name, absent)
+    ]
+
+
+def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
+    yield "input.format", order.input.format.value
+    yield "input.files", len(order.input.files)
+    for index, file in enumerate(order.input.files):
+        name = "input" if len(order.input.files) == 1 else f"input.files[{index}]"
+        yield f"{name}.size", file.size
+        yield f"{name}.sha256", file.sha256
+        yield f"{name}.etag", file.etag
+    for index, pin in enumerate(order.models):
+        name = "model" if len(order.models) == 1 else f"models[{index}]"
+        facts = pin.model_dump(mode="json")
+        if pin.digest is not None:  # the same weights may lie elsewhere
+            del facts["source"]
+        yield from _flat(name, facts)
+    yield from _flat("settings", order.settings.model_dump(mode="json", exclude={"rows"}))
+    yield "settings.rows", order.settings.rows and str(order.settings.rows)
+    yield "tenant", order.tenant
+    yield "tier", order.tier.value
+    yield "max_cost", order.max_cost
+    yield "output_expires_after", order.output_expires_after and str(order.output_expires_after)
+    yield "retry_of", order.retry_of
+    yield from _flat("metadata", order.metadata)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    else:
+        yield name, value

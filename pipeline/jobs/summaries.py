@@ -1,0 +1,155 @@
+"""Looking at jobs that stand in a store: an output folder is one job, a root holds many under `jobs/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from pipeline.jobs.manifest import Tally
+from pipeline.ledger.active_index import open_jobs
+from pipeline.ledger.ledger import JOB, JOBS, JobLedger, JobNotFound, LedgerError
+from pipeline.ports import ObjectStore, PipelineError
+from pipeline.results.parts import read_part
+from schemas.jobs.job import Job
+from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
+from schemas.jobs.plan import PlanSegment
+from schemas.jobs.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """One line of a listing.
+
+    Attributes:
+        place: where the job lies.  id: its name in its root, even when `job` can't be read.
+        problem: why the job can't be read; the rest is then empty.
+        counts, usage: of what is committed; true at `as_of`.
+        cost: of what is committed; None: not known.
+        shards_done, shards_total: parts that hold computed rows.
+        attention: why the job stands still until somebody repairs it; None: it doesn't, as far as is known.
+        eta: when it should be done, as its dispatcher saw it last.
+        results_removed_at: when the results went, if they did.
+    """
+
+    id: str
+    place: str
+    problem: str | None = None
+    job: Job | None = None
+    status: JobStatus | None = None
+    counts: Counts | None = None
+    usage: Usage | None = None
+    cost: float | None = None
+    shards_done: int = 0
+    shards_total: int = 0
+    manifest: Manifest | None = None
+    as_of: datetime | None = None
+    eta: datetime | None = None
+    attention: str | None = None
+    results_removed_at: datetime | None = None
+
+
+def find_ledgers(store: ObjectStore) -> Iterator[JobLedger]:
+    """The job that the store's folder is, or those below `jobs/`, the newest first (ids sort so)."""
+    if store.info(JOB) is not None:
+        yield JobLedger(store)
+        return
+    for prefix in store.folders(JOBS):
+        yield JobLedger(store, prefix)
+
+
+def find_ledger(store: ObjectStore, job: str | None = None) -> JobLedger:
+    """The ledger of job `job`, or of the only job there. Raises `JobNotFound`."""
+    found = None
+    for ledger in find_ledgers(store):
+        if job is None:
+            if found is not None:
+                raise JobNotFound(f"{store.locate('')}: holds several jobs; name one (`jobs list` shows them)")
+            found = ledger
+        elif ledger.name == job or (not ledger.in_root and ledger.job().id == job):
+            return ledger
+    if found is None:
+        what = "no job" if job is None else f"no job {job}"
+        raise JobNotFound(f"{store.locate('')}: holds {what}; name an output folder, or a root with jobs/")
+    return found
+
+
+def list_jobs(store: ObjectStore, *, active: bool = False) -> Iterator[JobSummary]:
+    """A summary of each job, the newest first. A job that can't be read is listed with its problem.
+
+    Args:
+        active: only jobs that have not ended; of a root the others aren't even looked at.
+    """
+    return map(glance, open_jobs(store) if active else find_ledgers(store))
+
+
+def glance(ledger: JobLedger) -> JobSummary:
+    """A summary as listings have it: from caches where there are some, and with its problem if it can't be read."""
+    try:
+        return summarize_job(ledger, exact=False)
+    except PipelineError as error:
+        return JobSummary(id=ledger.name, place=ledger.place(), problem=str(error))
+
+
+def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
+    """How a job stands: its outcome, or what its parts say.
+
+    Args:
+        exact: read the footers of all parts; else a cached progress is good enough.
+
+    Raises:
+        JobNotFound: no job stands there.  LedgerError: it can't be read.
+    """
+    job, manifest = ledger.job(), ledger.manifest()
+    if manifest is not None:
+        done = sum(file.rows > 0 for file in manifest.files[1:])
+        tombstone = ledger.tombstone()
+        return JobSummary(
+            job.id, ledger.place(), job=job, status=manifest.status, counts=manifest.counts, usage=manifest.usage,
+            cost=manifest.cost, shards_done=done, shards_total=done, manifest=manifest, as_of=manifest.finished_at,
+            results_removed_at=None if tombstone is None else tombstone.at,
+        )  # fmt: skip
+    cached = ledger.progress()
+    if cached is not None and cached.job != job.id:
+        cached = None
+    try:
+        status = ledger.status()
+    except LedgerError:
+        if cached is None or cached.attention is None:
+            raise
+        return _as_cached(ledger, job, cached.status, cached)
+    if status.ended:  # since its manifest was looked for
+        return summarize_job(ledger, exact=exact)
+    if cached is not None and not exact:
+        return _as_cached(ledger, job, status, cached)
+    segments = list(ledger.segments())
+    shards = {shard.number for segment in segments for shard in segment.shards}
+    planned = {number for segment in segments for number in segment.parts}
+    parts = [number for number, _ in ledger.parts() if number in planned]
+    tally = Tally(read_part(ledger, number) for number in parts)
+    return JobSummary(
+        job.id,
+        ledger.place(),
+        job=job,
+        status=status,
+        counts=tally.counts(_total(segments)),
+        usage=tally.usage(),
+        cost=None if cached is None else cached.cost,
+        shards_done=sum(number in shards for number in parts),
+        shards_total=len(shards),
+        eta=None if cached is None else cached.eta,
+        attention=None if cached is None else cached.attention,
+    )
+
+
+def _as_cached(ledger: JobLedger, job: Job, status: JobStatus, cached: Progress) -> JobSummary:
+    return JobSummary(
+        job.id, ledger.place(), job=job, status=status, counts=cached.counts, usage=cached.usage, cost=cached.cost,
+        shards_done=cached.shards_done, shards_total=cached.shards_total, as_of=cached.as_of, eta=cached.eta,
+        attention=cached.attention,
+    )  # fmt: skip
+
+
+def _total(segments: list[PlanSegment]) -> int | None:
+    """Rows of the job, as far as it is planned."""
+    return sum(segment.total for segment in segments) if segments else None

@@ -1,0 +1,257 @@
+"""Calling over the lane: requests, and their events until the end, whatever happens to workers and servers on the way.
+
+`LaneCalls` looks after any number of calls with one thread; `answer` is one call, as an iterator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from pipeline.lane.protocol import Lane, LaneFull, LaneStream
+from pipeline.ports import Clock, PipelineError
+from pipeline.runtime.availability import ServiceUnavailable
+from pipeline.tracing import NO_SPAN, NO_TRACES, Span, Traces
+from schemas.workers.lane import ErrorEvent, HandBackEvent, LaneEvent, LaneRequest
+
+LANE_UNAVAILABLE: Final = "lane_unavailable"
+LANE_FULL: Final = "lane_full"
+WORKER_LOST: Final = "worker_lost"
+REQUEST_TIMEOUT: Final = "request_timeout"
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """How a call is looked after; seconds.
+
+    Attributes:
+        attempts: how often a request is sent, at most; one that a worker handed back doesn't count.
+        patience: after this long without an event it is asked whether the request was lost.
+        give_up: after this long without a lane to reach the call fails.
+        look: how long one read waits.
+        each: between two reads, for each call that is open: what comes meanwhile comes with the next, and reading takes
+            time from telling.
+    """
+
+    attempts: int = 3
+    patience: float = 3.0
+    give_up: float = 30.0
+    look: float = 0.5
+    each: float = 5e-5
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that has no end yet. `heard`: when an event came last, or it was asked what had become of it. `span`: from
+    its start until its end."""
+
+    stream: LaneStream
+    heard: float
+    span: Span = NO_SPAN
+    sent: bool = False
+    losses: int = 0
+
+
+class LaneCalls:
+    """Calls over one lane. One thread turns; any may start and cancel.
+
+    Each call ends with an `EndEvent` or an `ErrorEvent`, always, unless it is cancelled. When a worker or the lane lost
+    the request it is sent again with the tokens that came; the events go on as if nothing had been.
+    """
+
+    def __init__(
+        self, lane: Lane, clock: Clock, settings: CallSettings | None = None, traces: Traces = NO_TRACES
+    ) -> None:
+        self._lane = lane
+        self._traces = traces
+        self._clock = clock
+        self._settings = settings or CallSettings()
+        self._changed = threading.Condition()
+        self._calls: dict[str, _Call] = {}
+        self._reached = clock.monotonic()  # the lane answered
+        self._next_read = self._reached
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def start(self, request: LaneRequest) -> bool:
+        """Send the request, now or when the lane can be reached; False: there is such a call already.
+
+        Raises `LaneFull`, and `PipelineError` for a request that the lane refuses.
+        """
+        with self._changed:
+            if request.id in self._calls:
+                return False
+        call = self._begun(request)
+        request = call.stream.request
+        try:
+            self._lane.send(request)
+            call.sent = True
+        except ServiceUnavailable as error:
+            logger.warning("request not sent yet", request=request.id, reason=str(error))
+        except PipelineError as error:
+            call.span.end(type(error).__name__)
+            raise
+        with self._changed:
+            if not self._calls:
+                self._reached = self._clock.monotonic()
+            self._calls[request.id] = call
+            self._changed.notify_all()
+        return True
+
+    def _begun(self, request: LaneRequest) -> _Call:
+        """With a span of its own, to which what the worker does belongs, where there are traces."""
+        span = NO_SPAN
+        if self._traces.on:
+            about = {"tokenmill.request.id": request.id, "tokenmill.tier": request.tier.value}
+            span = self._traces.begin("lane", about, kind="client", parent=request.traceparent)
+            request = replace(request, traceparent=span.traceparent)
+        return _Call(LaneStream(request), self._clock.monotonic(), span)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is a call, or so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls, seconds)
+
+    def cancel(self, request_id: str) -> None:
+        """The call is over; nobody wants its answer."""
+        with self._changed:
+            call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.span.end("cancelled")
+            self._cancel(call)
+
+    def leave(self) -> None:
+        """Forget all calls, and leave their requests to whoever sends them too."""
+        with self._changed:
+            self._calls.clear()
+
+    def turn(self) -> Iterator[LaneEvent]:
+        """One look at all calls: what came of them, waiting a while for the first event."""
+        with self._changed:
+            calls = dict(self._calls)
+        try:
+            yield from self._step(calls)
+            self._reached = self._clock.monotonic()
+        except ServiceUnavailable as error:
+            if self._clock.monotonic() - self._reached > self._settings.give_up:
+                yield from [self._fail(call, LANE_UNAVAILABLE, str(error), 503) for call in self._left(calls)]
+                return
+            self._clock.sleep(self._settings.look)
+        now = self._clock.now()
+        for call in self._left(calls):
+            deadline = call.stream.request.deadline
+            if deadline is not None and now >= deadline:
+                yield self._fail(call, REQUEST_TIMEOUT, "the deadline passed before the answer was whole", 408)
+                self._cancel(call)
+
+    def _step(self, calls: dict[str, _Call]) -> Iterator[LaneEvent]:
+        """Send what isn't sent, pass on what came, and look after those that are silent."""
+        for call in self._left(calls):
+            if not call.sent:
+                yield from self._send(call)
+        early = self._next_read - self._clock.monotonic()
+        if early > 0:
+            self._clock.sleep(early)
+        yield from self._read(self._left(calls), self._settings.look)
+        now = self._clock.monotonic()
+        self._next_read = now + len(calls) * self._settings.each
+        silent = [call for call in self._left(calls) if call.sent and now - call.heard >= self._settings.patience]
+        for call in silent:
+            call.heard = now
+        lost = self._lane.lost([call.stream.request for call in silent]) if silent else ()
+        for call in silent:
+            if call.stream.request.id not in lost:
+                continue
+            last = list(self._read([call], 0))
+            yield from last
+            if not last:
+                yield from self._lost(call)
+
+    def _left(self, calls: dict[str, _Call]) -> list[_Call]:
+        """Those without an end, that are not cancelled."""
+        return [call for name, call in calls.items() if not call.stream.ended and self._calls.get(name) is call]
+
+    def _send(self, call: _Call) -> Iterator[LaneEvent]:
+        try:
+            self._lane.send(call.stream.request)
+        except LaneFull as error:
+            yield self._fail(call, LANE_FULL, str(error), 429)
+        except ServiceUnavailable:
+            raise
+        except PipelineError as error:  # with its tokens it has grown too large
+            yield self._fail(call, WORKER_LOST, str(error), 503)
+        else:
+            call.sent, call.heard = True, self._clock.monotonic()
+
+    def _read(self, calls: Sequence[_Call], timeout: float) -> Iterator[LaneEvent]:
+        """What counts of what came. A call whose worker handed it back is to be sent again."""
+        found = {call.stream.request.id: call for call in calls if call.sent}
+        if not found:
+            return
+        for event in self._lane.read({name: call.stream.position for name, call in found.items()}, timeout):
+            call = found[event.request]
+            counted = call.stream.accept(event)
+            if counted is None:
+                continue
+            call.heard = self._clock.monotonic()
+            if isinstance(counted, HandBackEvent):
+                self._again(call, "handed back by its worker")
+                continue
+            if call.stream.ended:
+                self._forget(call)
+                call.span.end(counted.code if isinstance(counted, ErrorEvent) else None)
+            yield counted
+
+    def _lost(self, call: _Call) -> Iterator[LaneEvent]:
+        call.losses += 1
+        if call.losses >= self._settings.attempts:
+            yield self._fail(call, WORKER_LOST, f"lost with its worker {call.losses} times", 503)
+            return
+        self._again(call, "lost")
+
+    def _again(self, call: _Call, why: str) -> None:
+        request = call.stream.again()
+        call.span.event("sent again", {"tokenmill.attempt": request.attempt, "tokenmill.reason": why})
+        logger.warning("request sent again", request=request.id, attempt=request.attempt, why=why)
+        call.sent = False
+
+    def _fail(self, call: _Call, code: str, message: str, status: int) -> LaneEvent:
+        self._forget(call)
+        call.span.end(code)
+        return call.stream.fail(code, message, status)
+
+    def _forget(self, call: _Call) -> None:
+        with self._changed:
+            if self._calls.get(call.stream.request.id) is call:
+                del self._calls[call.stream.request.id]
+
+    def _cancel(self, call: _Call) -> None:
+        try:
+            self._lane.cancel(call.stream.request)
+        except ServiceUnavailable as error:  # it ends with its deadline then
+            logger.warning("request not cancelled", request=call.stream.request.id, reason=str(error))
+
+
+def answer(lane: Lane, request: LaneRequest, clock: Clock, settings: CallSettings | None = None) -> Iterator[LaneEvent]:
+    """The events of the answer; the last is an `EndEvent` or an `ErrorEvent`, always.
+
+    Closing the iterator before that cancels the request.
+    """
+    calls = LaneCalls(lane, clock, settings)
+    try:
+        calls.start(request)
+    except LaneFull as error:
+        yield LaneStream(request).fail(LANE_FULL, str(error), 429)
+        return
+    try:
+        while len(calls):
+            yield from calls.turn()
+    finally:
+        calls.cancel(request.id)

@@ -1,0 +1,233 @@
+"""The lane inside one process: what `pipeline.lane.protocol` asks for, under one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.lane.protocol import NO_SHARES, LaneFull, LaneSettings, Shares, full_message
+from pipeline.ports import Clock, PipelineError
+from schemas.workers.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request on record. `owner`: who took it; `answering`: it has begun, so nobody else gets it."""
+
+    request: LaneRequest
+    wanted_until: float
+    events: deque[LaneEvent]
+    owner: str | None = None
+    alive_until: float = 0.0
+    answering: bool = False
+    ended: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return not self.answering and not self.ended
+
+
+class MemoryLane:
+    """`Lane` for threads of one process; `worker` gives each worker its side."""
+
+    def __init__(self, clock: Clock, settings: LaneSettings | None = None) -> None:
+        self._clock = clock
+        self._settings = settings or LaneSettings()
+        self._calls: dict[str, _Call] = {}  # by request, the oldest first
+        self._turns: dict[str, int] = {}  # of tenants with requests on record: when one was taken last
+        self._counted = 0
+        self._changed = threading.Condition()
+
+    def worker(self, name: str) -> MemoryLaneWorker:
+        """The side of the worker of this name."""
+        return MemoryLaneWorker(self, name)
+
+    # -- Lane
+
+    def send(self, request: LaneRequest) -> None:
+        """Hand the request to whoever serves its model. Raises `LaneFull`."""
+        if len(request_json(request)) > self._settings.most_bytes:
+            raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
+        with self._changed:
+            now = self._forget_old()
+            known = self._calls.get(request.id)
+            if known is not None and known.request.attempt >= request.attempt:
+                return
+            if request.attempt == 1:
+                self._check_room(request)
+            events: deque[LaneEvent] = known.events if known is not None else deque(maxlen=self._settings.most_events)
+            self._calls.pop(request.id, None)
+            tenants = {call.request.tenant for call in self._calls.values()}
+            self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
+            self._turns.setdefault(request.tenant, self._count())
+            self._calls[request.id] = _Call(request, now + self._wanted_for(request), events)
+            self._changed.notify_all()
+
+    def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
+        """Events behind these positions; waits up to `timeout` seconds for the first."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(True for _ in self._behind(after)), timeout)
+            return list(self._behind(after))
+
+    def cancel(self, request: LaneRequest) -> None:
+        """Nobody wants the answer any more."""
+        with self._changed:
+            self._calls.pop(request.id, None)
+
+    def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
+        """Those that nobody will answer."""
+        with self._changed:
+            now = self._forget_old()
+            return frozenset(request.id for request in requests if self._is_lost(request, now))
+
+    # -- LaneMonitor
+
+    def waiting(self, models: Collection[str]) -> Mapping[str, int]:
+        """Requests for each of these models that no worker has begun to answer."""
+        with self._changed:
+            self._forget_old()
+            found = Counter(call.request.model for call in self._calls.values() if call.waits)
+            return {model: found[model] for model in models}
+
+    # -- the workers' side
+
+    def take(self, worker: str, models: Sequence[str], most: int, timeout: float, shares: Shares) -> list[LaneRequest]:
+        """See `LaneWorker.take`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_take(models, shares), timeout)
+            now = self._clock.monotonic()
+            taken = self._in_turn(models, most, shares)
+            for call in taken:
+                call.owner, call.alive_until = worker, now + self._settings.lifetime
+            return [call.request for call in taken]
+
+    def emit(self, worker: str, events: Sequence[LaneEvent]) -> frozenset[str]:
+        """See `LaneWorker.emit`."""
+        with self._changed:
+            self._forget_old()
+            unwanted = frozenset(event.request for event in events if not self._add(worker, event))
+            self._changed.notify_all()
+            return unwanted
+
+    def hold(self, worker: str, requests: Collection[str]) -> frozenset[str]:
+        """See `LaneWorker.hold`."""
+        with self._changed:
+            now = self._forget_old()
+            unwanted = set()
+            for request in requests:
+                call = self._calls.get(request)
+                if call is None or call.ended or call.owner != worker:
+                    unwanted.add(request)
+                else:
+                    call.alive_until = now + self._settings.lifetime
+            return frozenset(unwanted)
+
+    # -- inside, under the lock
+
+    def _add(self, worker: str, event: LaneEvent) -> bool:
+        """Whether the event is still wanted from this worker. One that came twice is there once."""
+        call = self._calls.get(event.request)
+        if call is None or call.owner != worker or call.request.attempt < event.attempt:
+            return False
+        if (
+            call.ended or event.attempt < call.request.attempt
+        ):  # told twice, or late: the request itself is still its own
+            return True
+        now = self._clock.monotonic()
+        if not call.events or position_of(call.events[-1]) < position_of(event):
+            call.events.append(event)
+        call.answering, call.alive_until = True, now + self._settings.lifetime
+        if closes_attempt(event):
+            call.ended, call.wanted_until = True, now + self._settings.retention
+        return True
+
+    def _free(self, models: Sequence[str]) -> Iterator[_Call]:
+        """Requests that nobody has, or whose worker fell silent before it began to answer."""
+        now = self._forget_old()
+        for call in self._calls.values():
+            if call.waits and call.request.model in models and (call.owner is None or call.alive_until < now):
+                yield call
+
+    def _check_room(self, request: LaneRequest) -> None:
+        """Raises `LaneFull` where no more may wait for the model, or none of the tenant."""
+        tenants = Counter(
+            call.request.tenant for call in self._calls.values() if call.waits and call.request.model == request.model
+        )
+        own, bounds = tenants[request.tenant], self._settings
+        if tenants.total() >= bounds.most_waiting or own >= bounds.most_waiting_each:
+            raise LaneFull(full_message(request, bounds, own))
+
+    def _may_take(self, models: Sequence[str], shares: Shares) -> bool:
+        return any(shares.held.get(call.request.tenant, 0) < shares.most_each for call in self._free(models))
+
+    def _in_turn(self, models: Sequence[str], most: int, shares: Shares) -> list[_Call]:
+        """Up to `most` free requests, by tenant (see `Shares`)."""
+        waiting: dict[str, deque[_Call]] = {}
+        for call in self._free(models):
+            waiting.setdefault(call.request.tenant, deque()).append(call)
+        held = Counter(shares.held)
+        chosen: list[_Call] = []
+        while len(chosen) < most:
+            ready = [tenant for tenant in waiting if held[tenant] < shares.most_each]
+            if not ready:
+                break
+            tenant = min(ready, key=lambda name: (held[name], self._turns[name]))
+            chosen.append(waiting[tenant].popleft())
+            held[tenant] += 1
+            self._turns[tenant] = self._count()
+            if not waiting[tenant]:
+                del waiting[tenant]
+        return chosen
+
+    def _count(self) -> int:
+        self._counted += 1
+        return self._counted
+
+    def _behind(self, after: Mapping[str, Position]) -> Iterator[LaneEvent]:
+        for request, position in after.items():
+            if (call := self._calls.get(request)) is not None:
+                yield from (event for event in call.events if position_of(event) > position)
+
+    def _is_lost(self, request: LaneRequest, now: float) -> bool:
+        call = self._calls.get(request.id)
+        if call is None or call.request.attempt < request.attempt:
+            return True
+        return call.answering and not call.ended and call.alive_until < now
+
+    def _wanted_for(self, request: LaneRequest) -> float:
+        """Seconds."""
+        if request.deadline is None:
+            return self._settings.longest
+        return max(0.0, (request.deadline - self._clock.now()).total_seconds())
+
+    def _forget_old(self) -> float:
+        """Drop what nobody wants any more; the time."""
+        now = self._clock.monotonic()
+        for name in [name for name, call in self._calls.items() if call.wanted_until <= now]:
+            del self._calls[name]
+        return now
+
+
+class MemoryLaneWorker:
+    """`LaneWorker` of one worker."""
+
+    def __init__(self, lane: MemoryLane, name: str) -> None:
+        self._lane = lane
+        self._name = name
+
+    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
+        return self._lane.take(self._name, models, most, timeout, shares)
+
+    def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
+        """Hand events over; returns the requests that nobody wants from this worker any more."""
+        return self._lane.emit(self._name, events)
+
+    def hold(self, requests: Collection[str]) -> frozenset[str]:
+        """The worker lives and has these; returns those that nobody wants from it any more."""
+        return self._lane.hold(self._name, requests)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,158 @@
+"""The lane on Redis Streams: the caller's side (`RedisLaneWorker` is the other).
+
+    queue:MODEL:TENANT  zset    requests that no worker has, by when they were sent (microseconds, each one its own)
+    turns:MODEL         zset    tenants with a queue, by when one of their requests was taken last
+    waiting:MODEL       zset    all requests whose answer hasn't begun, by when their worker is taken for dead (0: none)
+    callers:MODEL       zset    TENANT\\0ID of requests, by when their callers are taken for dead while they wait
+    sent:MODEL          stream  the last request that was sent: workers without one wait for the next
+    wanted:ID           hash    the request, the attempt that counts, who answers it, whether it ended; it is there as
+                                long as somebody wants the answer: its TTL is the deadline, and a cancel removes it
+    alive:ID            string  a worker has the request; its TTL is the lifetime
+    events:ID           stream  the answer. An event's id is ATTEMPT-SEQUENCE, so Redis itself keeps them in order,
+                                drops repeats, and refuses a worker that goes on with an attempt that another has
+                                followed
+
+Each step is one Lua script, so it happens whole or not at all, and any number of workers and gateways see one order.
+Every key has a TTL and both streams are bounded: what is lost the caller sees, and sends again. The keys of a request
+may lie anywhere, so this is for one Redis server (with replicas), not for a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
+from pipeline.lane.protocol import LaneFull, LaneSettings, full_message
+from pipeline.lane.redis_scripts import CANCEL, COUNT, LOST, SEND
+from pipeline.lane.redis_worker import RedisLaneWorker, keys_of, queues_kept
+from pipeline.ports import Clock, PipelineError
+from schemas.workers.lane import LaneEvent, LaneRequest, Position, read_event, request_json
+
+MOST_AT_ONCE = 256  # events of one request in one read
+
+logger = structlog.get_logger(__name__)
+
+
+class RedisLane:
+    """`Lane` on Redis; threads may share it.
+
+    Attributes:
+        unreadable: entries among events that were none of ours, and were passed over.
+    """
+
+    def __init__(self, redis: RedisSettings, clock: Clock, settings: LaneSettings | None = None) -> None:
+        self._client = RedisClient(redis)
+        self._redis = redis
+        self._clock = clock
+        self._settings = settings or LaneSettings()
+        self.unreadable = 0
+        self._send = self._client.script(SEND)
+        self._count = self._client.script(COUNT)
+        self._cancel = self._client.script(CANCEL)
+        self._lost = self._client.script(LOST)
+
+    def worker(self, name: str) -> RedisLaneWorker:
+        """The side of the worker of this name, with connections of its own."""
+        return RedisLaneWorker(self._redis, name, self._clock, self._settings)
+
+    def send(self, request: LaneRequest) -> None:
+        """Hand the request to whoever serves its model. Raises `LaneFull`."""
+        body = request_json(request)
+        if len(body) > self._settings.most_bytes:
+            raise PipelineError(f"request {request.id}: is larger than {self._settings.most_bytes} bytes; send less")
+        keys = keys_of(self._client, request)
+        wanted, bounds = milliseconds(self._wanted_for(request)), self._settings
+        with self._client.told("send a request"):
+            outcome: Any = self._send(
+                keys=[keys.wanted, keys.waiting, keys.turns, keys.sent, keys.queue, keys.callers],
+                args=[
+                    request.id,
+                    request.tenant,
+                    request.attempt,
+                    body,
+                    wanted,
+                    max(queues_kept(bounds), 2 * wanted),
+                    bounds.most_waiting,
+                    bounds.most_waiting_each,
+                    milliseconds(bounds.caller_lifetime),
+                    *self._prefixes(request.model),
+                ],
+            )
+        if outcome in (b"full", b"tenant full"):
+            own = bounds.most_waiting_each if outcome == b"tenant full" else 0
+            raise LaneFull(full_message(request, bounds, own))
+
+    def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
+        """Events behind these positions; waits up to `timeout` seconds for the first, in pieces that are shorter than
+        what an answer of the server may take."""
+        until = self._clock.monotonic() + timeout
+        places = {self._client.key("lane", "events", name): f"{at[0]}-{at[1]}" for name, at in after.items()}
+        while places:
+            left = until - self._clock.monotonic()
+            block = milliseconds(min(left, self._redis.timeout / 2)) if left > 0 else None
+            with self._client.told("read events"):
+                found = self._client.raw.xread(places, count=MOST_AT_ONCE, block=block)
+            events = [event for _, entries in found or () for entry in entries if (event := self._event(entry))]
+            if events or left <= 0:
+                return events
+            for stream, entries in found or ():  # all unreadable: go on behind them
+                places[stream.decode()] = entries[-1][0].decode()
+        return []
+
+    def cancel(self, request: LaneRequest) -> None:
+        """Nobody wants the answer any more; its worker learns it with the next thing that it tells."""
+        keys = keys_of(self._client, request)
+        with self._client.told("cancel a request"):
+            self._cancel(
+                keys=[keys.wanted, keys.waiting, keys.alive, keys.queue, keys.turns], args=[request.id, request.tenant]
+            )
+
+    def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
+        """Those that nobody will answer. To ask keeps those that wait from being dropped."""
+        asked, lifetime = list(requests), milliseconds(self._settings.caller_lifetime)
+        with self._client.told("ask after requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for request in asked:
+                keys = keys_of(self._client, request)
+                self._lost(
+                    keys=[keys.wanted, keys.waiting, keys.alive, keys.callers],
+                    args=[request.id, request.attempt, request.tenant, lifetime],
+                    client=pipe,
+                )
+            answers = pipe.execute() if asked else []
+        return frozenset(request.id for request, lost in zip(asked, answers, strict=True) if lost)
+
+    def waiting(self, models: Collection[str]) -> Mapping[str, int]:
+        """Requests for each of these models that no worker has begun to answer."""
+        asked = list(models)
+        with self._client.told("count requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for model in asked:
+                keys = [self._client.key("lane", name, model) for name in ("waiting", "turns", "callers")]
+                self._count(keys=keys, args=self._prefixes(model), client=pipe)
+            return dict(zip(asked, pipe.execute() if asked else [], strict=True))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _prefixes(self, model: str) -> list[str]:
+        """What the keys of queues and of wanted requests begin with."""
+        return [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",))]
+
+    def _wanted_for(self, request: LaneRequest) -> float:
+        """Seconds."""
+        if request.deadline is None:
+            return self._settings.longest
+        return max(0.0, (request.deadline - self._clock.now()).total_seconds())
+
+    def _event(self, entry: Any) -> LaneEvent | None:
+        identity, fields = entry
+        try:
+            return read_event((fields or {})[b"event"])
+        except (KeyError, ValidationError) as error:
+            self.unreadable += 1
+            logger.warning("not an event", entry=identity.decode(), reason=type(error).__name__)
+            return None

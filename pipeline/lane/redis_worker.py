@@ -1,0 +1,217 @@
+"""The worker's side of the lane on Redis Streams; `pipeline.lane.redis` says what lies where."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
+from pipeline.lane.protocol import NO_SHARES, LaneSettings, Shares
+from pipeline.lane.redis_scripts import EMIT, HOLD, TAKE
+from pipeline.ports import Clock
+from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneKeys:
+    """The keys of one request."""
+
+    wanted: str
+    alive: str
+    events: str
+    queue: str
+    waiting: str
+    turns: str
+    sent: str
+    callers: str
+
+
+def keys_of(client: RedisClient, request: LaneRequest) -> LaneKeys:
+    """The keys of a request."""
+    return LaneKeys(
+        client.key("lane", "wanted", request.id),
+        client.key("lane", "alive", request.id),
+        client.key("lane", "events", request.id),
+        client.key("lane", "queue", request.model, request.tenant),
+        *(client.key("lane", name, request.model) for name in ("waiting", "turns", "sent", "callers")),
+    )
+
+
+def queues_kept(settings: LaneSettings) -> int:
+    """For how long queues are kept after the last request, at least, in ms."""
+    return milliseconds(settings.longest + settings.retention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    request: LaneRequest
+    number: bytes  # of its sending
+    keys: LaneKeys
+
+
+class RedisLaneWorker:
+    """`LaneWorker` of one worker; threads may share it.
+
+    Attributes:
+        dropped: entries that were no requests.
+    """
+
+    def __init__(self, redis: RedisSettings, name: str, clock: Clock, settings: LaneSettings) -> None:
+        self._client = RedisClient(redis)
+        self._redis = redis
+        self._name = name
+        self._clock = clock
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._taken: dict[str, _Taken] = {}
+        self._turn = 0
+        self.dropped = 0
+        self._take = self._client.script(TAKE)
+        self._emit = self._client.script(EMIT)
+        self._hold = self._client.script(HOLD)
+
+    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+        """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
+        until = self._clock.monotonic() + timeout
+        while models and most > 0:
+            self._turn += 1  # another model first each time, so that none starves
+            first = self._turn % len(models)
+            taken: list[_Taken] = []
+            seen: dict[str, bytes] = {}
+            with self._client.told("take requests"):
+                for model in (*models[first:], *models[:first]):
+                    if len(taken) < most:
+                        taken += self._take_of(model, most - len(taken), shares, seen)
+                left = until - self._clock.monotonic()
+                if taken or left <= 0:
+                    return [one.request for one in taken]
+                # No longer than an answer of the server may take.
+                self._client.raw.xread(seen, count=1, block=milliseconds(min(left, self._redis.timeout / 2)))
+        return []
+
+    def emit(self, events: Sequence[LaneEvent]) -> frozenset[str]:
+        """Hand events over; returns the requests that nobody wants from this worker any more."""
+        known = [(event, self._known(event.request)) for event in events]
+        unwanted = {event.request for event, taken in known if taken is None}
+        # What is late of an attempt whose successor is here too is nobody's: the request itself is still wanted.
+        told = [(event, taken) for event, taken in known if taken and event.attempt >= taken.request.attempt]
+        if not told:
+            return frozenset(unwanted)
+        with self._client.told("hand over events"), self._client.raw.pipeline(transaction=False) as pipe:
+            for event, taken in told:
+                self._emit_one(event, taken, pipe)
+            answers = pipe.execute()
+        for (event, taken), wanted in zip(told, answers, strict=True):
+            if not wanted:
+                unwanted.add(event.request)
+                self._forget(taken)
+            elif closes_attempt(event):
+                self._forget(taken)
+        return frozenset(unwanted)
+
+    def hold(self, requests: Collection[str]) -> frozenset[str]:
+        """The worker lives and has these; returns those that nobody wants from it any more."""
+        known = [(request, self._known(request)) for request in requests]
+        unwanted = {request for request, taken in known if taken is None}
+        held = [taken for _, taken in known if taken is not None]
+        if not held:
+            return frozenset(unwanted)
+        with self._client.told("hold requests"), self._client.raw.pipeline(transaction=False) as pipe:
+            for taken in held:
+                self._hold(
+                    keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
+                    args=[taken.request.id, taken.request.attempt, taken.number, self._name, *self._times()],
+                    client=pipe,
+                )
+            answers = pipe.execute()
+        for taken, wanted in zip(held, answers, strict=True):
+            if not wanted:
+                unwanted.add(taken.request.id)
+                self._forget(taken)
+        return frozenset(unwanted)
+
+    def close(self) -> None:
+        """Close the connections. What was taken and not answered others get after the lifetime."""
+        self._client.close()
+
+    # -- taking
+
+    def _take_of(self, model: str, most: int, shares: Shares, seen: dict[str, bytes]) -> list[_Taken]:
+        """Requests for one model. Notes in `seen` behind what to wait for more."""
+        names = ("waiting", "turns", "sent", "callers")
+        waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)
+        prefixes = [self._client.key("lane", *name, "") for name in (("queue", model), ("wanted",), ("alive",))]
+        held = [part for pair in shares.held.items() for part in pair]
+        lifetime, kept = milliseconds(self._settings.lifetime), queues_kept(self._settings)
+        found = self._take(
+            keys=[waiting, turns, sent, callers],
+            args=[self._name, most, min(shares.most_each, 2**31), lifetime, kept, *prefixes, *held],
+        )
+        seen[sent] = found[0]
+        taken = []
+        for at in range(1, len(found), 3):
+            name, number, data = found[at : at + 3]
+            request = self._read(model, name, data)
+            if request is None:
+                self._client.raw.zrem(waiting, name)
+                self._client.raw.delete(*(prefix.encode() + name for prefix in prefixes[1:]))
+            else:
+                taken.append(_Taken(request, number, keys_of(self._client, request)))
+        with self._lock:
+            self._taken.update((one.request.id, one) for one in taken)
+        return taken
+
+    def _read(self, model: str, name: bytes, data: bytes) -> LaneRequest | None:
+        """The request; None if it isn't one, or isn't the one that lies there."""
+        try:
+            request = read_request(data)
+        except ValidationError as error:
+            reason = type(error).__name__
+        else:
+            if (request.model, request.id.encode()) == (model, name):
+                return request
+            reason = "another request, or for another model"
+        self.dropped += 1
+        logger.warning("not a request", model=model, request=name.decode(errors="replace"), reason=reason)
+        return None
+
+    # -- telling
+
+    def _emit_one(self, event: LaneEvent, taken: _Taken, pipe: Any) -> None:
+        lifetime, retention = self._times()
+        self._emit(
+            keys=[taken.keys.wanted, taken.keys.waiting, taken.keys.alive, taken.keys.events],
+            args=[
+                event.request,
+                event.attempt,
+                taken.number,
+                self._name,
+                f"{event.attempt}-{event.sequence}",
+                event_json(event),
+                self._settings.most_events,
+                retention,
+                lifetime,
+                int(closes_attempt(event)),
+            ],
+            client=pipe,
+        )
+
+    def _times(self) -> tuple[int, int]:
+        """The lifetime, and how long events are kept, in ms."""
+        return milliseconds(self._settings.lifetime), milliseconds(self._settings.retention)
+
+    def _known(self, request: str) -> _Taken | None:
+        with self._lock:
+            return self._taken.get(request)
+
+    def _forget(self, taken: _Taken) -> None:
+        with self._lock:
+            if self._taken.get(taken.request.id) is taken:
+                del self._taken[taken.request.id]

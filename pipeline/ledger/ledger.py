@@ -1,0 +1,442 @@
+"""One job's truth: which objects it has and what they mean together.
+
+Everything is written once, and any prefix of the writes may be all there is: a reader never needs two objects to be
+written at the same moment. What a job's state is, is computed from which objects stand (`status`), never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+import structlog
+from pydantic import ValidationError
+
+from pipeline.ledger.records import AttemptRecord, EndRecord, PlanningFailure, RunRecord, Tombstone, UnreadableRecord
+from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError
+from schemas.jobs.job import Closing, Job
+from schemas.jobs.outcome import JobStatus, Manifest
+from schemas.jobs.plan import PlanSegment, ShardRef
+from schemas.jobs.progress import Progress
+from schemas.stored import Paper
+
+JOB = "job.json"
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+CLOSING = "closing.json"
+TOMBSTONE = "tombstone.json"
+SEGMENTS = "plan/"
+SHARDS = "plans/"
+RESULTS = "results/"
+WORK = "work/"
+JOBS = "jobs/"
+"""Where the jobs of a root lie."""
+CLOSE = "close/"
+"""Markers of a root's jobs that may have a closing."""
+OWN_FILES = (JOB, MANIFEST, PROGRESS, CLOSING, TOMBSTONE)
+OWN_FOLDERS = (RESULTS, SEGMENTS, SHARDS, WORK)
+
+LATEST_VERSION = 1
+"""Of the papers' formats, as far as this reader knows."""
+
+REJECTS = 0
+"""The part of the rows that the first segment refused: it stands before any work begins."""
+
+_PART = re.compile(r"part-(\d{5,})\.parquet")
+_CHUNK = 1 << 20
+SomePaper = TypeVar("SomePaper", bound=Paper)
+
+logger = structlog.get_logger(__name__)
+
+
+class LedgerError(PipelineError):
+    """Raised when what stands in the ledger can't be: damaged, contradictory, or written by a later version."""
+
+
+class LaterVersion(LedgerError):
+    """Raised when an object was written by a later tokenmill: it isn't damaged, and is left to that one."""
+
+
+class PlanDamaged(LedgerError):
+    """Raised when a segment of the plan can't be read, or isn't of this plan: which rows the job has is not known."""
+
+
+class ClosingDamaged(LedgerError):
+    """Raised when a job is to end before its time, and what says why can't be read."""
+
+
+class JobNotFound(PipelineError):
+    """Raised when there is no job where one was looked for."""
+
+
+class ResultsRemoved(PipelineError):
+    """Raised when the results of a job were wanted that has none any more: they were kept for as long as was asked."""
+
+
+def part_key(number: int) -> str:
+    """Key of a part below the job."""
+    return f"{RESULTS}part-{number:05d}.parquet"
+
+
+def shard_key(attempt: str, number: int) -> str:
+    """Key of a shard below the job, written by the planner's `attempt`."""
+    return f"{SHARDS}{attempt}/shards/{number:05d}.parquet"
+
+
+def rejects_key(attempt: str, number: int) -> str:
+    """Key below the job of what will be part `number`, of refused rows, written by the planner's `attempt`."""
+    return f"{SHARDS}{attempt}/rejects/{number:05d}.parquet"
+
+
+def segment_key(index: int) -> str:
+    """Key of a plan segment below the job."""
+    return f"{SEGMENTS}{index:05d}.json"
+
+
+def work_key(shard: int, name: str) -> str:
+    """Key of something private to the attempts on a shard."""
+    return f"{WORK}{shard:05d}/{name}"
+
+
+def part_number(key: str) -> int | None:
+    """The number in a part's key or file name; None when it isn't one."""
+    match = _PART.fullmatch(key.rsplit("/", 1)[-1])
+    return int(match.group(1)) if match else None
+
+
+class JobLedger:
+    """A job's objects in `store` under `prefix`: "" for an output folder, "jobs/ID/" below a root. Holds no state, so
+    many may look at one job."""
+
+    def __init__(self, store: ObjectStore, prefix: str = "") -> None:
+        self.store = store
+        self.prefix = prefix
+
+    @property
+    def in_root(self) -> bool:
+        """Whether the job is one of many in a root, not an output folder of its own."""
+        return self.prefix.startswith(JOBS)
+
+    @property
+    def name(self) -> str:
+        """The job's name in its root; "" for an output folder."""
+        return self.prefix.removeprefix(JOBS).rstrip("/")
+
+    # -- the papers
+
+    def job(self) -> Job:
+        """The order; raises `JobNotFound`."""
+        found = self._read(JOB, Job)
+        if found is None:
+            raise JobNotFound(f"{self.place()}: there is no job here ({JOB} is missing)")
+        return found
+
+    def find_job(self) -> Job | None:
+        """The order, or None when none was accepted yet."""
+        return self._read(JOB, Job)
+
+    def create_job(self, job: Job) -> bool:
+        """Accept the order; False when another stands."""
+        return self.create(JOB, job.to_json())
+
+    def manifest(self) -> Manifest | None:
+        """The outcome, if the job has ended."""
+        return self._read(MANIFEST, Manifest)
+
+    def has_ended(self) -> bool:
+        """Whether the outcome stands (one look, and nothing read)."""
+        return self.store.info(self.prefix + MANIFEST) is not None
+
+    def create_manifest(self, manifest: Manifest) -> bool:
+        """End the job; False when it has ended already."""
+        return self.create(MANIFEST, manifest.to_json())
+
+    def closing(self) -> Closing | None:
+        """Why the job ends before its time, if it does."""
+        try:
+            return self._read(CLOSING, Closing)
+        except LedgerError as error:
+            raise ClosingDamaged(str(error)) from error
+
+    def create_closing(self, closing: Closing) -> bool:
+        """End the job before its time; False when a closing stands, which then counts. In a root, what has dispatchers
+        look comes first: they ask for all jobs at once, with one listing."""
+        if self.in_root:
+            self.store.create(CLOSE + self.name, b"")
+        return self.create(CLOSING, closing.to_json())
+
+    def tombstone(self) -> Tombstone | None:
+        """When the results were removed, or began to be; None: they are all there."""
+        return self._read(TOMBSTONE, Tombstone)
+
+    def create_tombstone(self, tombstone: Tombstone) -> bool:
+        """Say that the results go; False when it was said before."""
+        return self.create(TOMBSTONE, tombstone.to_json())
+
+    def check_results(self) -> None:
+        """Raises `ResultsRemoved` when the results are gone."""
+        tombstone = self.tombstone()
+        if tombstone is not None:
+            raise ResultsRemoved(
+                f"{self.place(RESULTS)}: the results were removed at {tombstone.at.isoformat(timespec='seconds')}, as "
+                "results are kept for so long; submit the input again to have it answered anew"
+            )
+
+    def progress(self) -> Progress | None:
+        """The cached progress, true at its `as_of`; None when there is none (or none that can be read: it is only a
+        cache)."""
+        try:
+            return self._read(PROGRESS, Progress)
+        except LedgerError:
+            return None
+
+    def cache_progress(self, progress: Progress) -> None:
+        """Replace the cache."""
+        self.store.replace(self.prefix + PROGRESS, progress.to_json())
+
+    # -- the plan
+
+    def segment(self, index: int) -> PlanSegment | None:
+        """The segment, if it stands."""
+        try:
+            segment = self._read(segment_key(index), PlanSegment)
+        except LaterVersion:
+            raise
+        except LedgerError as error:
+            raise PlanDamaged(str(error)) from error
+        if segment is not None and segment.index != index:
+            raise PlanDamaged(f"{self.place(segment_key(index))}: says that it is segment {segment.index}")
+        return segment
+
+    def segments(self, start: int = 0) -> Iterator[PlanSegment]:
+        """The segments that stand, from index `start`, up to the first that is missing. Raises `PlanDamaged` where one
+        is of another job than the one before, or doesn't go on where that ends."""
+        before: PlanSegment | None = None
+        while (segment := self.segment(start if before is None else before.index + 1)) is not None:
+            if before is not None and (segment.job, segment.first_row) != (before.job, before.end_row):
+                raise PlanDamaged(
+                    f"{self.place(segment_key(segment.index))}: begins job {segment.job} at row {segment.first_row}, "
+                    f"but job {before.job} goes on at row {before.end_row}: another plan; start anew with --fresh"
+                )
+            yield segment
+            if segment.last:
+                return
+            before = segment
+
+    def create_segment(self, segment: PlanSegment) -> bool:
+        """Decide a part of the plan; False when another planner was first and its segment counts."""
+        return self.create(segment_key(segment.index), segment.to_json())
+
+    def read_shard(self, shard: ShardRef) -> bytes:
+        """The shard's file, checked against its hash."""
+        data = self.store.read(self.prefix + shard.key)
+        if hashlib.sha256(data).hexdigest() != shard.sha256:
+            raise LedgerError(
+                f"{self.place(shard.key)}: its bytes are not those that were planned; the disk may be bad"
+            )
+        return data
+
+    # -- the parts
+
+    def has_part(self, number: int) -> bool:
+        """Whether the shard is done (one look, no listing)."""
+        return self.store.info(self.prefix + part_key(number)) is not None
+
+    def create_part(self, number: int, file: Path) -> bool:
+        """The commit point: make the built file the shard's part; False when another attempt's part stands."""
+        return self.create(part_key(number), file)
+
+    def parts(self) -> Iterator[tuple[int, ObjectInfo]]:
+        """Parts that stand, by number, with their sizes; keys below the job."""
+        for info in self.store.list(self.prefix + RESULTS):
+            number = part_number(info.key)
+            if number is not None:
+                yield number, ObjectInfo(info.key.removeprefix(self.prefix), info.size)
+
+    def result_parts(self, manifest: Manifest | None) -> list[int]:
+        """Numbers of the parts that hold the job's results: those that stand. Of a job that failed as a whole, or ended
+        before it was planned, it is those that its manifest lists: a worker or a planner that didn't see the manifest
+        yet may still have committed another.
+
+        Args:
+            manifest: the job's, read before this call: with it, what is returned is all there will be.
+        """
+        if manifest is None or (manifest.files and manifest.status is not JobStatus.FAILED):
+            return [number for number, _ in self.parts()]
+        listed = (part_number(file.path) for file in manifest.files)
+        return [number for number in listed if number is not None]
+
+    def hash_part(self, number: int) -> str:
+        """The sha256 of a part's bytes, streamed."""
+        digest = hashlib.sha256()
+        with self.store.open(self.prefix + part_key(number)) as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    # -- attempts and runs
+
+    def begin_attempt(self, shard: int, make: Callable[[int], AttemptRecord], *, first: int = 1) -> AttemptRecord:
+        """Record that a shard is tried (once more); `make` gets the attempt's number, `first` or the next free one."""
+        number = first
+        while True:
+            record = make(number)
+            key = work_key(shard, f"attempt-{number:04d}.json")
+            if self.create(key, record.to_json()):
+                return record
+            standing = self.read_record(key, AttemptRecord)
+            if standing is not None and standing.attempt_id == record.attempt_id:
+                return standing  # its own, whose confirmation was lost
+            number += 1
+
+    def attempts(self, shard: int) -> list[AttemptRecord]:
+        """All attempts on a shard, in order; none any more when the job has ended."""
+        return self._records(work_key(shard, "attempt-"), AttemptRecord)
+
+    def record_end(self, shard: int, record: EndRecord) -> None:
+        """Record that an attempt ended without a commit; once for each attempt. The last thing that it writes: after
+        the job's end nobody asks for it, and all that the attempts left is removed.
+        """
+        self.create(work_key(shard, f"ended-{record.attempt_id}.json"), record.to_json())
+        # Looked at after the write: a job that ends later finds it, and removes it then.
+        try:
+            ended = self.manifest() is not None
+        except LedgerError:  # damaged: whoever reads the outcome reports that
+            return
+        if ended:
+            self.clear_work(shard)
+
+    def ended(self, shard: int) -> list[EndRecord]:
+        """Attempts on a shard that ended without a commit, and lived to say so."""
+        return self._records(work_key(shard, "ended-"), EndRecord)
+
+    def note_unreadable(self, shard: int, name: str, record: UnreadableRecord) -> None:
+        """Record that an attempt could not go on with a shard. `name`: of the attempt."""
+        self.create(work_key(shard, f"unreadable-{name}.json"), record.to_json())
+
+    def unreadable(self, shard: int) -> list[UnreadableRecord]:
+        """Attempts that could not go on with a shard, since its objects can't be read or for an unforeseen error."""
+        return self._records(work_key(shard, "unreadable-"), UnreadableRecord)
+
+    def troubled(self) -> set[int]:
+        """Shards that left more than the mark of one attempt: all others are as their part says. One listing."""
+        objects = Counter(shard for shard, _ in self._left())
+        return {shard for shard, count in objects.items() if count > 1}
+
+    def clear_work(self, shard: int | None = None) -> None:
+        """Remove what attempts left, on one shard or on all; who ran when is kept. Only for jobs whose manifest stands
+        durably: it counts what is removed here. An interruption leaves some of it."""
+        if shard is None:
+            keys = (info.key for _, info in self._left())
+        else:
+            keys = (info.key for info in self._list(work_key(shard, "")))
+        for key in keys:
+            self.store.delete(key)
+
+    def read_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        """A private record of the job by its key; None when it is gone or damaged."""
+        return self._find_record(key, kind)
+
+    def record_planning_failure(self, make: Callable[[int], PlanningFailure]) -> int:
+        """Record that planning failed (once more); how often it has. `make` gets that number."""
+        number = 1
+        while not self.create(f"{WORK}planning/failed-{number:02d}.json", make(number).to_json()):
+            number += 1
+        return number
+
+    def record_run(self, name: str, record: RunRecord) -> None:
+        """Record that a run took the job up."""
+        self.create(f"{WORK}runs/{name}.json", record.to_json())
+
+    def runs(self) -> list[RunRecord]:
+        """All runs that took the job up, the earliest first."""
+        return sorted(self._records(f"{WORK}runs/", RunRecord), key=lambda record: record.started_at)
+
+    # -- the state
+
+    def status(self) -> JobStatus:
+        """What the objects that stand add up to; raises `JobNotFound`."""
+        manifest = self.manifest()
+        if manifest is not None:
+            return manifest.status
+        self.job()
+        closing = self.closing()
+        if closing is not None:
+            return JobStatus.FINALIZING if closing.kind == "expire" else JobStatus.CANCELLING
+        if not self.has_part(REJECTS):
+            return JobStatus.VALIDATING
+        wanted = self.wanted_parts()
+        standing = {number for number, _ in self.parts()}
+        return JobStatus.FINALIZING if wanted is not None and wanted <= standing else JobStatus.IN_PROGRESS
+
+    def wanted_parts(self) -> set[int] | None:
+        """Numbers of the parts that a whole job has; None while the plan isn't complete."""
+        numbers, complete = set[int](), False
+        for segment in self.segments():
+            numbers.update(segment.parts)
+            complete = segment.last
+        return numbers if complete else None
+
+    def place(self, key: str = "") -> str:
+        """How messages name the job's place, or an object of it."""
+        return self.store.locate(self.prefix + key)
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        """Create an object of the job."""
+        return self.store.create(self.prefix + key, data)
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self.store.list(self.prefix + prefix)
+
+    def _left(self) -> Iterator[tuple[int, ObjectInfo]]:
+        """What attempts left: shard and object, in the store's keys."""
+        for info in self._list(WORK):
+            folder = info.key.removeprefix(self.prefix + WORK).split("/", 1)[0]
+            if folder.isdigit():
+                yield int(folder), info
+
+    def _records(self, beginning: str, kind: type[SomePaper]) -> list[SomePaper]:
+        """Records by the beginning of their keys; some may go meanwhile, because the job has just ended. One that is
+        damaged is passed over: what it says saves work, and no result depends on it."""
+        found = (self._find_record(info.key.removeprefix(self.prefix), kind) for info in self._list(beginning))
+        return [paper for paper in found if paper is not None]
+
+    def _find_record(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        try:
+            return self._read(key, kind)
+        except LaterVersion:
+            raise
+        except LedgerError as error:
+            logger.warning("a record of an attempt is damaged, and is passed over", reason=str(error))
+            return None
+
+    def _read(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        try:
+            data = self.store.read(self.prefix + key)
+        except ObjectNotFound:
+            return None
+        return read_paper(self.place(key), data, kind)
+
+
+def read_paper(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
+    """A paper from its JSON; raises `LedgerError` that names `where` when it is damaged or of a later version."""
+    try:
+        raw = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise LedgerError(f"{where}: is not JSON ({error}); it was damaged outside tokenmill") from error
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if isinstance(version, int) and version > LATEST_VERSION:
+        raise LaterVersion(
+            f"{where}: has format version {version}, but this tokenmill reads up to {LATEST_VERSION}; use a newer one"
+        )
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        place = ".".join(str(step) for step in detail["loc"]) or "the whole"
+        raise LedgerError(f"{where}: {place}: {detail['msg']}; it was damaged or written by another version") from error

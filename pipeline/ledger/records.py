@@ -1,0 +1,142 @@
+"""Papers that only the pipeline reads: what a part's footer says, and what lies in `work/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal
+
+from pydantic import AwareDatetime, Field
+
+from schemas.jobs.outcome import Counts, Usage, Worked
+from schemas.stored import Count, Paper, Report
+
+EngineFact = str | int | float | bool | None
+
+EngineFacts = dict[str, EngineFact]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What an attempt cost; kept in the part's footer, so that the manifest adds up footers only.
+
+    Attributes:
+        generated: tokens that this attempt sampled, whatever became of them.
+        exposed: the most tokens that its engine sampled between two checkpoints.
+        busy_seconds: of the engine's steps, the shard's share.
+        engine_started_at, engine_finished_at: first step and last step that worked on the shard; None if there was none
+            (every row refused before the engine).
+        engine: the engine's settings, for the manifest.
+        versions: of the libraries that computed, for the manifest.
+    """
+
+    generated: int = 0
+    exposed: int = 0
+    busy_seconds: float = 0.0
+    engine_started_at: datetime | None = None
+    engine_finished_at: datetime | None = None
+    engine: Mapping[str, EngineFact] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class PartSummary(Report):
+    """The footer of a part: all that a manifest needs, so that nobody scans results to add up a job.
+
+    Attributes:
+        part: its number, which is its shard's; 0 holds the rows refused in planning.
+        attempt, attempt_id, worker: who made it.
+        counts: its rows by status.  usage: tokens of the rows computed for it (copies cost nothing).
+        started_at, committed_at: when the shard was taken and when the part was built.
+        engine_started_at, engine_finished_at: first and last engine step for the shard.
+        engine, versions: the engine's settings and libraries.
+        exposed: the most tokens that its engine sampled between two checkpoints: what a death can cost.
+        accounted: attempt -> tokens that it sampled and that are in `usage`, as answers or as repeated.
+        worked: attempt -> what it took of its worker, of those that this part knows of.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    part: Count
+    attempt: int = 1
+    attempt_id: str
+    worker: str
+    counts: Counts
+    usage: Usage = Usage()
+    started_at: AwareDatetime
+    committed_at: AwareDatetime
+    engine_started_at: AwareDatetime | None = None
+    engine_finished_at: AwareDatetime | None = None
+    engine: EngineFacts = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    exposed: Count = 0
+    accounted: dict[str, Count] = Field(default_factory=dict)
+    worked: dict[str, Worked] = Field(default_factory=dict)
+
+
+class AttemptRecord(Report):
+    """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash.
+
+    `session` is one life of the worker: attempts of the same session end with the same death.
+    """
+
+    version: Literal[1] = 1
+    attempt: Count
+    attempt_id: str
+    worker: str
+    session: str = ""
+    started_at: AwareDatetime
+
+
+class NoteRecord(Paper):
+    """`work/NNNNN/note-ATTEMPT_ID-SEQ.json`: from here on the attempt computes these rows of the shard, nothing else.
+    Empty: they survived, and it computes what it likes again."""
+
+    version: Literal[1] = 1
+    rows: tuple[Count, ...] = ()
+
+
+class EndRecord(Report):
+    """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, all tokens it had sampled, and
+    what it took of its worker."""
+
+    version: Literal[1] = 1
+    attempt_id: str
+    generated: Count
+    worked: Worked = Worked()
+
+
+class PlanningFailure(Report):
+    """`work/planning/failed-NN.json`: planning the job failed for a reason that was not foreseen. How often it did
+    survives any restart."""
+
+    version: Literal[1] = 1
+    attempt: Count
+    error: str
+    at: AwareDatetime
+
+
+class UnreadableRecord(Report):
+    """`work/NNNNN/unreadable-ATTEMPT_ID.json`: an attempt could not go on with the shard, and why: its objects, or the
+    plan's, can't be read, or an error was never foreseen. After some of these the shard is given up."""
+
+    version: Literal[1] = 1
+    worker: str
+    at: AwareDatetime
+    reason: str
+
+
+class RunRecord(Report):
+    """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
+
+    version: Literal[1] = 1
+    started_at: AwareDatetime
+
+
+class Tombstone(Paper):
+    """`tombstone.json`: the results of the job were removed, or are being removed since then. Its order and its outcome
+    stay."""
+
+    version: Literal[1] = 1
+    job: str
+    at: AwareDatetime

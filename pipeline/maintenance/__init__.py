@@ -1,0 +1,1 @@
+"""Retention: removes from a root what has expired."""

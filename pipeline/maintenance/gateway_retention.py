@@ -1,0 +1,84 @@
+"""What of the gateway's objects nobody needs any more: expired files, removals that were interrupted, uploads that were
+never ended, and words on requests that nobody repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from pipeline.gateway.files.service import (
+    find_file,
+    is_deleted,
+    mark_deleted,
+    objects_of,
+    open_reader,
+    unmark_deleted,
+)
+from pipeline.gateway.records import FILES, Heard
+from pipeline.jobs.submit import id_moment
+from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.tenant_index import TENANTS
+from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore
+
+
+def expired_files(store: ObjectStore, now: datetime, kept_unfinished: timedelta, dry_run: bool) -> Iterator[ObjectInfo]:
+    """Objects of files that are to go, in the order in which they must. A file that an open job reads stays.
+
+    Args:
+        kept_unfinished: uploads without an end are kept for so long.
+        dry_run: change nothing; else a file is marked before its first object is given.
+    """
+    for folder in store.folders(FILES):
+        file_id = folder.removeprefix(FILES).rstrip("/")
+        file = find_file(store, file_id)
+        if file is None:
+            if _is_left_over(store, file_id, now - kept_unfinished, dry_run):
+                yield from [info for info in store.list(folder) if not info.key.endswith("/deleted")]
+                _end(store, file_id, dry_run)
+            continue
+        marked = is_deleted(store, file_id)
+        if not marked and (file.expires_at is None or file.expires_at > now):
+            continue
+        if open_reader(store, file_id, now) is not None:
+            continue
+        if not marked and not dry_run:
+            mark_deleted(store, file_id)
+            if open_reader(store, file_id, now) is not None:  # it began meanwhile
+                unmark_deleted(store, file_id)
+                continue
+        found = (store.info(key) for key in objects_of(store, file))
+        yield from [info for info in found if info is not None]
+        _end(store, file_id, dry_run)
+
+
+def _end(store: ObjectStore, file_id: str, dry_run: bool) -> None:
+    if not dry_run:
+        unmark_deleted(store, file_id)
+
+
+def _is_left_over(store: ObjectStore, file_id: str, before: datetime, dry_run: bool) -> bool:
+    """Whether what is there will never be a file. Marked first, then looked at again: who has just written `file.json`
+    sees the mark."""
+    if is_deleted(store, file_id):
+        return True
+    began = id_moment(file_id)
+    if began is None or began > before:
+        return False
+    if not dry_run:
+        mark_deleted(store, file_id)
+        if find_file(store, file_id) is not None:
+            unmark_deleted(store, file_id)
+            return False
+    return True
+
+
+def old_words(store: ObjectStore, before: datetime) -> Iterator[ObjectInfo]:
+    """What says that a request was heard, if that is so long ago that nobody repeats it."""
+    for tenant in store.folders(TENANTS):
+        for info in list(store.list(f"{tenant}idempotency/")):
+            try:
+                heard = read_paper(store.locate(info.key), store.read(info.key), Heard)
+            except ObjectNotFound:
+                continue
+            if heard.at <= before:
+                yield info

@@ -1,0 +1,265 @@
+"""Removing from a root what nobody needs any more. Slow, rarely needed, and safe at any moment.
+
+What goes, and when:
+- of a job that has ended: what its attempts left, and shards of planners that lost a race, at once;
+- results, and the plan, of a job that ended longer ago than it, or else the installation, says that results are kept. A
+  tombstone is made first, so that who misses them can read why;
+- an intake's batch, which is a job's input that only we hold: when the job's results are gone, and it is so old that
+  the door can't see the same events again;
+- an intake's ticket, by which a task is known again: when it is that old, and its job has ended or never was;
+- a file of the HTTP gateway, when its time is over and no open job reads it, and what is left over of an upload or a
+  removal; its words on requests that were heard, when they are as old as an intake's tickets;
+- a dead letter, when it is older than dead letters are kept;
+- the marker of a dropped file: when the file is gone;
+- parts of uploads that nobody will end, where the store has such.
+
+A job that has no outcome is never touched. A job's papers (order, outcome, tombstone) stay for ever: a job's id is made
+of its event, so it is they that make an event which is repeated years later harmless, and no marker. Each removal is
+decided by what stands, so an interrupted collection is ended by the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from itertools import takewhile
+from typing import Final, Protocol, TypeVar, runtime_checkable
+
+from pipeline.ingest.celery.tasks import INTAKE as TASKS
+from pipeline.ingest.celery.tasks import TICKET, load_ticket
+from pipeline.ingest.dead_letters import DeadLetters, letter_objects
+from pipeline.ingest.files.source import file_hash, markers_of
+from pipeline.jobs.tenant_spend import old_spending
+from pipeline.ledger.active_index import ACTIVE, sweep
+from pipeline.ledger.ledger import JOBS, OWN_FOLDERS, PROGRESS, SHARDS, WORK, JobLedger
+from pipeline.ledger.records import Tombstone
+from pipeline.maintenance.gateway_retention import expired_files, old_words
+from pipeline.ports import ObjectInfo, World
+from schemas.jobs.job import Job
+from schemas.jobs.outcome import Manifest
+
+INTAKE: Final = "intake/"
+INCOMING: Final = "incoming/"
+
+T = TypeVar("T")
+
+
+class Kind(StrEnum):
+    """Of what was removed."""
+
+    WORK = "work"
+    LOST_PLAN = "lost_plan"
+    RESULTS = "results"
+    BATCH = "batch"
+    TICKET = "ticket"
+    LETTER = "letter"
+    MARKER = "marker"
+    UPLOAD = "upload"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionSettings:
+    """How long things are kept.
+
+    Attributes:
+        outputs: results, from the end of a job that doesn't say so itself; None: for ever.
+        letters: dead letters, from when they were written; None: for ever.
+        intake: an intake's batches, from the job's acceptance, and tickets, at least. Longer than any door's source
+            repeats: SQS keeps 14 days at most, a Kafka topic what its retention says.
+        uploads: from the beginning of an upload in parts.
+    """
+
+    outputs: timedelta | None = None
+    letters: timedelta | None = None
+    intake: timedelta = timedelta(days=30)
+    uploads: timedelta = timedelta(days=2)
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was removed, or would be: objects and bytes by kind, and jobs whose results went."""
+
+    objects: Counter[Kind] = field(default_factory=Counter)
+    num_bytes: Counter[Kind] = field(default_factory=Counter)
+    jobs: list[str] = field(default_factory=list)
+
+
+@runtime_checkable
+class HoldsUploads(Protocol):
+    """A store in which uploads in parts can be left behind."""
+
+    def abort_stale_uploads(self, before: datetime) -> int:
+        """Forget uploads that began before that moment and never ended; how many."""
+        ...
+
+
+class Collector:
+    """Collects what a root needs no more. Several may run.
+
+    Args:
+        dry_run: only count.  stopped: asked between objects; once it says yes, the rest is left to the next collection.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        settings: RetentionSettings | None = None,
+        *,
+        dry_run: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._world = world
+        self._store = world.store
+        self._now = world.clock.now
+        self._settings = settings or RetentionSettings()
+        self._dry_run = dry_run
+        self._stopped = stopped
+        self._collected = Collected()
+
+    def run(self) -> Collected:
+        """One collection. Raises `PipelineError` where the store fails or a paper can't be read; then what was removed
+        by then stays removed, and the next collection goes on."""
+        self._collected = Collected()
+        if not self._dry_run:
+            sweep(self._store)
+        for prefix in self._unless_stopped(self._store.folders(JOBS)):
+            self._collect_job(JobLedger(self._store, prefix))
+        self._collect_tickets()
+        self._collect_files()
+        self._collect_letters()
+        self._collect_spending()
+        self._collect_markers()
+        if isinstance(self._store, HoldsUploads) and not self._dry_run:
+            self._collected.objects[Kind.UPLOAD] += self._store.abort_stale_uploads(
+                self._now() - self._settings.uploads
+            )
+        return self._collected
+
+    def _unless_stopped(self, found: Iterable[T]) -> Iterator[T]:
+        return takewhile(lambda _: not self._stopped(), found)
+
+    def _collect_job(self, ledger: JobLedger) -> None:
+        # A marked job is open, or being ended; and what isn't marked is looked at before anything is touched.
+        if self._store.info(ACTIVE + ledger.name) is not None:
+            return
+        manifest = ledger.manifest()
+        if manifest is None:
+            return
+        tombstone = ledger.tombstone()
+        if tombstone is None and not self._has_expired(ledger.job(), manifest):
+            self._collect_leftovers(ledger)
+            return
+        if tombstone is None:
+            self._collected.jobs.append(ledger.name)
+            if not self._dry_run:
+                ledger.create_tombstone(Tombstone(job=manifest.job, at=self._now()))
+        for name, info in _objects(ledger):
+            if name == PROGRESS or name.startswith(OWN_FOLDERS):
+                self._remove(Kind.RESULTS, info)
+        self._collect_batches(ledger)
+
+    def _has_expired(self, job: Job, manifest: Manifest) -> bool:
+        kept = self._settings.outputs if job.output_expires_after is None else job.output_expires_after
+        return kept is not None and manifest.finished_at + kept <= self._now()
+
+    def _collect_leftovers(self, ledger: JobLedger) -> None:
+        """What attempts left after the outcome was written, and what planners wrote that no segment names."""
+        found = {SHARDS: list[tuple[str, ObjectInfo]](), WORK: list[tuple[str, ObjectInfo]]()}
+        for folder, objects in found.items():
+            objects += _objects(ledger, folder)
+        for name, info in found[WORK]:
+            if name.removeprefix(WORK).partition("/")[0].isdigit():
+                self._remove(Kind.WORK, info)
+        if found[SHARDS]:
+            segments = list(ledger.segments())
+            named = {shard.key for segment in segments for shard in segment.shards}
+            named |= {segment.rejects.key for segment in segments if segment.rejects is not None}
+            for name, info in found[SHARDS]:
+                if name not in named:
+                    self._remove(Kind.LOST_PLAN, info)
+
+    def _collect_batches(self, ledger: JobLedger) -> None:
+        job = ledger.job()
+        if job.created_at + self._settings.intake > self._now():
+            return
+        ours = self._store.locate(INTAKE.rstrip("/")) + "/"
+        for file in job.input.files:
+            if file.uri.startswith(ours):
+                key = INTAKE + file.uri.removeprefix(ours)
+                info = self._store.info(key)
+                if info is not None:
+                    self._remove(Kind.BATCH, info)
+                self._collect_beside(key)
+
+    def _collect_beside(self, key: str) -> None:
+        """What an intake wrote beside a batch of lines (named alike up to the "-") is needed as long as lines of that
+        batch are: another job may read them."""
+        beginning, dash, _ = key.rpartition("-")
+        beside = [info for info in self._store.list(beginning + dash) if info.key != key] if dash else []
+        if not any(info.key.endswith(".jsonl") for info in beside):
+            for info in beside:
+                self._remove(Kind.BATCH, info)
+
+    def _collect_tickets(self) -> None:
+        """Of tasks that are so old that nobody brings them again. Lines that a task brought along are its job's input;
+        where no job came of it, they go with the ticket, and before it."""
+        for info in self._unless_stopped(list(self._store.list(TASKS))):
+            if not info.key.endswith(TICKET):
+                continue
+            ticket = load_ticket(self._store, info.key)
+            if ticket is None or ticket.at + self._settings.intake > self._now():
+                continue
+            ledger = JobLedger(self._store, f"{JOBS}{ticket.job_id}/")
+            if ledger.find_job() is None:
+                for beside in list(self._store.list(info.key.removesuffix(TICKET))):
+                    if beside.key != info.key:
+                        self._remove(Kind.BATCH, beside)
+            elif ledger.manifest() is None:
+                continue
+            self._remove(Kind.TICKET, info)
+
+    def _collect_files(self) -> None:
+        now = self._now()
+        for info in self._unless_stopped(expired_files(self._store, now, self._settings.uploads, self._dry_run)):
+            self._remove(Kind.FILE, info)
+        for info in self._unless_stopped(old_words(self._store, now - self._settings.intake)):
+            self._remove(Kind.TICKET, info)
+
+    def _collect_letters(self) -> None:
+        if self._settings.letters is None:
+            return
+        before = self._now() - self._settings.letters
+        old = [found.letter.id for found in DeadLetters(self._world).letters() if found.letter.recorded_at <= before]
+        for letter in self._unless_stopped(old):
+            for info in letter_objects(self._store, letter):
+                self._remove(Kind.LETTER, info)
+
+    def _collect_spending(self) -> None:
+        for info in self._unless_stopped(old_spending(self._store, self._now().date())):
+            self._remove(Kind.MARKER, info)
+
+    def _collect_markers(self) -> None:
+        """Of the root's own drop place: others' files can't be looked for from here, and their markers stay."""
+        markers = markers_of(self._store.locate(INCOMING))
+        there: set[str] | None = None
+        for info in self._unless_stopped(self._store.list(markers)):
+            if there is None:
+                there = {file_hash(self._store.locate(found.key)) for found in self._store.list(INCOMING)}
+            if info.key.removeprefix(markers).partition("-")[0] not in there:
+                self._remove(Kind.MARKER, info)
+
+    def _remove(self, kind: Kind, info: ObjectInfo) -> None:
+        self._collected.objects[kind] += 1
+        self._collected.num_bytes[kind] += info.size
+        if not self._dry_run:
+            self._store.delete(info.key)
+
+
+def _objects(ledger: JobLedger, below: str = "") -> Iterator[tuple[str, ObjectInfo]]:
+    """A job's objects with their names below the job."""
+    for info in list(ledger.store.list(ledger.prefix + below)):
+        yield info.key.removeprefix(ledger.prefix), info

@@ -1,0 +1,1 @@
+"""The model registry: the catalog of served models, releases, canaries."""

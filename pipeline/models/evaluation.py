@@ -1,0 +1,172 @@
+"""Whether a new version of a model is good enough: a pure function of what both versions made of the same shards.
+
+A shard is one sample: its rows were computed together, so they aren't independent of each other. A sample counts as
+soon as it is there, so one looks again and again, and each look may be wrong by chance. Therefore there are few looks
+(at 8, 16, 32, … shards; n doubles), and look k gets the share 2^-(k+1) of what may go wrong in all: a union bound,
+which needs no assumption about how looks hang together. A look sees the first n shards and no others, so that looking
+twice is looking once.
+
+At each look a limit is *broken* when the whole interval lies beyond it, *kept* when the whole interval lies within, and
+open otherwise. One that is broken ends the release; promoted is what keeps all of them. What is still open at the last
+look is rolled back: a new version has to be shown to be good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import Final, Literal
+
+from schemas.releases import Bounds, Comparison, Drift
+from schemas.settings.releases import ReleaseRules
+
+LIMITS: Final = 3
+"""That are judged by samples: errors, agreement, latency."""
+
+Standing = Literal["kept", "broken", "open"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowedShard:
+    """What two versions made of the rows of one shard.
+
+    Attributes:
+        rows: that both computed.
+        failed: that only the candidate failed.  mended: that only the stable version failed.
+        agreement: mean likeness of the answers, 0 to 1; None: there is no row that both answered.
+        latency: logarithm of how many times as long a token took with the candidate; None: it wasn't measured.
+    """
+
+    rows: int
+    failed: int
+    mended: int
+    agreement: float | None
+    latency: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison comes to."""
+
+    promote: bool
+    reasons: tuple[str, ...]
+    comparison: Comparison
+
+
+def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: Drift | None) -> Verdict | None:
+    """The verdict, as soon as there is one; None: more is to be compared. `shards`: in the order in which they came."""
+    most = max(rules.most_shards, rules.least_shards)
+    look, count = 0, min(rules.least_shards, most)
+    while count <= len(shards):
+        compared = compare(shards[:count], drift, _error(rules, look))
+        standings = _standings(compared, rules)
+        broken = [why for standing, why in standings if standing == "broken"]
+        if broken:
+            return Verdict(False, tuple(broken), compared)
+        if all(standing == "kept" for standing, _ in standings):
+            return Verdict(True, tuple(why for _, why in standings), compared)
+        if count == most:
+            left = [why for standing, why in standings if standing == "open"]
+            return Verdict(False, ("not shown to be as good", *left), compared)
+        look, count = look + 1, min(2 * count, most)
+    return None
+
+
+def standing_of(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: Drift | None) -> Comparison:
+    """What all that was compared says so far, for somebody who looks; decides nothing."""
+    return compare(shards, drift, 1 - rules.confidence)
+
+
+def compare(shards: Sequence[ShadowedShard], drift: Drift | None, error: float) -> Comparison:
+    """The figures, with bounds that each may be missed on either side with probability `error`."""
+    rows = sum(shard.rows for shard in shards)
+    failed, mended = sum(shard.failed for shard in shards), sum(shard.mended for shard in shards)
+    agreement = _mean([shard.agreement for shard in shards if shard.agreement is not None], error)
+    latency = _mean([shard.latency for shard in shards if shard.latency is not None], error)
+    if latency is not None:
+        latency = Bounds(**{name: math.exp(min(value, 50.0)) for name, value in latency.model_dump().items()})
+    return Comparison(
+        shards=len(shards), rows=rows, failed=failed, mended=mended, agreement=agreement, latency=latency, drift=drift,
+        more_errors=_more_errors(rows, failed, mended, error),
+    )  # fmt: skip
+
+
+def _error(rules: ReleaseRules, look: int) -> float:
+    """What a bound of this look may be wrong by."""
+    return (1 - rules.confidence) / (2.0 ** (look + 1) * LIMITS)
+
+
+def _standings(compared: Comparison, rules: ReleaseRules) -> list[tuple[Standing, str]]:
+    """How each limit stands, and in words."""
+    found = []
+    if compared.drift is not None and rules.drift is not None:
+        standing: Standing = "kept" if compared.drift.mean <= rules.drift else "broken"
+        found.append((standing, f"log-probabilities differ by {compared.drift.mean:.3g}, the limit is {rules.drift:g}"))
+    errors = compared.more_errors
+    found.append((
+        _standing(errors, most=rules.more_errors),
+        f"share of rows that fail more: {_words(errors)}, the limit is {rules.more_errors:g}",
+    ))  # fmt: skip
+    agreement = compared.agreement
+    least = None if agreement is None else Bounds(mean=-agreement.mean, low=-agreement.high, high=-agreement.low)
+    found.append((
+        _standing(least, most=-rules.agreement),
+        f"agreement of answers: {_words(agreement)}, the limit is {rules.agreement:g}",
+    ))  # fmt: skip
+    if compared.latency is not None:
+        found.append((
+            _standing(compared.latency, most=rules.slower),
+            f"time of a token: {_words(compared.latency)} times as long, the limit is {rules.slower:g}",
+        ))  # fmt: skip
+    return found
+
+
+def _standing(bounds: Bounds | None, *, most: float) -> Standing:
+    if bounds is None:
+        return "open"
+    return "kept" if bounds.high <= most else "broken" if bounds.low > most else "open"
+
+
+def _words(bounds: Bounds | None) -> str:
+    return "not known" if bounds is None else f"{bounds.mean:.3g} ({bounds.low:.3g} to {bounds.high:.3g})"
+
+
+def _mean(values: Sequence[float], error: float) -> Bounds | None:
+    """The mean of independent values, with Student's bounds."""
+    if len(values) < 2:
+        return None
+    mean, spread = fmean(values), stdev(values) / math.sqrt(len(values))
+    reach = _student(error, len(values) - 1) * spread
+    return Bounds(mean=mean, low=mean - reach, high=mean + reach)
+
+
+def _student(error: float, degrees: int) -> float:
+    """The upper quantile of Student's distribution by its expansion around the normal one's (Abramowitz and Stegun,
+    26.7.5); within 2 % for the errors and numbers of shards that there can be."""
+    z = NormalDist().inv_cdf(1 - error)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160
+    value: float = z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
+    return value
+
+
+def _more_errors(rows: int, failed: int, mended: int, error: float) -> Bounds | None:
+    """Of the rows whose outcome differs: how much more often the candidate failed, with Wilson's bounds for either
+    share. Rows that both failed say nothing."""
+    if not rows:
+        return None
+    z = NormalDist().inv_cdf(1 - error)
+    (fail_low, fail_high), (mend_low, mend_high) = _wilson(failed, rows, z), _wilson(mended, rows, z)
+    return Bounds(mean=(failed - mended) / rows, low=fail_low - mend_high, high=fail_high - mend_low)
+
+
+def _wilson(count: int, of: int, z: float) -> tuple[float, float]:
+    """Between which bounds a share lies (Wilson 1927)."""
+    share, square = count / of, z * z / of
+    middle = (share + square / 2) / (1 + square)
+    reach = z / (1 + square) * math.sqrt(share * (1 - share) / of + square / (4 * of))
+    return max(0.0, middle - reach), min(1.0, middle + reach)

@@ -1,0 +1,187 @@
+"""The releases of a root: numbered for each model, each begun by one object and ended by one, which never change.
+
+    releases/NAME/NNNNN/release.json   outcome.json   drift.json   shadow/JOB-SHARD.parquet
+
+NAME is a hash of the model's name. A release is begun when the one before has its outcome, and of two that begin the
+same number one wins; of two outcomes the first counts. So what a model's name means is computed from what stands, and
+can't go back and forth: the candidate of the last release if that was promoted, else its stable version. The catalog's
+entry for the name follows that; before the first release it is whatever a worker published last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, Literal, TypeVar
+
+from pipeline.ledger.ledger import read_paper
+from pipeline.models.catalog import Catalog
+from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError
+from schemas.models import CatalogEntry
+from schemas.releases import Comparison, Drift, Outcome, Release
+from schemas.settings.releases import ReleaseRules
+from schemas.stored import Paper
+
+RELEASES: Final = "releases/"
+SomePaper = TypeVar("SomePaper", bound=Paper)
+
+
+class ReleaseError(PipelineError):
+    """Raised when a release can't be begun or ended as was asked; says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A release, and its outcome once there is one."""
+
+    release: Release
+    outcome: Outcome | None
+
+    @property
+    def served(self) -> CatalogEntry:
+        """What the model's name means."""
+        promoted = self.outcome is not None and self.outcome.verdict == "promoted"
+        return self.release.candidate if promoted else self.release.stable
+
+
+class ReleaseBook:
+    """The releases of the root in `store`. Holds no state."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._catalog = Catalog(store)
+
+    def last(self, name: str) -> Standing | None:
+        """The last release of the model; None: there was none."""
+        return self._last(_folder(name))
+
+    def all_last(self) -> Iterator[Standing]:
+        """The last release of each model that ever had one."""
+        for folder in list(self._store.folders(RELEASES)):
+            standing = self._last(folder)
+            if standing is not None:
+                yield standing
+
+    def history(self, name: str) -> list[Standing]:
+        """All releases of the model, the first one first."""
+        found = (self._read(_folder(name), number) for number in sorted(self._numbers(_folder(name))))
+        return [standing for standing in found if standing is not None]
+
+    def begin(
+        self,
+        name: str,
+        candidate: CatalogEntry,
+        rules: ReleaseRules,
+        at: datetime,
+        mode: Literal["canary", "shadow", "direct"] = "canary",
+    ) -> Release:
+        """Begin a release. `candidate`: as the catalog has it under its digest. Raises `ReleaseError`."""
+        last = self.last(name)
+        if last is not None and last.outcome is None:
+            raise ReleaseError(
+                f"release {last.release.number} of {name} is not decided yet; wait, or promote it or roll it back"
+            )
+        stable = self._catalog.find(name) if last is None else last.served
+        if stable is None:
+            raise ReleaseError(f"no worker has served {name} yet, so there is nothing to compare with; start one first")
+        if stable.pin.key == candidate.pin.key:
+            raise ReleaseError(f"{name} is {candidate.pin.digest} already, as it would be computed; nothing is new")
+        number = 1 if last is None else last.release.number + 1
+        folder = f"{_folder(name)}{number:05d}"
+        release = Release(
+            id=folder.removeprefix(RELEASES),
+            number=number,
+            mode=mode,
+            stable=stable,
+            candidate=candidate.model_copy(update={"pin": candidate.pin.model_copy(update={"name": name})}),
+            rules=rules,
+            started_at=at,
+        )
+        if not self._store.create(f"{folder}/release.json", release.to_json()):
+            raise ReleaseError(f"release {number} of {name} was begun by somebody else just now; look at it first")
+        return release
+
+    def end(
+        self,
+        release: Release,
+        verdict: Literal["promoted", "rolled_back"],
+        by: Literal["comparison", "time", "operator"],
+        at: datetime,
+        reasons: tuple[str, ...] = (),
+        comparison: Comparison | None = None,
+    ) -> Outcome:
+        """End a release; the outcome that counts, which is another if somebody was first."""
+        outcome = Outcome(release=release.id, verdict=verdict, by=by, reasons=reasons, comparison=comparison, at=at)
+        key = f"{RELEASES}{release.id}/outcome.json"
+        if not self._store.create(key, outcome.to_json()):
+            outcome = self._paper(key, Outcome) or outcome
+        self.settle(Standing(release, outcome))
+        return outcome
+
+    def go_back(self, name: str, at: datetime) -> Standing:
+        """The version before the one that was promoted last is served again: a release of its own, decided at once.
+        Raises `ReleaseError` where none was promoted."""
+        last = self.last(name)
+        if last is None or last.served.pin.key != last.release.candidate.pin.key:
+            raise ReleaseError(f"the last release of {name} was not promoted; there is nothing to go back from")
+        former = last.release.stable
+        release = self.begin(name, former, last.release.rules, at, "direct")
+        return Standing(release, self.end(release, "promoted", "operator", at, ("the version before is served again",)))
+
+    def settle(self, standing: Standing) -> None:
+        """Have the catalog say what the release came to; does nothing where it does already. A worker that looked just
+        before the end may have said something else."""
+        if standing.outcome is None:
+            return
+        found = self._catalog.find(standing.release.name)
+        if found is None or found.pin.key != standing.served.pin.key:
+            self._catalog.publish(standing.served.model_copy(update={"published_at": standing.outcome.at}))
+
+    def publish(self, entry: CatalogEntry, *, candidate: bool = False) -> bool:
+        """A worker serves this version from now on. It is what the model's name means, unless releases have decided
+        otherwise or it comes as a candidate; whether it is."""
+        self._catalog.publish_version(entry)
+        last = self.last(entry.pin.name)
+        if last is None:
+            if not candidate:
+                self._catalog.publish(entry)
+            return not candidate
+        if last.served.pin.key != entry.pin.key:
+            return False
+        self._catalog.publish(entry)
+        return True
+
+    def note_drift(self, release: Release, drift: Drift) -> None:
+        """How far the candidate's log-probabilities lie from the stable version's; the first word counts."""
+        self._store.create(f"{RELEASES}{release.id}/drift.json", drift.to_json())
+
+    def drift(self, release: Release) -> Drift | None:
+        """What was noted."""
+        return self._paper(f"{RELEASES}{release.id}/drift.json", Drift)
+
+    def _numbers(self, folder: str) -> list[int]:
+        """Of what lies there; whoever began one of them may have died before it was written."""
+        names = [prefix[len(folder) :].rstrip("/") for prefix in self._store.folders(folder)]
+        return [int(name) for name in names if name.isdigit()]
+
+    def _last(self, folder: str) -> Standing | None:
+        found = (self._read(folder, number) for number in sorted(self._numbers(folder), reverse=True))
+        return next((standing for standing in found if standing is not None), None)
+
+    def _read(self, folder: str, number: int) -> Standing | None:
+        place = f"{folder}{number:05d}/"
+        release = self._paper(f"{place}release.json", Release)
+        return None if release is None else Standing(release, self._paper(f"{place}outcome.json", Outcome))
+
+    def _paper(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
+        try:
+            data = self._store.read(key)
+        except ObjectNotFound:
+            return None
+        return read_paper(self._store.locate(key), data, kind)
+
+
+def _folder(name: str) -> str:
+    return f"{RELEASES}{hashlib.sha256(name.encode()).hexdigest()[:32]}/"

@@ -1,0 +1,200 @@
+"""A candidate's side of a release: takes copies of shards that the stable version has committed, and puts what it makes
+of them beside, for nobody but the comparison.
+
+It needs no queue and no dispatcher: parts that stand are in the root, and which of them belong to the share is decided
+by a hash. So it holds nothing that anybody waits for, sends no heartbeat that a dispatcher could take for a worker's,
+and writes nothing below `jobs/`. Two workers with the same candidate may compute a shard twice; one copy counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import structlog
+
+from pipeline.jobs.lost_shards import read_table
+from pipeline.ledger.active_index import marked_jobs
+from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError
+from pipeline.ledger.records import ShardReport
+from pipeline.models.registry import ReleaseBook
+from pipeline.models.shadow_results import ShadowCopies
+from pipeline.ports import ObjectNotFound, World
+from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from schemas.jobs.checkpoints import FinishedRows
+from schemas.jobs.job import Job, Tier
+from schemas.jobs.plan import ShardRef
+from schemas.models import ModelPin
+from schemas.releases import Release
+from schemas.workers.metrics import WorkerFigures
+
+LOOK_SECONDS: Final = 1.0
+"""Between two looks for parts that are new, and whether the release has ended."""
+
+NEWEST: Final = 50
+"""Jobs that are looked at beside the open ones: short ones may have ended between two looks."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A job with rows that the stable version computes. `shards`: those that belong to the share, until taken."""
+
+    ledger: JobLedger
+    job: Job
+    shards: dict[int, ShardRef] = field(default_factory=dict)
+    segments: int = 0
+
+
+class ShadowClient:
+    """`ShardSource` and `ShardSink` of one worker for the time of one release. Threads of the worker may share it."""
+
+    def __init__(self, worker: str, world: World, release: Release) -> None:
+        self.worker = worker
+        self._world = world
+        self._release = release
+        self._book = ReleaseBook(world.store)
+        self._copies = ShadowCopies(world.store, release)
+        self._jobs: dict[str, _Watched | None] = {}  # None: it has nothing to do with this release
+        self._found: deque[tuple[_Watched, ShardRef]] = deque()
+        self._next_look = 0.0
+        self._ended = False
+        self._load = WorkerLoad()
+
+    @property
+    def figures(self) -> WorkerFigures | None:
+        """What the worker told last."""
+        return self._load.figures
+
+    # -- ShardSource
+
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
+        """The next copy, or None after `timeout` seconds."""
+        clock = self._world.clock
+        until = clock.monotonic() + timeout
+        while not self._ended:
+            while self._found:
+                watched, shard = self._found.popleft()
+                if not self._copies.has(watched.job.id, shard.number):
+                    try:
+                        return self._open(watched, shard)
+                    except (LedgerError, ObjectNotFound) as error:
+                        logger.info("a shard can't be read, and isn't compared", job=watched.job.id, reason=str(error))
+            now = clock.monotonic()
+            if now >= self._next_look:
+                self._look(now)
+                continue
+            if now >= until:
+                return None
+            clock.sleep(min(until, self._next_look) - now)
+        return None
+
+    def finished(self) -> bool:
+        """True once the release has ended."""
+        return self._ended
+
+    # -- ShardSink
+
+    def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
+        """Put the copy's results beside; False when another worker's stand."""
+        written = self._copies.write(work.job.id, work.shard, finished, self.worker, self._world.clock.now())
+        logger.info("shadow copy computed", job=work.job.id, shard=work.shard, release=self._release.id, first=written)
+        return written
+
+    def begin(self, work: ShardWork) -> None:
+        """Nothing that a death could cost is anybody's: it isn't noted."""
+
+    def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
+        """As `begin`."""
+
+    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+        """As `begin`."""
+
+    def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
+        """As `begin`."""
+
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
+        """The copy is left out of the comparison."""
+        self._world.errors.note("worker", error, job=work.job.id, shard=work.shard)
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad) -> None:
+        """Nobody else would take the copies; the load is kept for `figures`."""
+        self._load = load
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        """All shards once the release has ended: their copies are wanted no more."""
+        self._see_end()
+        return RevokedShards(frozenset((work.job.id, work.shard) for work in shards) if self._ended else frozenset())
+
+    # -- inside
+
+    def _see_end(self) -> None:
+        last = self._book.last(self._release.name)
+        self._ended = last is None or last.release.id != self._release.id or last.outcome is not None
+
+    def _look(self, now: float) -> None:
+        self._next_look = now + LOOK_SECONDS
+        self._see_end()
+        if self._ended:
+            return
+        for ledger in self._looked_at():
+            try:
+                self._look_at(ledger)
+            except (LedgerError, ObjectNotFound) as error:
+                self._jobs[ledger.name] = None
+                logger.warning("a job can't be read, and isn't compared", job=ledger.name, reason=str(error))
+
+    def _looked_at(self) -> Iterator[JobLedger]:
+        store = self._world.store
+        seen: set[str] = set()
+        newest = (JobLedger(store, prefix) for prefix in islice(store.folders(JOBS), NEWEST))
+        for ledger in (*marked_jobs(store), *newest):
+            if ledger.name not in seen and self._jobs.get(ledger.name, True) is not None:
+                seen.add(ledger.name)
+                yield ledger
+
+    def _look_at(self, ledger: JobLedger) -> None:
+        """Find the job's parts that are new."""
+        watched = self._jobs.get(ledger.name)
+        if watched is None:
+            job = ledger.find_job()
+            if job is None:
+                return  # it is being made
+            pinned = {pin.name for pin in job.models if pin.key == self._release.stable.pin.key}
+            watched = self._jobs[ledger.name] = _Watched(ledger, job) if pinned else None
+            if watched is None:
+                return
+        pinned = {pin.name for pin in watched.job.models if pin.key == self._release.stable.pin.key}
+        for segment in ledger.segments(watched.segments):
+            watched.segments = segment.index + 1
+            for shard in segment.shards:
+                if shard.model in pinned and self._chosen(watched.job.id, shard.number):
+                    watched.shards[shard.number] = shard
+        if not watched.shards or ledger.tombstone() is not None:
+            return
+        for number, _ in ledger.parts():
+            if (found := watched.shards.pop(number, None)) is not None:
+                self._found.append((watched, found))
+
+    def _chosen(self, job: str, shard: int) -> bool:
+        """Whether the shard belongs to the share: by a hash, so that all workers agree, whenever they came."""
+        digest = hashlib.sha256(f"{self._release.id}\0{job}\0{shard}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self._release.rules.share * 2**64
+
+    def _open(self, watched: _Watched, shard: ShardRef) -> ShardWork:
+        table = read_table(watched.ledger, shard)
+        models = tuple(self._in_place(pin) for pin in watched.job.models)
+        job = watched.job.model_copy(update={"models": models})
+        attempt_id = self._world.random.token(8).hex()
+        return ShardWork(job, shard.number, 1, attempt_id, table, self._world.clock.now())
+
+    def _in_place(self, pin: ModelPin) -> ModelPin:
+        """The candidate where the stable version is pinned, by the name that the rows have for it."""
+        if pin.key != self._release.stable.pin.key:
+            return pin
+        return self._release.candidate.pin.model_copy(update={"name": pin.name})

@@ -1,0 +1,1 @@
+"""Metrics and traces: the definitions of metrics, samples, exposition, OpenTelemetry."""

@@ -1,0 +1,191 @@
+"""`pipeline.tracing` by OpenTelemetry's SDK.
+
+The SDK decides what is sampled, keeps what is bounded and sends what has ended, all by its standard variables. Two
+spans' names are not left to chance: a job's span is ended by another process than the one that began it, and shards are
+its children long before; so its id, and where no door traced its trace's too, follow from the job's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+from opentelemetry.trace import Span as OtelSpan
+
+from pipeline.tracing import Attributes, Kind, Place, Span, current_traceparent, place_of
+from schemas.jobs.job import Job
+
+_KINDS: Final = {
+    "internal": SpanKind.INTERNAL,
+    "server": SpanKind.SERVER,
+    "client": SpanKind.CLIENT,
+    "producer": SpanKind.PRODUCER,
+    "consumer": SpanKind.CONSUMER,
+}
+MOST_LINKS: Final = 128
+"""The SDK's own bound; what is beyond isn't looked at."""
+
+
+class OtelTraces:
+    """Spans for a processor, such as the SDK's batches to an exporter. `close` sends what is left.
+
+    Args:
+        service: `service.name` of this process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has one.
+        version: of tokenmill.
+    """
+
+    on = True
+
+    def __init__(self, service: str, version: str, processor: SpanProcessor) -> None:
+        self._ids = _Ids()
+        named = Resource.create({"service.version": version})
+        if str(named.attributes.get("service.name", "")).startswith("unknown_service"):
+            named = named.merge(Resource({"service.name": service}))
+        self._provider = TracerProvider(resource=named, id_generator=self._ids, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("tokenmill", version)
+
+    def begin(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        kind: Kind = "internal",
+        parent: str | None = None,
+        links: Sequence[str] = (),
+    ) -> Span:
+        """See `Traces.begin`."""
+        above = parent or current_traceparent()
+        return _Span(
+            self._tracer.start_span(
+                name,
+                context=_context(above),
+                kind=_KINDS[kind],
+                attributes=_known(attributes),
+                links=[Link(_span_context(place)) for link in links[:MOST_LINKS] if (place := place_of(link))],
+            )
+        )
+
+    def of_job(self, job: Job) -> str | None:
+        """See `Traces.of_job`."""
+        return str(self._place_of(job))
+
+    def job_ended(self, job: Job, at: datetime, attributes: Attributes, error: str | None = None) -> None:
+        """See `Traces.job_ended`."""
+        place = self._place_of(job)
+        with self._ids.chosen(place):
+            span = self._tracer.start_span(
+                "job",
+                context=_context(job.traceparent),
+                attributes=_known(attributes),
+                start_time=_nanoseconds(job.created_at),
+            )
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_nanoseconds(at))
+
+    def close(self) -> None:
+        """Send what is left, within the exporter's own bound."""
+        self._provider.shutdown()
+
+    def _place_of(self, job: Job) -> Place:
+        digest = hashlib.sha256(job.id.encode()).digest()
+        span = int.from_bytes(digest[:8], "big") or 1
+        above = None if job.traceparent is None else place_of(job.traceparent)
+        if above is not None:
+            return Place(above.trace, span, above.flags)
+        # As the sampler of any of our processes would have it: those that there are go by the trace's id.
+        trace = int.from_bytes(digest[8:24], "big") or 1
+        sampled = self._provider.sampler.should_sample(None, trace, "job").decision is Decision.RECORD_AND_SAMPLE
+        return Place(trace, span, int(sampled))
+
+
+class _Span:
+    def __init__(self, span: OtelSpan) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.traceparent: str | None = str(Place(context.trace_id, context.span_id, int(context.trace_flags)))
+
+    def set(self, attributes: Attributes) -> None:
+        if self._span.is_recording():
+            self._span.set_attributes(_known(attributes))
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        if self._span.is_recording():
+            self._span.add_event(name, _known(attributes))
+
+    def end(self, error: str | None = None, name: str | None = None) -> None:
+        if not self._span.is_recording():  # it isn't sampled, or has ended
+            return
+        if name is not None:
+            self._span.update_name(name)
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class _Ids(RandomIdGenerator):
+    """By chance, but for a span whose place is chosen by the thread that begins it."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def chosen(self, place: Place) -> _Chosen:
+        return _Chosen(self._local, place)
+
+    def generate_trace_id(self) -> int:
+        place: Place | None = getattr(self._local, "place", None)
+        return super().generate_trace_id() if place is None else place.trace
+
+    def generate_span_id(self) -> int:
+        place: Place | None = getattr(self._local, "place", None)
+        return super().generate_span_id() if place is None else place.span
+
+
+class _Chosen:
+    def __init__(self, local: threading.local, place: Place) -> None:
+        self._local, self._place = local, place
+
+    def __enter__(self) -> None:
+        self._local.place = self._place
+
+    def __exit__(self, *_error: object) -> None:
+        with suppress(AttributeError):
+            del self._local.place
+
+
+def _known(attributes: Attributes | None) -> dict[str, str | int | float | bool]:
+    return {name: value for name, value in (attributes or {}).items() if value is not None}
+
+
+def _span_context(place: Place) -> SpanContext:
+    return SpanContext(place.trace, place.span, is_remote=True, trace_flags=TraceFlags(place.flags))
+
+
+def _context(traceparent: str | None) -> Context:
+    """What stands above a span; nothing of what the thread may be doing for others."""
+    place = None if traceparent is None else place_of(traceparent)
+    return Context() if place is None else set_span_in_context(NonRecordingSpan(_span_context(place)), Context())
+
+
+def _nanoseconds(at: datetime) -> int:
+    return round(at.timestamp() * 1_000_000) * 1_000

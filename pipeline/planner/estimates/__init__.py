@@ -1,0 +1,1 @@
+"""Estimates of tokens, time and cost before a job runs."""

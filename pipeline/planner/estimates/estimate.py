@@ -1,0 +1,144 @@
+"""What a job would compute, without planning it for real: nothing is stored. Only for a sample of its shards are texts
+spilled, one segment's at a time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.planner.api import RowSource, TokenCounter
+from pipeline.planner.estimates.sample import ShardSample
+from pipeline.planner.plan import limited
+from pipeline.planner.seen import SeenIds
+from pipeline.planner.segment import SegmentBuilder, Spill
+from pipeline.planner.sizes import SegmentSizes
+from pipeline.planner.tokens import TemplateTokens, TokenEstimator
+from pipeline.planner.validate import Validator
+from pipeline.ports import World
+from schemas.jobs.job import Job
+from schemas.requests.errors import RowErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class InputEstimate:
+    """What an input amounts to; tokens are of the unique requests.
+
+    Attributes:
+        rows: lines that get a result.  rejected: of them, refused; `reasons` says how many for which reason.
+        unique: requests to compute.  shards: that would be cut.
+        prompt_tokens: counted when `exact`, else estimated.  shared_prefix_tokens: of them, computed once already.
+        expected_tokens: of all answers.  max_tokens: the most that they can have.
+        tokens_of_models: prompts and expected answers, by the name of their model.
+        segments: that would be planned.  sequences: one for each choice of each unique request.
+        certain_tokens: that the longest answer will have at least, whatever the model says.
+    """
+
+    rows: int
+    blank_lines: int
+    rejected: int
+    reasons: dict[RowErrorCode, int]
+    unique: int
+    shards: int
+    prefix_groups: int
+    prompt_tokens: int
+    shared_prefix_tokens: int
+    expected_tokens: int
+    max_tokens: int
+    exact: bool
+    tokens_of_models: dict[str, int]
+    segments: int = 1
+    sequences: int = 0
+    certain_tokens: int = 0
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Prompt tokens left to compute when every shared prefix is computed once."""
+        return max(0, self.prompt_tokens - self.shared_prefix_tokens)
+
+
+def measure(
+    source: RowSource,
+    job: Job,
+    world: World,
+    *,
+    counter: TokenCounter | None = None,
+    exact: bool = False,
+    template: TemplateTokens | None = None,
+    sample: ShardSample | None = None,
+    max_model_len: int | None = None,
+) -> InputEstimate:
+    """Read and validate an input as planning would.
+
+    Args:
+        counter: tokens of a text, by the model's tokenizer.  exact: count every prompt, not a sample.
+        template: what the chat template adds; None: a rule of thumb.
+        sample: takes shards to be looked at closely.
+        max_model_len: tokens of the model's context: requests beyond it are counted as refused. Without `exact` those
+            only whose max_tokens alone are beyond it.
+    Raises:
+        InputError: the input can't be read.
+    """
+    estimator = TokenEstimator(counter, exact=exact, template=template or TemplateTokens())
+    settings = job.settings.plan
+    models = [model.name for model in job.models]
+    reasons: Counter[RowErrorCode] = Counter()
+    totals: Counter[str] = Counter()
+    of_models: Counter[str] = Counter()
+    sizes = SegmentSizes.of(settings)
+
+    def close() -> None:
+        plan = builder.finish(settings, None)
+        if sample is not None:
+            sample.add(plan)
+        totals["segments"] += 1
+        totals["sequences"] += plan.sequences
+        totals["certain_tokens"] = max(totals["certain_tokens"], builder.certain_tokens)
+        totals["unique"] += plan.unique
+        totals["max_tokens"] += plan.max_tokens
+        totals["prompt_tokens"] += plan.prompt_tokens
+        totals["expected_tokens"] += plan.expected_tokens
+        totals["shared_bytes"] += plan.shared_bytes
+        totals["prefix_groups"] += plan.prefix_groups
+        totals["shards"] += len(plan.ranges)
+        of_models.update(plan.tokens_of_models())
+
+    def begin() -> SegmentBuilder:
+        # The last segment's texts are read no more: its file is written anew.
+        spill = None if sample is None else Spill(Path(folder) / f"texts-{totals['segments'] % 2}.arrow", None)
+        return SegmentBuilder(spill, models)
+
+    with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:
+        builder, end = begin(), sizes.end(0)
+        validator = Validator(job, SeenIds(Path(folder)), estimator, max_model_len=max_model_len)
+        for batch in limited(source.batches(sizes), job.settings.limit):
+            world.on_progress()
+            if batch.first_row >= end:
+                close()
+                builder, end = begin(), sizes.end(batch.first_row)
+            checked = validator.check(batch)
+            reasons.update(rejected.error.code for rejected in checked.rejected)
+            totals["rows"] += len(batch.rows)
+            totals["blank"] += batch.end_row - batch.first_row - len(batch.rows)
+            checked.batch = replace(batch, carried=None)
+            builder.add(checked)
+        close()
+    return InputEstimate(
+        rows=totals["rows"],
+        blank_lines=totals["blank"],
+        rejected=reasons.total(),
+        reasons=dict(reasons),
+        unique=totals["unique"],
+        shards=totals["shards"],
+        prefix_groups=totals["prefix_groups"],
+        prompt_tokens=totals["prompt_tokens"],
+        shared_prefix_tokens=estimator.bytes_to_tokens(totals["shared_bytes"]),
+        expected_tokens=totals["expected_tokens"],
+        max_tokens=totals["max_tokens"],
+        exact=estimator.exact or not totals["unique"],
+        tokens_of_models=dict(of_models),
+        segments=totals["segments"],
+        sequences=totals["sequences"],
+        certain_tokens=totals["certain_tokens"],
+    )

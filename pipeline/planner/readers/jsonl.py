@@ -1,0 +1,160 @@
+"""JSONL as a stream of bytes, in bounded memory: no line, however broken, stops the reading of the next one.
+
+A line is looked at in this order: length, UTF-8, nesting, JSON; so nothing large or deep ever reaches a parser.
+Where an object repeats a key the last one counts, as in every common JSON parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import orjson
+
+from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
+from pipeline.planner.sizes import SegmentSizes
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.limits import Limits
+
+READ_BYTES = 1 << 20
+BATCH_ROWS = 4096
+BATCH_BYTES = 8 << 20
+BOM = b"\xef\xbb\xbf"
+OTHER_FORMATS = {
+    b"\x1f\x8b": "is compressed (gzip); decompress it first",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd); decompress it first",
+    b"PAR1": "is a Parquet file; rename it to .parquet",
+    b"\xff\xfe": "is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16; save it as UTF-8",
+}
+"""How files begin that hold no line of JSON at all, and what to do about them."""
+WHITESPACE = b" \t\r\v\f"
+
+# Possessive: linear in the line's length whatever it holds, and an unterminated string runs to the end.
+STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class JsonlSource:
+    """Some JSONL files, one after the other, as one input."""
+
+    def __init__(self, files: Sequence[SourceFile], limits: Limits) -> None:
+        self._files = tuple(files)
+        self._limits = limits
+
+    @property
+    def carried(self) -> None:
+        return None
+
+    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
+        row = 0
+        for file in self._files:
+            for batch in self._file_batches(file, row, sizes):
+                row = batch.end_row
+                yield batch
+
+    def _file_batches(self, file: SourceFile, first_row: int, sizes: SegmentSizes) -> Iterator[SourceBatch]:
+        """Batch borders depend on the file's content alone, not on how its bytes happen to arrive."""
+        name = file.name if len(self._files) > 1 else ""
+        file_start = start = row = first_row
+        end = sizes.end(row)
+        rows: list[SourceRow] = []
+        size = 0
+        for data in _lines(file, self._limits.max_line_bytes):
+            if row >= self._limits.max_rows:
+                raise TooManyRows(f"{file.name}: line {row - file_start + 1}", self._limits.max_rows)
+            if data and row == file_start:
+                data = data.removeprefix(BOM)
+            value = parse_json(data, self._limits) if data is not None else _too_long(self._limits)
+            if value is not BLANK:
+                rows.append(SourceRow(row, row - file_start + 1, value))
+                size += len(data or b"")
+            row += 1
+            if row - start >= BATCH_ROWS or size >= BATCH_BYTES or row == end:
+                yield SourceBatch(start, row, rows, name=name)
+                start, rows, size, end = row, [], 0, sizes.end(row)
+        if row > start:
+            yield SourceBatch(start, row, rows, name=name)
+
+
+BLANK = object()
+"""What `parse_json` gives for a line of nothing but whitespace."""
+
+
+def parse_json(data: bytes, limits: Limits) -> object:
+    """The parsed line, `BLANK`, or the `RowError` (returned, not raised) that says why it can't be parsed."""
+    data = data.strip(WHITESPACE)
+    if not data:
+        return BLANK
+    if nested_deeper(data, limits.max_json_depth):
+        return _invalid(f"the line nests brackets deeper than {limits.max_json_depth}; flatten it")
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return _explain(data, error)
+
+
+def nested_deeper(data: bytes, limit: int) -> bool:
+    """Whether brackets outside of strings nest deeper than `limit`; time linear in the line, whatever it holds."""
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return False
+    depth = 0
+    for bracket in STRINGS.sub(b"", data).translate(None, NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limit:
+            return True
+    return False
+
+
+def refuse_other_formats(file: SourceFile) -> None:
+    """One error for the file where otherwise every line of it would be one; raises `InputError`."""
+    with file.open() as stream:
+        start = stream.read(4)
+    for signature, what in OTHER_FORMATS.items():
+        if start.startswith(signature):
+            raise InputError(f"{file.name} {what}")
+
+
+def _lines(file: SourceFile, max_bytes: int) -> Iterator[bytes | None]:
+    """The file's lines without their ends, None for one longer than `max_bytes`; holds at most that and one read."""
+    with file.open() as stream:
+        rest = bytearray()
+        skipping = False
+        while chunk := stream.read(READ_BYTES):
+            first, *others = chunk.split(b"\n")
+            if not skipping:
+                rest += first
+            if others:
+                yield None if skipping else _checked(bytes(rest), max_bytes)
+                for line in others[:-1]:
+                    yield _checked(line, max_bytes)
+                rest, skipping = bytearray(others[-1]), False
+            if len(rest) > max_bytes + 1:  # one more for the \r of a line end
+                rest, skipping = bytearray(), True
+        if skipping:
+            yield None
+        elif rest:
+            yield _checked(bytes(rest), max_bytes)
+
+
+def _checked(line: bytes, max_bytes: int) -> bytes | None:
+    line = line.removesuffix(b"\r")
+    return line if len(line) <= max_bytes else None
+
+
+def _too_long(limits: Limits) -> RowError:
+    return _invalid(f"the line is longer than {limits.max_line_bytes} bytes; shorten it")
+
+
+def _invalid(message: str) -> RowError:
+    return RowError(RowErrorCode.INVALID_JSON, message)
+
+
+def _explain(data: bytes, error: orjson.JSONDecodeError) -> RowError:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as bad:
+        return _invalid(
+            f"the line is not UTF-8: byte {bad.start + 1} is 0x{data[bad.start]:02x}; save the file as UTF-8"
+        )
+    return _invalid(f"the line is not JSON: {error.msg} at column {error.pos + 1}")

@@ -1,0 +1,192 @@
+"""Parquet as an input: row groups streamed, each row made into the line it stands for.
+
+`custom_id` and one of `body` (JSON), `messages` or `prompt` make the request, or `input` (to be embedded) where there
+is none of these; beside `body`, `url` and `method` are understood too. Every other column is carried through to the
+results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.planner.api import InputError, SourceBatch, SourceFile, SourceRow, TooManyRows
+from pipeline.planner.readers.jsonl import BATCH_BYTES, BATCH_ROWS, BLANK, parse_json
+from pipeline.planner.readers.parquet_cells import cells_of, row_bytes
+from pipeline.planner.readers.parquet_decoding import decoding, read_footer, read_tables
+from pipeline.planner.sizes import SegmentSizes
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.limits import Limits
+from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+
+CONTENT = ("body", "messages", "prompt")
+TO_EMBED = "input"
+
+
+class ParquetSource:
+    """Some Parquet files of one schema, one after the other, as one input.
+
+    Args:
+        model: what rows made of `messages` or `prompt` run on.
+    Raises:
+        InputError: a file is not Parquet, columns are missing or ambiguous, or schemas differ.
+        TooManyRows: the footers declare more rows than a job may have.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], limits: Limits, model: str | None) -> None:
+        self._files = tuple(files)
+        self._limits = limits
+        self._model = model
+        footers = [read_footer(file) for file in self._files]
+        for file, declared in zip(self._files, accumulate(footer.num_rows for footer in footers), strict=True):
+            if declared > limits.max_rows:
+                raise TooManyRows(file.name, limits.max_rows)
+        schemas = [footer.schema for footer in footers]
+        for file, schema in zip(self._files, schemas, strict=True):
+            if not schema.equals(schemas[0]):
+                raise InputError(f"{file.name} has other columns than {self._files[0].name}; submit them as two jobs")
+        self._schema = schemas[0]
+        self._content = _content_column(self._files[0].name, schemas[0])
+        if self._content != "body" and model is None:
+            raise InputError(
+                f"{self._files[0].name}: the column {self._content} names no model; give one model, or a body column"
+            )
+        own = {"custom_id", self._content} | ({"url", "method"} if self._content == "body" else set())
+        self._own = [name for name in schemas[0].names if name in own]
+        names = [name for name in schemas[0].names if name not in own]
+        self._carried = pa.schema([schemas[0].field(name) for name in names]) if names else None
+
+    @property
+    def carried(self) -> pa.Schema | None:
+        return self._carried
+
+    def batches(self, sizes: SegmentSizes) -> Iterator[SourceBatch]:
+        row = 0
+        for file in self._files:
+            file_start = first = row
+            pieces: list[pa.Table] = []
+            size = 0
+            for table in read_tables(file, self._schema):
+                start = 0
+                while start < table.num_rows:
+                    piece = table.slice(start, sizes.end(row) - row)
+                    start += piece.num_rows
+                    row += piece.num_rows
+                    if row > self._limits.max_rows:  # pages may hold more than the footer declares
+                        raise TooManyRows(file.name, self._limits.max_rows)
+                    size += piece.nbytes
+                    pieces.append(piece)
+                    if row - first >= BATCH_ROWS or size >= BATCH_BYTES or row == sizes.end(row - 1):
+                        yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
+                        pieces, first, size = [], row, 0
+            if pieces:
+                yield self._batch(file, pa.concat_tables(pieces), first, first - file_start + 1)
+
+    def _batch(self, file: SourceFile, table: pa.Table, row: int, line: int) -> SourceBatch:
+        where = f"{file.name}: rows {line} to {line + table.num_rows - 1}"
+        columns = {}
+        for name in self._own:
+            with decoding(f"{where}, column {name}"):
+                columns[name] = cells_of(table.column(name), name, self._limits.max_line_bytes)
+        values = [
+            self._line({name: cells[index] for name, cells in columns.items()}) for index in range(table.num_rows)
+        ]
+        carried = None
+        if self._carried is not None:
+            with decoding(f"{where}, columns carried through"):
+                carried = self._refuse_large(table.select(self._carried.names), values)
+                carried.validate(full=True)
+        rows = [SourceRow(row + index, line + index, value) for index, value in enumerate(values)]
+        return SourceBatch(row, row + table.num_rows, rows, carried, file.name if len(self._files) > 1 else "")
+
+    def _refuse_large(self, carried: pa.Table, values: list[object]) -> pa.Table:
+        """The columns to carry, nulls in rows that hold too much of them; `values` of these become errors."""
+        limit = self._limits.max_carried_bytes
+        if carried.nbytes <= limit:
+            return carried
+        sizes = row_bytes(carried, limit)
+        large = sizes > limit
+        if not large.any():
+            return carried
+        for index in large.nonzero()[0].tolist():
+            values[index] = _error(
+                RowErrorCode.INVALID_REQUEST,
+                f"the columns that are carried through hold {sizes[index]} bytes, but {limit} are allowed; shorten "
+                "them, or leave them out (limits.max_carried_bytes)",
+                carried.column_names[0],
+            )
+        return carried.take(pa.array(range(len(values)), pa.int64(), mask=large))
+
+    def _line(self, cells: dict[str, Any]) -> object:
+        """The input line a row stands for, or the error why it stands for none."""
+        for cell in cells.values():
+            if isinstance(cell, RowError):
+                return cell
+        content = cells[self._content]
+        if content is None:
+            return _error(RowErrorCode.INVALID_REQUEST, f"the column {self._content} is null; fill it", self._content)
+        line: dict[str, Any] = {}
+        if cells["custom_id"] is not None:
+            line["custom_id"] = cells["custom_id"]
+        if self._content == "prompt":
+            return line | {"method": "POST", "url": COMPLETIONS_URL, "body": {"model": self._model, "prompt": content}}
+        if self._content == TO_EMBED:
+            return line | {"method": "POST", "url": EMBEDDINGS_URL, "body": {"model": self._model, "input": content}}
+        value = self._parsed(content) if isinstance(content, str | bytes) else content
+        if isinstance(value, RowError):
+            return value
+        if self._content == "messages":
+            if isinstance(value, list):  # a struct column gives null for what a message does not have
+                value = [_without_nulls(message) for message in value]
+            return line | {"method": "POST", "url": CHAT_URL, "body": {"model": self._model, "messages": value}}
+        url = _url_of(value)
+        given = {name: cells[name] for name in ("url", "method") if cells.get(name) is not None}
+        return {"method": "POST", "url": url, "body": value} | line | given
+
+    def _parsed(self, content: str | bytes) -> object:
+        value = parse_json(content.encode() if isinstance(content, str) else content, self._limits)
+        if value is BLANK:
+            return _error(RowErrorCode.INVALID_JSON, f"the column {self._content} is empty; fill it", self._content)
+        return value
+
+
+def _url_of(body: object) -> str:
+    """The url that a body without one is meant for."""
+    if not isinstance(body, dict):
+        return CHAT_URL
+    if "prompt" in body:
+        return COMPLETIONS_URL
+    return EMBEDDINGS_URL if TO_EMBED in body and "messages" not in body else CHAT_URL
+
+
+def _content_column(name: str, schema: pa.Schema) -> str:
+    columns = ", ".join(schema.names) or "none"
+    doubled = {column for column in schema.names if schema.names.count(column) > 1}
+    if doubled:
+        raise InputError(f"{name} has columns of the same name ({', '.join(sorted(doubled))}); rename them")
+    if "custom_id" not in schema.names:
+        raise InputError(f"{name} lacks the column custom_id (it has: {columns}); add it")
+    found = [column for column in CONTENT if column in schema.names] or [TO_EMBED] * (TO_EMBED in schema.names)
+    if len(found) != 1:
+        what = "has more than one of" if found else "lacks one of"
+        raise InputError(
+            f"{name} {what} the columns {', '.join(CONTENT)} and {TO_EMBED} (it has: {columns}); keep exactly one"
+        )
+    if not pa.types.is_string(schema.field("custom_id").type) and not pa.types.is_large_string(
+        schema.field("custom_id").type
+    ):
+        raise InputError(f"{name}: the column custom_id is {schema.field('custom_id').type}; make it a string")
+    return found[0]
+
+
+def _without_nulls(message: object) -> object:
+    if isinstance(message, dict):
+        return {name: value for name, value in message.items() if value is not None}
+    return message
+
+
+def _error(code: RowErrorCode, message: str, param: str) -> RowError:
+    return RowError(code, message, param=param)

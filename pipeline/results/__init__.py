@@ -1,0 +1,1 @@
+"""Results: parts, and the checkpoints that they are built from."""

@@ -1,0 +1,194 @@
+"""What attempts on a shard have left behind: their union is where the next one goes on, or what a closed job keeps.
+
+Any attempt may have died between any two writes, and a slow one may still be writing: so everything found is taken as
+it is, each attempt by itself, and a row counts as finished if any attempt finished it. Of rows that none finished the
+longest answer so far counts; answers of different attempts are never mixed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import structlog
+
+from pipeline.ledger.ledger import JobLedger, work_key
+from pipeline.ledger.records import AttemptRecord, NoteRecord
+from pipeline.ports import ObjectNotFound
+from schemas.jobs.checkpoints import FINISHED_SCHEMA, Checkpoint, DamagedCheckpoint, LoggedChoice, decode, join
+from schemas.jobs.outcome import Worked
+
+_CHECKPOINT = re.compile(r"([0-9a-f]{16})-(\d{6,})")
+_NOTE = re.compile(r"note-([0-9a-f]{16})-(\d{6,})\.json")
+_ATTEMPT = re.compile(r"attempt-(\d{4,})\.json")
+
+logger = structlog.get_logger(__name__)
+
+
+def checkpoint_key(shard: int, attempt_id: str, sequence: int) -> str:
+    """Key of a checkpoint below the job."""
+    return work_key(shard, f"{attempt_id}-{sequence:06d}")
+
+
+def note_key(shard: int, attempt_id: str, sequence: int) -> str:
+    """Key of the note that an attempt computes certain rows alone."""
+    return work_key(shard, f"note-{attempt_id}-{sequence:06d}.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHistory:
+    """What earlier attempts on a shard have left.
+
+    Attributes:
+        finished: `FINISHED_SCHEMA`, each row at most once.
+        running: row -> its choices, of rows that no attempt finished, each from its first token.
+        logged: attempt id -> tokens that it is known to have sampled.
+        exposed: attempt id -> the most tokens that its engine sampled between two checkpoints.
+        worked: attempt id -> what it is known to have taken of its worker.
+        attempts: all that began, in order.
+        silent: how many of the latest attempts died in a row before they had got any further.
+        cornered: the rows, and no others, that were being computed when the latest attempt died.
+        blamed: rows that were being computed alone when an attempt died -> how often.
+        keys: of the checkpoints, by attempt id.
+    """
+
+    finished: pa.Table = field(default_factory=FINISHED_SCHEMA.empty_table)
+    running: Mapping[int, tuple[LoggedChoice, ...]] = field(default_factory=dict)
+    logged: Mapping[str, int] = field(default_factory=dict)
+    exposed: Mapping[str, int] = field(default_factory=dict)
+    worked: Mapping[str, Worked] = field(default_factory=dict)
+    attempts: tuple[AttemptRecord, ...] = ()
+    silent: int = 0
+    cornered: frozenset[int] = frozenset()
+    blamed: Mapping[int, int] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def finished_rows(self) -> frozenset[int]:
+        return frozenset(self.finished["row"].to_pylist())
+
+
+def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
+    """Read what attempts left. A checkpoint that vanishes or is damaged is passed over, the latter with a warning."""
+    names = _Names.of(ledger, shard)
+    by_attempt: dict[str, list[Checkpoint]] = {}
+    for attempt_id, keys in names.checkpoints.items():
+        found = [checkpoint for key in keys if (checkpoint := _read(ledger, key)) is not None]
+        by_attempt[attempt_id] = sorted(found, key=lambda checkpoint: checkpoint.head.sequence)
+    attempts = tuple(ledger.attempts(shard))
+    ended = {record.attempt_id for record in ledger.ended(shard)}
+    finished = _finished(by_attempt.values())
+    done = frozenset(finished["row"].to_pylist())
+    last_words = {
+        name: _last_words(ledger, notes, by_attempt.get(name, []))
+        for name, notes in names.notes.items()
+        if name not in ended
+    }
+    cornered = last_words.get(attempts[-1].attempt_id, frozenset()) if attempts else frozenset()
+    return ShardHistory(
+        finished=finished,
+        running=_running(by_attempt.values(), done),
+        logged={name: max((p.head.generated for p in found), default=0) for name, found in by_attempt.items()},
+        exposed={name: max((p.head.exposed for p in found), default=0) for name, found in by_attempt.items()},
+        worked={name: found[-1].head.worked for name, found in by_attempt.items() if found},
+        attempts=attempts,
+        silent=_silent(attempts, by_attempt.keys() | ended),
+        cornered=cornered,
+        blamed=Counter(row for rows in last_words.values() if len(rows) == 1 for row in rows),
+        keys={name: tuple(keys) for name, keys in names.checkpoints.items()},
+    )
+
+
+def read_worked(ledger: JobLedger, shard: int) -> dict[str, Worked]:
+    """What attempts at a shard are known to have taken, by attempt id: of those that ended as they said, of the others
+    as their newest checkpoint that can be read says. Reads one checkpoint for each of them."""
+    worked = {record.attempt_id: record.worked for record in ledger.ended(shard)}
+    for attempt_id, keys in _Names.of(ledger, shard).checkpoints.items():
+        if attempt_id not in worked:
+            readable = filter(None, (_read(ledger, key) for key in sorted(keys, reverse=True)))
+            if (newest := next(readable, None)) is not None:
+                worked[attempt_id] = newest.head.worked
+    return worked
+
+
+@dataclass(slots=True)
+class _Names:
+    """What lies in a shard's work folder, by attempt id; keys below the job."""
+
+    checkpoints: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ledger: JobLedger, shard: int) -> _Names:
+        names = cls()
+        for info in ledger.store.list(ledger.prefix + work_key(shard, "")):
+            key = info.key.removeprefix(ledger.prefix)
+            name = key.rsplit("/", 1)[-1]
+            if match := _CHECKPOINT.fullmatch(name):
+                names.checkpoints.setdefault(match[1], []).append(key)
+            elif match := _NOTE.fullmatch(name):
+                names.notes.setdefault(match[1], []).append(key)
+        return names
+
+
+def _read(ledger: JobLedger, key: str) -> Checkpoint | None:
+    try:
+        return decode(ledger.store.read(ledger.prefix + key))
+    except ObjectNotFound:  # its attempt has just committed, and removes what it needs no more
+        return None
+    except DamagedCheckpoint as error:
+        logger.warning("a checkpoint is damaged: what it said is computed again", at=ledger.place(key), why=str(error))
+        return None
+
+
+def _finished(logs: Iterable[list[Checkpoint]]) -> pa.Table:
+    tables = [point.finished for log in logs for point in log if len(point.finished)]
+    if not tables:
+        return FINISHED_SCHEMA.empty_table()
+    table = pa.concat_tables(tables)
+    _, firsts = np.unique(table["row"].to_numpy(), return_index=True)
+    return table.take(pa.array(firsts)).combine_chunks()
+
+
+def _running(logs: Iterable[list[Checkpoint]], done: frozenset[int]) -> dict[int, tuple[LoggedChoice, ...]]:
+    """For each row that isn't done, the choices of the attempt that got furthest with it."""
+    best: dict[int, tuple[LoggedChoice, ...]] = {}
+    for log in logs:
+        pieces: defaultdict[tuple[int, int], list[LoggedChoice]] = defaultdict(list)
+        for point in log:
+            for choice in point.running:
+                if choice.row not in done:
+                    pieces[choice.row, choice.choice].append(choice)
+        rows: defaultdict[int, list[LoggedChoice]] = defaultdict(list)
+        for (row, _), parts in pieces.items():
+            whole = join(parts)
+            if whole is not None:
+                rows[row].append(whole)
+        for row, choices in rows.items():
+            if _length(choices) > _length(best.get(row, ())):
+                best[row] = tuple(sorted(choices, key=lambda choice: choice.choice))
+    return best
+
+
+def _length(choices: Iterable[LoggedChoice]) -> int:
+    return sum(len(choice.token_ids) for choice in choices)
+
+
+def _silent(attempts: tuple[AttemptRecord, ...], heard: Set[str]) -> int:
+    """How many of the latest attempts left neither a checkpoint nor word that they ended. A checkpoint tells that rows
+    got further: there is none without a new token or a finished row, and none in an attempt's first second."""
+    return len(attempts) - max((at for at, record in enumerate(attempts, 1) if record.attempt_id in heard), default=0)
+
+
+def _last_words(ledger: JobLedger, notes: list[str], log: list[Checkpoint]) -> frozenset[int]:
+    """The rows that an attempt computed alone when it was last heard of; none if it logged something after that."""
+    last = max(notes)
+    match = _NOTE.fullmatch(last.rsplit("/", 1)[-1])
+    if match is None or (log and log[-1].head.sequence > int(match[2])):
+        return frozenset()
+    record = ledger.read_record(last, NoteRecord)
+    return frozenset() if record is None else frozenset(record.rows)

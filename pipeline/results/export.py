@@ -1,0 +1,237 @@
+"""Results as OpenAI batch output lines.
+
+In the order of the parts it is one pass. In input order the parts, each sorted by row, are merged; only some are open
+at a time, and larger jobs are merged in rounds through private files: memory doesn't grow with them. A job and its
+retries are merged in the same way, for they number their rows alike; of each row's results the best one is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import pyarrow.parquet as pq
+
+from pipeline.ledger.ledger import JobLedger, part_key
+from pipeline.ports import PipelineError, StoreError, failure_type
+from schemas.jobs.job import Job
+from schemas.jobs.results import RowStatus
+
+FAN_IN = 32
+BATCH_ROWS = 256
+_Part = tuple[int, JobLedger, int]
+"""Place of the job among those that are merged, its ledger, the part's number."""
+_COLUMNS = ["row", "custom_id", "status", "status_code", "response", "error_code", "error_message"]
+_HEADER = struct.Struct("<q?II")
+
+
+class NotItsRetry(PipelineError):
+    """Raised when a job that is to be merged is no retry of the others."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Line:
+    """One line of the output: its row in the input, whether the row succeeded, the bytes without newline, and the place
+    of its job among those that are merged."""
+
+    row: int
+    succeeded: bool
+    data: bytes
+    place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Lines written: of rows that succeeded, and of the others."""
+
+    succeeded: int
+    others: int
+
+
+def export(
+    ledger: JobLedger,
+    to: Path,
+    *,
+    errors_to: Path | None = None,
+    in_input_order: bool = False,
+    retries: Sequence[JobLedger] = (),
+    fan_in: int = FAN_IN,
+) -> Exported:
+    """Write what is committed as JSONL; each file appears whole, replacing an older one.
+
+    Args:
+        errors_to: where rows that didn't succeed go instead.
+        retries: of the job, or of each other: of each row the result that succeeded, else that of the latest job, in
+            input order.
+        in_input_order: sort by row; takes as much scratch space beside `to` as the output when there are many parts.
+        fan_in: most sorted runs that are merged, and so open, at a time.
+
+    Raises:
+        JobNotFound: no job stands there.  StoreError: a file can't be written, or both are the same file.
+        NotItsRetry: one of `retries` isn't.  ResultsRemoved: one has no results any more.
+    """
+    if errors_to is not None and errors_to.resolve() == to.resolve():
+        raise StoreError(f"{errors_to}: is where the rows that succeeded go too; name another file for the others")
+    merged = [ledger, *in_order(ledger, retries)]
+    for one in merged:
+        one.check_results()
+    parts = [(place, one, number) for place, one in enumerate(merged) for number in one.result_parts(one.manifest())]
+    counts = {True: 0, False: 0}
+    try:
+        with ExitStack() as stack:
+            good = stack.enter_context(_NewFile(to))
+            bad = good if errors_to is None else stack.enter_context(_NewFile(errors_to))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".export-", dir=to.parent)))
+            lines = _ordered(parts, folder, fan_in) if in_input_order or retries else _chained(parts)
+            for line in _best(lines) if retries else lines:
+                counts[line.succeeded] += 1
+                (good if line.succeeded else bad).write(line.data + b"\n")
+    except OSError as error:
+        raise failure_type(error)(f"{error.filename or to}: can't export: {error.strerror or error}") from error
+    return Exported(counts[True], counts[False])
+
+
+def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
+    """The retries of a job, and theirs, the earliest first. Raises `NotItsRetry` when one of them isn't.
+
+    Each comes after the job that it is a retry of: clocks, which may be set back between two jobs, only decide between
+    retries of which neither came from the other.
+    """
+    left: dict[str, tuple[Job, JobLedger]] = {}
+    done = [ledger.job().id]
+    for job, one in sorted(((one.job(), one) for one in retries), key=lambda pair: (pair[0].created_at, pair[0].id)):
+        if job.id in left or job.id in done:
+            raise NotItsRetry(f"{one.place()}: holds job {job.id}, which is given already; name each folder once")
+        left[job.id] = (job, one)
+    ordered: list[JobLedger] = []
+    while left:
+        following = next((id_ for id_, (job, _) in left.items() if job.retry_of in done), None)
+        if following is None:
+            job, one = min(left.values(), key=lambda pair: pair[0].retry_of in left)  # the first link that is missing
+            of = "no retry" if job.retry_of is None else f"a retry of {job.retry_of}"
+            raise NotItsRetry(
+                f"{one.place()}: holds {of}, not one of {ledger.place()}; name the first job's folder first, and all "
+                "retries between"
+            )
+        ordered.append(left.pop(following)[1])
+        done.append(following)
+    return ordered
+
+
+def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[Line]:
+    """A part's lines in row order, read in batches."""
+    job = ledger.job().id
+    with ledger.store.open(ledger.prefix + part_key(number)) as stream:
+        for batch in pq.ParquetFile(stream, pre_buffer=False).iter_batches(BATCH_ROWS, columns=_COLUMNS):
+            for result in batch.to_pylist():
+                yield _line(job, result, place)
+
+
+def _best(lines: Iterable[Line]) -> Iterator[Line]:
+    """Of each row's lines (side by side) the one that counts: an answer, the earliest; else the latest reason."""
+    for _, found in groupby(lines, key=attrgetter("row")):
+        yield max(found, key=lambda line: (line.succeeded, -line.place if line.succeeded else line.place))
+
+
+def _line(job: str, result: dict[str, Any], place: int) -> Line:
+    """Ids are derived from the row's identity, so that exporting twice gives the same bytes."""
+    identity = hashlib.sha256(f"{job}/{result['row']}".encode()).hexdigest()
+    response = error = None
+    if result["response"] is not None:
+        response = {
+            "status_code": result["status_code"],
+            "request_id": f"req_{identity[24:48]}",
+            "body": orjson.Fragment(result["response"]),
+        }
+    if result["error_code"] is not None:
+        error = {"code": result["error_code"], "message": result["error_message"]}
+    values = {
+        "id": f"batch_req_{identity[:24]}",
+        "custom_id": result["custom_id"],
+        "response": response,
+        "error": error,
+    }
+    return Line(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), place)
+
+
+def _chained(parts: Sequence[_Part]) -> Iterator[Line]:
+    for part in parts:
+        yield from part_lines(*part)
+
+
+def _ordered(parts: Sequence[_Part], folder: Path, fan_in: int) -> Iterator[Line]:
+    """Merge in rounds: as long as there are too many sorted runs, groups of them become one run in a private file."""
+    if len(parts) <= fan_in:
+        yield from heapq.merge(*(part_lines(*part) for part in parts))
+        return
+    runs = [_spill(heapq.merge(*(part_lines(*part) for part in group)), folder) for group in _groups(parts, fan_in)]
+    while len(runs) > fan_in:
+        runs = [_spill(heapq.merge(*map(_run_lines, group)), folder) for group in _groups(runs, fan_in)]
+    yield from heapq.merge(*map(_run_lines, runs))
+
+
+def _groups(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _spill(lines: Iterator[Line], folder: Path) -> Path:
+    descriptor, name = tempfile.mkstemp(dir=folder)
+    with open(descriptor, "wb") as stream:
+        for line in lines:
+            stream.write(_HEADER.pack(line.row, line.succeeded, line.place, len(line.data)))
+            stream.write(line.data)
+    return Path(name)
+
+
+def _run_lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as stream:
+        while header := stream.read(_HEADER.size):
+            row, succeeded, place, length = _HEADER.unpack(header)
+            yield Line(row, succeeded, stream.read(length), place)
+    path.unlink()
+
+
+class _NewFile:
+    """A file that replaces its predecessor only when it is whole. Raises `StoreError` that names the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> BinaryIO:
+        if self._path.is_dir():
+            raise StoreError(f"{self._path}: can't export: it is a folder; name a file")
+        if not self._path.parent.is_dir():
+            raise StoreError(f"{self._path}: can't export: there is no folder {self._path.parent}; make it first")
+        try:
+            self._stream = self._temporary.open("wb")
+        except OSError as error:
+            raise self._failed(error) from error
+        return self._stream
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+            if kind is None:
+                self._temporary.replace(self._path)
+        except OSError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> StoreError:
+        what = f"{self._path}: can't export: {error.strerror or error}; choose another place or free space"
+        return failure_type(error)(what)

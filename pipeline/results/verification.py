@@ -1,0 +1,65 @@
+"""Whether the results of a job that has ended are still those that its manifest lists.
+
+A committed part never changes by tokenmill's doing; disks, people and lifecycle rules may think otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from pipeline.ledger.ledger import RESULTS, JobLedger, part_number
+from pipeline.ports import ObjectNotFound, PipelineError
+from schemas.jobs.outcome import JobStatus, Manifest
+
+SHOWN: Final = 3
+"""Of the files that are wrong so many are named."""
+
+
+class ResultsDamaged(PipelineError):
+    """Raised when files of a job's results are missing, or aren't those that its manifest lists."""
+
+
+def check_files(ledger: JobLedger, manifest: Manifest, *, hashes: bool = False) -> int:
+    """Compare the parts that stand with the manifest, by name and size (one listing); how many there are. Results that
+    were removed, since they are kept for so long only, are not looked for.
+
+    Args:
+        hashes: compare their contents too; reads every byte.
+
+    Raises:
+        ResultsDamaged: they differ.
+    """
+    if ledger.tombstone() is not None:
+        return 0
+    wrong = list(_wrong(ledger, manifest, hashes=hashes))
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ResultsDamaged(
+            f"{ledger.place(RESULTS)}: the results are damaged: {'; '.join(wrong[:SHOWN])}{more}. Restore the files "
+            "from a copy, or compute the job again ('run --fresh', or submit its input anew)"
+        )
+    return len(manifest.files)
+
+
+def _wrong(ledger: JobLedger, manifest: Manifest, *, hashes: bool) -> Iterator[str]:
+    standing = {info.key: info.size for _, info in ledger.parts()}
+    for file in manifest.files:
+        size = standing.pop(file.path, None)
+        if size is None:
+            yield f"{file.path} is missing ({file.rows} rows)"
+        elif size != file.size:
+            yield f"{file.path} has {size} bytes instead of {file.size}"
+        elif hashes and _hash(ledger, file.path) != file.sha256:
+            yield f"{file.path} has other contents than were committed"
+    if manifest.files and manifest.status is not JobStatus.FAILED:  # else a late part may stand (`result_parts`)
+        yield from (f"{key} is no part of this job" for key in standing)
+
+
+def _hash(ledger: JobLedger, path: str) -> str | None:
+    number = part_number(path)
+    assert number is not None  # as the manifest was made
+    try:
+        return ledger.hash_part(number)
+    except ObjectNotFound:
+        return None

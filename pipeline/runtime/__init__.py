@@ -1,0 +1,1 @@
+"""What long-running parts share: supervision, leader election, executors, unavailable services."""

@@ -1,0 +1,133 @@
+"""How pools stand, from what there is: open jobs in the root, heartbeats, and what workers tell of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate
+from typing import Final
+
+from pipeline.ports import Heartbeats, WorkerState
+from pipeline.scaling.backlog import BacklogFigures, BacklogLook
+from pipeline.scaling.fleet import Demand
+from pipeline.scaling.open_work import OpenJob
+from pipeline.scaling.policy import Observed
+from schemas.jobs.job import Tier
+from schemas.settings.autoscaling import AutoscaleOptions, ScalingLimits
+from schemas.workers.metrics import LATENCY_BOUNDS, WorkerFigures
+
+TTFT_SAMPLES: Final = 20
+"""First tokens that a quantile needs; with fewer it isn't known, and they count with those that follow."""
+
+TTFT_SECONDS: Final = 300.0
+"""After so long too few first tokens are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers that serve the same models, by their names."""
+
+    name: str
+    models: tuple[str, ...]
+    limits: ScalingLimits
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """Times to first tokens as all workers of a pool have counted them (`LATENCY_BOUNDS`), and since when (seconds)
+    the next quantile counts."""
+
+    counts: tuple[int, ...] = ()
+    since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look has found of the whole root."""
+
+    figures: BacklogFigures
+    jobs: Sequence[OpenJob]
+    workers: Sequence[WorkerState]
+    told: Mapping[str, WorkerFigures]
+    keys: Mapping[str, str]
+    callers: Mapping[str, int]
+    at: datetime
+
+
+def see(look: BacklogLook, heartbeats: Heartbeats, at: datetime) -> Seen:
+    """Look. Raises `PipelineError` when the store or the heartbeats can't be read."""
+    found = look.observe()
+    return Seen(found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at)
+
+
+def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
+    """The pools that the settings name, and one for each other of the models. A pool that has none of them isn't known
+    yet: its first worker is being started, and to wish for none would end it."""
+    named = [
+        Pool(name, pool.models, pool.limits or options.limits)
+        for name, pool in sorted(options.pools.items())
+        if not models.isdisjoint(pool.models)
+    ]
+    taken = {model for pool in options.pools.values() for model in pool.models} | options.pools.keys()
+    return named + [Pool(model, (model,), options.limits) for model in sorted(models) if model not in taken]
+
+
+def observe(pool: Pool, seen: Seen, before: FirstTokens) -> tuple[Observed, FirstTokens]:
+    """How a pool stands, and what its next look needs of the times to first tokens.
+
+    Requests on the lane are callers of the pool that serves their model, also while it has no worker.
+    Of a job of several models all that is left counts, at the slowest of those that the pool serves: how it is divided
+    is known only to its plan.
+    """
+    speeds = {model.model: model.tokens_per_second for model in seen.figures.models if model.model in pool.models}
+    demands = []
+    for job, _, left in seen.jobs:
+        names = {pin.name for pin in job.models} & speeds.keys()
+        if names and left > 0:
+            demands.append(
+                Demand(
+                    left / min(speeds[name] for name in names),
+                    None if job.deadline is None else (job.deadline - seen.at).total_seconds(),
+                    max(0.0, (seen.at - job.created_at).total_seconds()),
+                    job.tier is Tier.BULK,
+                )
+            )
+    own = [
+        worker for worker in seen.workers
+        if not worker.draining and any(seen.keys.get(key) in pool.models for key in worker.models)
+    ]  # fmt: skip
+    told = [seen.told[worker.name] for worker in own if worker.name in seen.told]
+    p95, first_tokens = _ttft(_counts(told), before, seen.at.timestamp())
+    used = [one.kv_blocks_used / one.kv_blocks for one in told if one.kv_blocks]
+    # What a worker has taken and not begun to answer is on the lane as well.
+    waiting = max(sum(one.lane_waiting for one in told), sum(seen.callers.get(name, 0) for name in pool.models))
+    observed = Observed(
+        demands, len(own), p95, sum(one.lane_open for one in told) + waiting, waiting,
+        sum(used) / len(used) if used else None,
+    )  # fmt: skip
+    return observed, first_tokens
+
+
+def _counts(told: Collection[WorkerFigures]) -> tuple[int, ...]:
+    """First tokens of callers who wait, of all these workers, in each bucket."""
+    counts = [0] * (len(LATENCY_BOUNDS) + 1)
+    for one in told:
+        tier = one.tiers.get(Tier.INTERACTIVE)
+        for bucket, number in enumerate(() if tier is None else tier.ttft.counts):
+            counts[bucket] += number
+    return tuple(counts)
+
+
+def _ttft(counts: tuple[int, ...], before: FirstTokens, now: float) -> tuple[float | None, FirstTokens]:
+    """The 95 % quantile since the last one, as the upper end of its bucket. A worker that went took its counts with it:
+    a bucket that has fewer now tells nothing."""
+    if before.since is None or len(before.counts) != len(counts):
+        return None, FirstTokens(counts, now)
+    new = [max(0, now_in - then) for now_in, then in zip(counts, before.counts, strict=True)]
+    samples = sum(new)
+    if samples < TTFT_SAMPLES:
+        return None, before if now - before.since < TTFT_SECONDS else FirstTokens(counts, now)
+    ends = (*LATENCY_BOUNDS, 2 * LATENCY_BOUNDS[-1])
+    p95 = next(end for end, upto in zip(ends, accumulate(new), strict=True) if upto >= 0.95 * samples)
+    return p95, FirstTokens(counts, now)

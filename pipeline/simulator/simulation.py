@@ -1,0 +1,303 @@
+"""The simulation: a heap of events on a virtual clock.
+
+What decides is what decides in production: the dispatcher's rules (`HandingOut`) say whose shard goes onto a queue,
+`BulkFloor` which tier a worker takes from, and `decide` how many workers there are. What is made up is what they decide
+about: rows are alike within a job, workers are `SimWorker`, machines come after a cold start, and who ends when there
+are too many is drawn by chance, since a fleet's service doesn't know who is busy.
+
+Requests whose callers wait are not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import count
+from math import ceil, exp, inf
+from typing import Final
+
+from pipeline.scaling.fleet import Demand
+from pipeline.scaling.policy import Memory, Observed, decide
+from pipeline.simulator.dispatch import HandingOut
+from pipeline.simulator.settings import MillSettings, Outcome, Sample
+from pipeline.simulator.trace import Interruption, Trace, TracedJob
+from pipeline.simulator.workers import Held, Order, SimJob, SimWorker
+from pipeline.worker_client.protocol import BY_URGENCY
+from schemas.jobs.job import Tier
+
+EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def simulate(trace: Trace, settings: MillSettings) -> Outcome:
+    """Play the trace to its end."""
+    return _Mill(trace, settings).run()
+
+
+class _Mill:
+    def __init__(self, trace: Trace, settings: MillSettings) -> None:
+        self._settings = settings
+        self._limits = settings.scaling.model_copy(update={"cold_start": settings.worker.cold_start})
+        self._rng = random.Random(f"mill/{settings.seed}")
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._now = 0.0
+        self._jobs = HandingOut(settings.dispatching)
+        self._queues = self._jobs.queues
+        self._workers: dict[int, SimWorker] = {}
+        self._booting: dict[int, SimWorker] = {}
+        self._hungry: dict[int, None] = {}  # workers that look for a shard, the longest first
+        self._only_bulk: dict[int, None] = {}  # those that would open an urgent shard at once
+        self._names = count()
+        self._tick_at = inf
+        self._memory = Memory()
+        self._speed = settings.worker.rows_per_second(settings.worker.batch, 300.0, 200.0) * 500.0
+        self._last_arrival = max((job.at for job in trace.jobs), default=0.0)
+        self._open = 0
+        self.outcome = Outcome()
+        for number, job in enumerate(trace.jobs):
+            self._at(job.at, partial(self._arrive, job, number))
+        for interruption in trace.interruptions:
+            self._at(interruption.at, partial(self._interrupt, interruption))
+
+    def run(self) -> Outcome:
+        if self._settings.fixed is not None:
+            for _ in range(self._settings.fixed):
+                self._launch(0.0)
+        else:
+            self._at(0.0, self._scale)
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+            if self._over():
+                break
+        for worker in [*self._workers.values(), *self._booting.values()]:
+            self._pay(worker)
+        self.outcome.seconds = self._now
+        return self.outcome
+
+    def _over(self) -> bool:
+        if self._open or self._now < self._last_arrival:
+            return False
+        return (
+            self._settings.fixed is not None
+            or not (self._workers or self._booting)
+            or (len(self._workers) + len(self._booting) <= self._limits.least)
+        )
+
+    def _at(self, moment: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), act))
+
+    # -- jobs
+
+    def _arrive(self, traced: TracedJob, number: int) -> None:
+        settings, plan = self._settings, self._settings.plan
+        tokens = traced.prompt_tokens + traced.output_tokens
+        created = EPOCH + timedelta(seconds=self._now)
+        due = None if traced.deadline is None else self._now + traced.deadline
+        deadline = None if due is None else EPOCH + timedelta(seconds=due)
+        rows_in_shard = max(1, min(plan.max_shard_rows, int(plan.shard_tokens / tokens)))
+        answer = traced.output_tokens * exp(self._rng.gauss(0.0, settings.answer_error))
+        job = SimJob(
+            Order(f"{number:08d}", traced.tenant, traced.tier, deadline, created),
+            self._now, due, traced.rows, rows_in_shard, traced.prompt_tokens, answer, tokens,
+        )  # fmt: skip
+        self.outcome.jobs.append(job)
+        self._jobs.add(job)
+        self._open += 1
+        if due is not None:
+            self._at(due, lambda: self._expire(job))
+        first = min(traced.rows, plan.first_segment_rows)
+        job.ready = self._now + settings.take_up + first / settings.rows_planned
+        self._at(job.ready, self._want_tick)
+
+    def _expire(self, job: SimJob) -> None:
+        """What isn't done by the deadline is closed; workers give its shards back."""
+        if job.ended is not None:
+            return
+        self._end(job)
+        for worker in list(self._workers.values()):
+            mine = [shard for shard in worker.held if shard.job is job]
+            for shard in mine:
+                worker.drop(shard, self._now)
+            if mine:
+                self._look_for_more(worker, job)
+        self._want_tick()
+
+    def _end(self, job: SimJob) -> None:
+        job.ended = self._now
+        self._jobs.forget(job)
+        self._open -= 1
+
+    # -- the dispatcher
+
+    def _want_tick(self) -> None:
+        """A look with the next turn of its loop."""
+        every = self._settings.dispatching.tick_every
+        moment = ceil(self._now / every + 1e-9) * every
+        if moment < self._tick_at:
+            self._tick_at = moment
+            self._at(moment, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = inf
+        workers = len(self._workers)
+        self.outcome.shards += self._jobs.fill(self._now, workers, self._speed * workers)
+        self.outcome.longest_queue = max(self.outcome.longest_queue, *map(len, self._queues.values()))
+        self._feed()
+
+    def _feed(self) -> None:
+        """Workers that look find what is on the queues."""
+        for name in list(self._hungry):
+            if not any(self._queues.values()):
+                return
+            self._take(self._workers[name])
+        for name in list(self._only_bulk):
+            if not self._queues[Tier.STANDARD]:
+                return
+            self._take(self._workers[name], urgent_only=True)
+
+    # -- workers
+
+    def _take(self, worker: SimWorker, *, urgent_only: bool = False) -> None:
+        floor = worker.floor.due and not urgent_only
+        tiers = BY_URGENCY[:1] if urgent_only else BY_URGENCY[::-1] if floor else BY_URGENCY
+        for tier in tiers:
+            if not self._queues[tier]:
+                continue
+            job, number, rows = self._queues[tier].popleft()
+            worker.floor.took(tier, round(rows * job.planned_tokens))
+            job.begun = self._now if job.begun is None else job.begun
+            shard = worker.take(job, number, rows, tier is Tier.STANDARD or floor, self._now)
+            self._at(shard.finish, partial(self._finish, worker, shard))
+            self._hungry.pop(worker.name, None)
+            self._look_for_more(worker, job)
+            self._want_tick()
+            return
+        self._hungry.setdefault(worker.name)
+
+    def _look_for_more(self, worker: SimWorker, job: SimJob) -> None:
+        """It takes its next shard when too few rows wait: now, then, or when one of its shards is finished."""
+        worker.look += 1
+        self._only_bulk.pop(worker.name, None)
+        if worker.held and worker.wants_urgent():
+            self._only_bulk[worker.name] = None
+        moment, turn = worker.wants_at(job, self._now), worker.look
+        if moment <= self._now:
+            self._take(worker)
+        elif moment < inf:
+            self._at(moment, lambda: self._take(worker) if worker.look == turn else None)
+
+    def _finish(self, worker: SimWorker, shard: Held) -> None:
+        if shard not in worker.held:
+            return
+        if shard.finish > self._now + 1e-6:  # more urgent work went before it
+            self._at(shard.finish, partial(self._finish, worker, shard))
+            return
+        worker.let_go(shard, self._now)
+        job = shard.job
+        job.rows_left = max(0.0, job.rows_left - shard.rows)
+        tokens = shard.rows * (job.prompt + job.answer)
+        self.outcome.tokens += tokens
+        self.outcome.computed_until = self._now
+        # What a worker tells is what it computed over the time that it had work.
+        self._speed += 0.02 * (tokens / shard.flow - self._speed) if shard.flow else 0.0
+        if job.rows_left < 0.5 and job.ended is None:
+            self._end(job)
+        self._look_for_more(worker, job)
+
+    def _launch(self, seconds: float) -> None:
+        ready = self._now + seconds
+        worker = SimWorker(next(self._names), self._settings.worker, self._now, ready)
+        self._booting[worker.name] = worker
+        self.outcome.starts += 1
+
+        def come() -> None:
+            if self._booting.pop(worker.name, None) is not None:
+                self._workers[worker.name] = worker
+                self._take(worker)
+                self._want_tick()
+
+        if seconds <= 0:
+            come()
+        else:
+            self._at(ready, come)
+
+    def _pay(self, worker: SimWorker) -> None:
+        self.outcome.worker_seconds += self._now - worker.launched
+        self.outcome.busy_seconds += worker.paid_until(self._now)
+
+    def _leave(self, worker: SimWorker, lost: float, after: float) -> None:
+        """A worker ends; its shards go to others from where they stand, `after` so many seconds."""
+        self._workers.pop(worker.name)
+        self._hungry.pop(worker.name, None)
+        self._only_bulk.pop(worker.name, None)
+        worker.look += 1
+        lefts = [
+            (shard, worker.drop(shard, self._now), _rows_of_last(shard, self._now, lost)) for shard in list(worker.held)
+        ]
+        self._pay(worker)
+
+        def give_back() -> None:
+            for shard, left, again in lefts:
+                job = shard.job
+                if job.ended is None:
+                    job.rows_left -= shard.rows - left - again
+                    self.outcome.tokens += (shard.rows - left) * (job.prompt + job.answer)
+                    self.outcome.repeated_rows += again
+                    if left + again > 0:
+                        job.returned[shard.number] = left + again
+            self._want_tick()
+
+        self._at(self._now + after, give_back)
+
+    # -- machines
+
+    def _scale(self) -> None:
+        """One look of the autoscaler, and what the provider makes of it."""
+        demands = [
+            Demand(
+                job.rows_left * job.planned_tokens / self._speed,
+                None if job.due is None else job.due - self._now,
+                self._now - job.arrival,
+                job.order.tier is Tier.BULK,
+            )
+            for job in self._jobs
+        ]
+        observed = Observed(demands, len(self._workers))
+        decision = decide(self._limits, self._memory, observed, self._now)
+        self._memory = decision.memory
+        if decision.desired != decision.before:
+            self.outcome.changes.append((self._now, decision.desired))
+        self.outcome.samples.append(Sample(self._now, decision.desired, len(self._workers), observed.work))
+        self._provide(decision.desired)
+        self._at(self._now + self._settings.every, self._scale)
+
+    def _provide(self, desired: int) -> None:
+        extra = len(self._workers) + len(self._booting) - desired
+        for _ in range(-extra):
+            spread = 1 + self._settings.cold_start_spread * self._rng.uniform(-1, 1)
+            self._launch(self._settings.worker.cold_start * spread)
+        for name in sorted(self._booting, reverse=True)[: max(0, extra)]:
+            self._pay(self._booting.pop(name))
+            extra -= 1
+        if extra > 0:
+            for name in self._rng.sample(sorted(self._workers), extra):
+                self._leave(self._workers[name], 0.0, 0.0)
+
+    def _interrupt(self, interruption: Interruption) -> None:
+        taken = round(len(self._workers) * interruption.interrupt)
+        for name in self._rng.sample(sorted(self._workers), taken):
+            self.outcome.interrupted += 1
+            if self._rng.random() < self._settings.unnoticed:
+                self._leave(self._workers[name], self._settings.unlogged, self._settings.silence)
+            else:
+                self._leave(self._workers[name], 0.0, 0.0)
+
+
+def _rows_of_last(shard: Held, now: float, lost: float) -> float:
+    """Rows of a shard whose last `lost` seconds of work are gone."""
+    span = max(1e-9, shard.finish - shard.taken)
+    return min(lost, max(0.0, now - shard.taken)) / span * shard.rows

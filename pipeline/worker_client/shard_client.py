@@ -1,0 +1,478 @@
+"""A worker's side of the pipeline: takes shard names from the queue, shards from the ledger, and commits parts.
+
+Nothing here trusts the queue: a name that comes twice, too late or for a shard already done is dropped after one look
+at the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+import structlog
+
+from pipeline.jobs.lost_shards import read_table
+from pipeline.ledger.ledger import JOB, ClosingDamaged, JobLedger, JobNotFound, LaterVersion, LedgerError
+from pipeline.ledger.records import AttemptRecord, EndRecord, NoteRecord, ShardReport, UnreadableRecord
+from pipeline.ports import (
+    Heartbeats,
+    ObjectNotFound,
+    ShardQueue,
+    ShardTask,
+    StoreError,
+    WorkerState,
+    World,
+    queue_name,
+)
+from pipeline.results.checkpoints import ShardHistory, checkpoint_key, note_key, read_history
+from pipeline.results.part_builder import PartMaker, commit_part
+from pipeline.results.parts import read_part
+from pipeline.runtime.availability import ServiceUnavailable
+from pipeline.runtime.supervision import reason_of
+from pipeline.worker_client.bulk_reserve import BulkFloor
+from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
+from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, encode
+from schemas.jobs.job import Job, Tier
+from schemas.jobs.outcome import Worked
+from schemas.jobs.plan import ShardRef
+from schemas.workers.metrics import WorkerFigures
+
+logger = structlog.get_logger(__name__)
+
+MOST_JOBS: Final = 64
+"""Jobs whose plans are remembered, beside those that something is held of."""
+
+PASS_OVER_SECONDS: Final = 20.0
+"""For so long a worker doesn't take a shard again that it could not work on: less than the time after which a shard
+that nobody holds is put on the queue again."""
+
+OpenLedger = Callable[[str], JobLedger]
+"""The ledger of a job, by its id."""
+
+
+class UnplannedShard(LedgerError):
+    """Raised when a shard was asked for that the job's plan doesn't have."""
+
+
+@dataclass(slots=True)
+class _KnownJob:
+    ledger: JobLedger
+    job: Job
+    shards: dict[int, ShardRef]
+    segments: int = 0
+
+
+class ShardClient:
+    """`ShardSource` and `ShardSink` of one worker. Threads of the worker may share it.
+
+    Args:
+        worker: the worker's name, unique among those that live.
+        models: what it can serve (`ModelPin.key`).
+        no_more: tells that no shard will ever come again.
+        price_per_hour: of the worker, for what its work costs; None: nobody has said.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        world: World,
+        open_ledger: OpenLedger,
+        queue: ShardQueue,
+        heartbeats: Heartbeats,
+        no_more: Callable[[], bool],
+        *,
+        models: Collection[str],
+        price_per_hour: float | None = None,
+    ) -> None:
+        self.worker = worker
+        self._world = world
+        self._open_ledger = open_ledger
+        self._queue = queue
+        self._heartbeats = heartbeats
+        self._no_more = no_more
+        self._models = frozenset(models)
+        self._price = price_per_hour
+        self._floor = BulkFloor()
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _KnownJob] = {}
+        self._held: set[tuple[str, int]] = set()
+        self._load = WorkerLoad()
+        self._last_heartbeat: float | None = None  # monotonic, of the last one that was received
+        self._fenced_until = -math.inf
+        self._checked_silence = -math.inf  # `_fenced_until` of the last silence whose shards were looked at
+        self._session = world.random.token(8).hex()
+        self._passed_over: dict[tuple[str, int], float] = {}  # shards that can't be worked on -> until when (monotonic)
+        self._damaged_closings: set[str] = set()
+        self._uncertain: set[str] = set()  # attempts whose commit was begun, and is not known to have come to its end
+        self._sequences: dict[str, int] = {}  # attempts that began -> notes and checkpoints written
+
+    # -- ShardSource
+
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
+        """The next shard that is neither committed nor held by anyone, or None after `timeout` seconds."""
+        clock = self._world.clock
+        until = clock.monotonic() + timeout
+        floor = self._floor.due and set(tiers) == set(BY_URGENCY)
+        order = tuple(reversed(tiers)) if floor else tiers
+        queues = [queue_name(model, tier) for tier in order for model in sorted(self._models)]
+        while (task := self._next_task(queues, max(0.0, until - clock.monotonic()))) is not None:
+            if (task.job, task.shard) in self._held:
+                continue
+            if clock.monotonic() < self._passed_over.get((task.job, task.shard), -math.inf):
+                continue
+            if (work := self._take(task, floor=floor)) is not None:
+                return work
+        return None
+
+    def _take(self, task: ShardTask, *, floor: bool) -> ShardWork | None:
+        """The shard, if it is to be had. One whose objects can't be read is passed over for a while: no job's damage
+        stops the worker. Raises `StoreError`, which is about the store and not about the job."""
+        try:
+            known = self._known(task)
+            ledger = known.ledger
+            if ledger.has_part(task.shard) or ledger.closing() is not None or ledger.has_ended():
+                return None
+            if self._has_holder(task):
+                return None
+            self._hold(task.job, task.shard)
+            return self._open(known, task.shard, floor=floor)
+        except (JobNotFound, UnplannedShard) as error:  # it was removed, or somebody else wrote on the queue
+            logger.warning("no such shard", job=task.job, shard=task.shard, reason=str(error))
+        except StoreError:
+            self._let_go(task.job, task.shard)
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded; the worker goes on with other shards
+            self._pass_over(task.job, task.shard, self._world.random.token(8).hex(), error)
+        return None
+
+    def _pass_over(self, job: str, shard: int, attempt_id: str, error: Exception) -> None:
+        """Let go of a shard that can't be worked on, record why, and take it no more for a while."""
+        now = self._world.clock.monotonic()
+        with self._lock:
+            self._passed_over = {one: until for one, until in self._passed_over.items() if until > now}
+            self._passed_over[job, shard] = now + PASS_OVER_SECONDS
+        self._let_go(job, shard)
+        ledger = self._open_ledger(job)
+        if ledger.store.info(ledger.prefix + JOB) is None:
+            logger.warning("a job is gone", job=job, reason=str(error))
+            return
+        reason = reason_of(error, "worker", self._world, job=job, shard=shard)
+        logger.error("a shard can't be worked on, and is passed over", job=job, shard=shard, reason=reason)
+        if not isinstance(error, ClosingDamaged | LaterVersion | MemoryError):  # these are no fault of the shard
+            record = UnreadableRecord(worker=self.worker, at=self._world.clock.now(), reason=reason)
+            ledger.note_unreadable(shard, attempt_id, record)
+
+    def _next_task(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """A broker that can't be reached has nothing for us now; what is held goes on."""
+        try:
+            return self._queue.take(queues, timeout)
+        except ServiceUnavailable as error:
+            logger.warning("the queue can't be reached", reason=str(error))
+            return None
+
+    def _has_holder(self, task: ShardTask) -> bool:
+        """Whether another worker says that it has the shard: its name was on the queue twice. If that one lets go of it
+        undone, the dispatcher puts it again."""
+        try:
+            workers = self._heartbeats.workers()
+        except ServiceUnavailable as error:
+            logger.warning("nobody knows who holds what", reason=str(error))
+            return False
+        shard = (task.job, task.shard)
+        return any(shard in worker.held for worker in workers if worker.name != self.worker)
+
+    def finished(self) -> bool:
+        """True when no shard will ever come again."""
+        return self._no_more()
+
+    # -- ShardSink
+
+    def commit(self, work: ShardWork, finished: FinishedRows, report: ShardReport) -> bool:
+        """Make the shard's part; False when another attempt's part stands, or the job has ended without one: its
+        manifest says which parts count. Raises `PipelineError`."""
+        known = self._jobs[work.job.id]
+        table = pa.concat_tables([work.history.finished, finished.table()])
+        maker = PartMaker(work.attempt, work.attempt_id, self.worker, work.started_at, report, self._price)
+        repeated = work.attempt_id in self._uncertain
+        self._uncertain.add(work.attempt_id)
+        won = not known.ledger.has_ended() and commit_part(
+            known.ledger, self._world, work.job.id, work.shard, work.table, table, work.history, maker
+        )
+        if repeated and not won and known.ledger.has_part(work.shard):  # it may be its own; the confirmation was lost
+            won = read_part(known.ledger, work.shard).summary.attempt_id == work.attempt_id
+        if not won:
+            self._record_end(known.ledger, work, report.generated, report.busy_seconds)
+        self._forget(known.ledger, work, won=won)
+        self._uncertain.discard(work.attempt_id)
+        return won
+
+    def begin(self, work: ShardWork) -> None:
+        """Record the attempt: from here on rows of the shard may be in the engine."""
+        self._jobs[work.job.id].ledger.begin_attempt(
+            work.shard,
+            lambda number: AttemptRecord(
+                attempt=number,
+                attempt_id=work.attempt_id,
+                worker=self.worker,
+                session=self._session,
+                started_at=self._world.clock.now(),
+            ),
+            first=work.attempt,
+        )
+        self._sequences.setdefault(work.attempt_id, 0)
+
+    def checkpoint(self, work: ShardWork, new: CheckpointWork) -> None:
+        """Make durable what is new."""
+
+        def make(sequence: int) -> tuple[str, bytes]:
+            head = CheckpointHead(
+                job=work.job.id,
+                shard=work.shard,
+                attempt_id=work.attempt_id,
+                sequence=sequence,
+                final=new.final,
+                generated=new.generated,
+                exposed=new.exposed,
+                worked=self._worked(new.busy_seconds),
+            )
+            return checkpoint_key(work.shard, work.attempt_id, sequence), encode(head, new.finished, new.running)
+
+        self._append(work, make)
+
+    def note(self, work: ShardWork, rows: Sequence[int]) -> None:
+        """Note durably that these rows are computed, and no others."""
+        data = NoteRecord(rows=tuple(rows)).to_json()
+        self._append(work, lambda sequence: (note_key(work.shard, work.attempt_id, sequence), data))
+
+    def release(self, work: ShardWork, generated: int, busy_seconds: float = 0.0) -> None:
+        """Give the shard back undone; `generated` tokens were sampled by this attempt, in `busy_seconds`."""
+        self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
+        self._sequences.pop(work.attempt_id, None)
+        self._let_go(work.job.id, work.shard)
+
+    def send_heartbeat(self, shards: Sequence[ShardWork], load: WorkerLoad | None = None) -> None:
+        """The worker lives and works on these. A shard that was taken, and that the worker has not begun, is held too.
+        `load` None: as it was."""
+        with self._lock:
+            self._load = load or self._load
+            self._beat(self._held | {(work.job.id, work.shard) for work in shards})
+        if load is not None and load.figures is not None:
+            self._tell(load.figures)
+
+    def give_up(self, work: ShardWork, error: Exception, generated: int = 0, busy_seconds: float = 0.0) -> None:
+        """Give the shard back since this attempt can't go on with it, and record why."""
+        self._record_end(self._jobs[work.job.id].ledger, work, generated, busy_seconds)
+        self._sequences.pop(work.attempt_id, None)
+        self._pass_over(work.job.id, work.shard, work.attempt_id, error)
+
+    def find_revoked(self, shards: Sequence[ShardWork]) -> RevokedShards:
+        """Shards whose job is being closed or has ended. Where this worker was silent for longer than
+        `Heartbeats.lifetime`, also those that stand by now, and those that another worker took over. Shards released
+        meanwhile are left out."""
+        with self._lock:
+            jobs = {work.job.id: self._jobs.get(work.job.id) for work in shards}
+            fenced, silence = self._is_fenced(), self._fenced_until
+        ledgers = {job: known.ledger for job, known in jobs.items() if known is not None}
+        closing = {job for job, ledger in ledgers.items() if self._is_closing(job, ledger)}
+        to_release = {(work.job.id, work.shard) for work in shards if work.job.id in closing}
+        committed: set[tuple[str, int]] = set()
+        if fenced:
+            holders = self._other_holders()
+            for work in shards:
+                name = work.job.id, work.shard
+                if (ledger := ledgers.get(work.job.id)) is None:
+                    continue
+                if ledger.has_part(work.shard):
+                    committed.add(name)
+                elif self._is_taken_over(ledger, work, holders):
+                    to_release.add(name)
+            if committed or to_release:
+                logger.warning(
+                    "this worker was silent: shards were taken over",
+                    worker=self.worker, released=len(to_release), committed=len(committed),
+                )  # fmt: skip
+        self._checked_silence = silence
+        return RevokedShards(frozenset(to_release - committed), frozenset(committed))
+
+    # -- inside
+
+    def _is_closing(self, job: str, ledger: JobLedger) -> bool:
+        """A closing that can't be read stops nothing here: the dispatcher reports it."""
+        try:
+            return ledger.closing() is not None or ledger.has_ended()
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of one job; the others' heartbeat goes on
+            if job not in self._damaged_closings:
+                self._damaged_closings.add(job)
+                logger.error("a job's closing can't be read", job=job, reason=str(error))
+            return False
+
+    def _is_fenced(self) -> bool:
+        """Whether others may have taken this worker's shards: it is silent now, or was until a lifetime ago, or was and
+        has not looked since. A worker that is about to take a shard may not have seen the first heartbeat after the
+        silence."""
+        now = self._world.clock.monotonic()
+        silent = self._last_heartbeat is not None and now - self._last_heartbeat > self._heartbeats.lifetime
+        return silent or now < self._fenced_until or self._fenced_until > self._checked_silence
+
+    def _other_holders(self) -> Mapping[tuple[str, int], Set[str]] | None:
+        """The other workers that live and hold each shard; None: the heartbeats can't be read."""
+        holders: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        try:
+            workers = self._heartbeats.workers()
+        except ServiceUnavailable as error:
+            logger.warning("who holds what can't be read", reason=str(error))
+            return None
+        for worker in workers:
+            if worker.name != self.worker:
+                for name in worker.held:
+                    holders[name].add(worker.name)
+        return holders
+
+    def _is_taken_over(
+        self, ledger: JobLedger, work: ShardWork, holders: Mapping[tuple[str, int], Set[str]] | None
+    ) -> bool:
+        """Whether another worker computes the shard. Of two that both were silent, the later attempt goes on."""
+        others = None if holders is None else holders.get((work.job.id, work.shard), frozenset())
+        if others is not None and not others:
+            return False
+        try:
+            attempts = ledger.attempts(work.shard)
+        except LaterVersion as error:  # a newer worker wrote there
+            logger.warning("attempts can't be read", job=work.job.id, shard=work.shard, reason=str(error))
+            return True
+        own = next((record.attempt for record in attempts if record.attempt_id == work.attempt_id), None)
+        if others is None:  # a later attempt stands for its worker
+            return own is not None and any(record.attempt > own for record in attempts)
+        earlier = set() if own is None else {record.worker for record in attempts if record.attempt < own}
+        return bool(others - earlier)
+
+    def _known(self, task: ShardTask) -> _KnownJob:
+        known = self._jobs.get(task.job)
+        if known is None:
+            ledger = self._open_ledger(task.job)
+            self._forget_jobs()
+            known = self._jobs[task.job] = _KnownJob(ledger, ledger.job(), {})
+        if task.shard not in known.shards:
+            for segment in known.ledger.segments(known.segments):
+                known.shards.update((shard.number, shard) for shard in segment.shards)
+                known.segments = segment.index + 1
+        if task.shard not in known.shards:
+            raise UnplannedShard(f"{known.ledger.place()}: shard {task.shard} was queued, but no plan segment has it")
+        return known
+
+    def _forget_jobs(self) -> None:
+        """Those known for longest, where nothing is held of them: a worker may live for months."""
+        with self._lock:
+            held = {job for job, _ in self._held}
+        idle = [job for job in self._jobs if job not in held]
+        for job in idle[: max(0, len(self._jobs) - MOST_JOBS)]:
+            del self._jobs[job]
+
+    def _open(self, known: _KnownJob, shard: int, *, floor: bool) -> ShardWork:
+        planned, tier = known.shards[shard], known.job.tier
+        self._floor.took(tier, planned.prompt_tokens + planned.expected_tokens)
+        table = read_table(known.ledger, planned)
+        attempts = known.ledger.attempts(shard)
+        # The first attempt has nothing behind it, and saves the look.
+        history = read_history(known.ledger, shard) if attempts else ShardHistory()
+        attempt = max((record.attempt for record in attempts), default=0) + 1
+        attempt_id = self._world.random.token(8).hex()
+        as_tier = Tier.STANDARD if floor and tier is Tier.BULK else None
+        return ShardWork(known.job, shard, attempt, attempt_id, table, self._world.clock.now(), history, as_tier)
+
+    def _record_end(self, ledger: JobLedger, work: ShardWork, generated: int, busy_seconds: float) -> None:
+        """Of an attempt that had begun."""
+        if work.attempt_id in self._sequences:
+            worked = self._worked(busy_seconds)
+            ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated, worked=worked))
+
+    def _worked(self, busy_seconds: float) -> Worked:
+        return Worked(seconds=busy_seconds, price_per_hour=self._price)
+
+    def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
+        """Drop what is accounted for now: the checkpoints of this attempt and, if its part stands, of those it went on
+        from. What another's part went on from is not known here."""
+        keys = [key for keys in work.history.keys.values() for key in keys] if won else []
+        keys += [checkpoint_key(work.shard, work.attempt_id, n) for n in range(self._sequences.pop(work.attempt_id, 0))]
+        for key in keys:
+            ledger.store.delete(ledger.prefix + key)
+        self._let_go(work.job.id, work.shard)
+
+    def _append(self, work: ShardWork, make: Callable[[int], tuple[str, bytes]]) -> None:
+        """Create the attempt's next note or checkpoint, `make(its number)`. The number is used up once it stands: a
+        write that is repeated because its confirmation was lost finds itself there."""
+        ledger, number = self._jobs[work.job.id].ledger, self._sequences.get(work.attempt_id, 0)
+        while True:
+            key, data = make(number)
+            if ledger.create(key, data):
+                break
+            try:
+                if ledger.store.read(ledger.prefix + key) == data:
+                    break
+            except ObjectNotFound:  # it was removed just now
+                continue
+            number += 1
+        self._sequences[work.attempt_id] = number + 1
+
+    def _hold(self, job: str, shard: int) -> None:
+        with self._lock:
+            self._held.add((job, shard))
+            self._beat(self._held)
+
+    def _let_go(self, job: str, shard: int) -> None:
+        with self._lock:
+            self._held.discard((job, shard))
+            self._beat(self._held)
+
+    @property
+    def figures(self) -> WorkerFigures | None:
+        """What the worker told last."""
+        return self._load.figures
+
+    def close(self) -> None:
+        """Say that this worker ends, and holds nothing any more."""
+        try:
+            self._heartbeats.leave(self.worker)
+        except ServiceUnavailable as error:
+            logger.warning("the end can't be told", reason=str(error))
+
+    def _beat(self, held: set[tuple[str, int]]) -> None:
+        """A heart that isn't heard costs work done twice, at most. Called with the lock held."""
+        now = self._world.clock.monotonic()
+        try:
+            self._heartbeats.beat(self._state(held))
+        except ServiceUnavailable as error:
+            logger.warning("the heartbeat can't be told", reason=str(error))
+            return
+        lifetime = self._heartbeats.lifetime
+        if self._last_heartbeat is not None and now - self._last_heartbeat > lifetime:
+            logger.warning("this worker was silent", worker=self.worker, seconds=round(now - self._last_heartbeat, 1))
+            self._fenced_until = self._world.clock.monotonic() + lifetime
+        self._last_heartbeat = now
+
+    def _tell(self, figures: WorkerFigures) -> None:
+        try:
+            self._heartbeats.tell(self.worker, figures)
+        except ServiceUnavailable as error:
+            logger.warning("figures can't be told", reason=str(error))
+
+    def _state(self, held: set[tuple[str, int]]) -> WorkerState:
+        waiting, now = 0.0, self._world.clock.monotonic()
+        for job, number in held:
+            known = self._jobs.get(job)
+            shard = None if known is None else known.shards.get(number)
+            if shard is not None:
+                tokens = shard.prompt_tokens + shard.expected_tokens
+                waiting += tokens * self._load.unfinished.get((job, number), 1.0)
+        return WorkerState(
+            self.worker, self._models, frozenset(held), round(waiting), self._load.tokens_per_second,
+            price_per_hour=self._price,
+            passed_over=frozenset(one for one, until in self._passed_over.items() if until > now),
+        )  # fmt: skip

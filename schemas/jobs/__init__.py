@@ -1,0 +1,1 @@
+"""A job, its plan, its checkpoints, its results."""

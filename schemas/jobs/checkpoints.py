@@ -1,0 +1,234 @@
+"""Checkpoints: what an attempt on a shard has reached, so that nothing logged is ever computed again.
+
+One object holds two Arrow IPC streams behind a header: rows that have finished, as results, and choices that are being
+computed, as token ids. Each says what is new since the attempt's last one.
+
+    magic (8 bytes) | sha256 of all that follows (32) | length of the head (4, big-endian) | head | finished | running
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from schemas.jobs.outcome import Usage, Worked
+from schemas.jobs.results import ResultRow, results_table
+from schemas.jobs.tables import RESULT_FIELDS
+from schemas.stored import Count, Paper
+
+MAGIC = b"tmckpt01"
+_SHA = 32
+_LENGTH = 4
+_HEADER = len(MAGIC) + _SHA + _LENGTH
+
+ROW_USAGE = ("prompt", "cached", "completion", "drafted", "accepted")
+"""What a row can cost, as `Usage` names it."""
+
+USAGE_FIELDS = tuple(pa.field(f"usage_{name}", pa.int64(), nullable=False) for name in ROW_USAGE)
+FINISHED_SCHEMA = pa.schema([*RESULT_FIELDS, *USAGE_FIELDS])
+"""Results, with the tokens that the row cost (0 for copies)."""
+
+RUNNING_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("choice", pa.int32(), nullable=False),
+        pa.field("start", pa.int32(), nullable=False),  # place in the answer of the first of `token_ids`
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        pa.field("stop_token_id", pa.int32()),
+        pa.field("logprobs", pa.list_(pa.float32())),  # of each token, when the request asks for them
+        pa.field("top_ids", pa.list_(pa.int32())),  # the likeliest, row after row
+        pa.field("top", pa.list_(pa.float32())),
+    ]
+)
+
+
+class DamagedCheckpoint(ValueError):
+    """Raised when bytes are no whole checkpoint: what it said is computed again."""
+
+
+class CheckpointHead(Paper):
+    """What a checkpoint says about itself.
+
+    Attributes:
+        sequence: counts the attempt's checkpoints, from 0.
+        final: the attempt gave the shard back; it did not die.
+        generated: tokens that the attempt has sampled so far; says what all earlier ones said, which may be gone.
+        exposed: tokens that its engine sampled since then, for all shards together: what a death can cost.
+        worked: what the attempt has taken of its worker so far.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    shard: Count
+    attempt_id: str
+    sequence: Count
+    final: bool = False
+    generated: Count = 0
+    exposed: Count = 0
+    worked: Worked = Worked()
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLogprobs:
+    """Log-probabilities along logged tokens: `chosen` float32 [tokens], the likeliest `top_ids` int32 [tokens, k] and
+    `top` float32 [tokens, k]."""
+
+    chosen: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedChoice:
+    """A choice of a row that has not finished.
+
+    Attributes:
+        start: place in the answer of the first of `token_ids`.
+        token_ids: int32 [tokens], without an end token.
+        finish_reason, stop_token_id: how it ended, when only its siblings go on.
+        logprobs: along the tokens, when the request asks for them.
+    """
+
+    row: int
+    choice: int
+    start: int
+    token_ids: NDArray[np.int32]
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    logprobs: LoggedLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRows:
+    """Results of rows that have finished; `usages[i]` is what `rows[i]` cost (a copy costs nothing)."""
+
+    rows: Sequence[ResultRow]
+    usages: Sequence[Usage]
+
+    def table(self) -> pa.Table:
+        """The rows in `FINISHED_SCHEMA`."""
+        table = results_table(self.rows)
+        for field, name in zip(USAGE_FIELDS, ROW_USAGE, strict=True):
+            table = table.append_column(field, pa.array([getattr(u, name) for u in self.usages], field.type))
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint, read back; `finished` is in `FINISHED_SCHEMA`."""
+
+    head: CheckpointHead
+    finished: pa.Table
+    running: tuple[LoggedChoice, ...]
+
+
+def encode(head: CheckpointHead, finished: FinishedRows, running: Iterable[LoggedChoice]) -> bytes:
+    """The object's bytes."""
+    head_bytes = head.model_dump_json(exclude_none=True).encode()
+    body = pa.BufferOutputStream()
+    body.write(len(head_bytes).to_bytes(_LENGTH, "big"))
+    body.write(head_bytes)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    for table in (finished.table(), _running_table(list(running))):
+        with pa.ipc.new_stream(body, table.schema, options=options) as writer:
+            writer.write_table(table)
+    data = body.getvalue().to_pybytes()
+    return b"".join((MAGIC, hashlib.sha256(data).digest(), data))
+
+
+def decode(data: bytes) -> Checkpoint:
+    """A checkpoint from its bytes; raises `DamagedCheckpoint`."""
+    if len(data) < _HEADER or not data.startswith(MAGIC):
+        raise DamagedCheckpoint("does not begin as a checkpoint of this version does")
+    if hashlib.sha256(data[len(MAGIC) + _SHA :]).digest() != data[len(MAGIC) : len(MAGIC) + _SHA]:
+        raise DamagedCheckpoint("its bytes are not those that were written")
+    length = int.from_bytes(data[_HEADER - _LENGTH : _HEADER], "big")
+    try:
+        head = CheckpointHead.model_validate_json(data[_HEADER : _HEADER + length])
+        stream = pa.BufferReader(memoryview(data)[_HEADER + length :])
+        finished = pa.ipc.open_stream(stream).read_all()
+        running = pa.ipc.open_stream(stream).read_all()
+    except (ValidationError, pa.ArrowInvalid, OSError) as error:
+        raise DamagedCheckpoint(str(error).splitlines()[0]) from error
+    if finished.schema != FINISHED_SCHEMA or running.schema != RUNNING_SCHEMA:
+        raise DamagedCheckpoint("has other columns than this version's")
+    return Checkpoint(head, finished, tuple(_choice(line) for line in running.to_pylist()))
+
+
+def join(pieces: Sequence[LoggedChoice]) -> LoggedChoice | None:
+    """What one attempt's pieces of one choice (in order) amount to, from the first token to the first gap; None if
+    the first is missing. A piece that starts at 0 again is a fresh try, which replaces what came before."""
+    whole: list[LoggedChoice] = []
+    known = 0
+    for piece in pieces:
+        if piece.start == 0:
+            whole, known = [], 0
+        if piece.start != known:
+            break
+        known += len(piece.token_ids)
+        whole.append(piece)
+    if not whole:
+        return None
+    logprobs = [piece.logprobs for piece in whole if piece.logprobs is not None and len(piece.token_ids)]
+    return LoggedChoice(
+        row=whole[0].row,
+        choice=whole[0].choice,
+        start=0,
+        token_ids=np.concatenate([piece.token_ids for piece in whole]),
+        finish_reason=whole[-1].finish_reason,
+        stop_token_id=whole[-1].stop_token_id,
+        logprobs=_joined(logprobs) if logprobs else None,
+    )
+
+
+def _joined(pieces: Sequence[LoggedLogprobs]) -> LoggedLogprobs:
+    return LoggedLogprobs(
+        np.concatenate([piece.chosen for piece in pieces]),
+        np.concatenate([piece.top_ids for piece in pieces]),
+        np.concatenate([piece.top for piece in pieces]),
+    )
+
+
+def _running_table(choices: list[LoggedChoice]) -> pa.Table:
+    given = [choice.logprobs for choice in choices]
+    columns = {
+        "row": [choice.row for choice in choices],
+        "choice": [choice.choice for choice in choices],
+        "start": [choice.start for choice in choices],
+        "token_ids": [choice.token_ids for choice in choices],
+        "finish_reason": [choice.finish_reason for choice in choices],
+        "stop_token_id": [choice.stop_token_id for choice in choices],
+        "logprobs": [None if logprobs is None else logprobs.chosen for logprobs in given],
+        "top_ids": [None if logprobs is None else logprobs.top_ids.reshape(-1) for logprobs in given],
+        "top": [None if logprobs is None else logprobs.top.reshape(-1) for logprobs in given],
+    }
+    return pa.table(columns, schema=RUNNING_SCHEMA)
+
+
+def _choice(line: dict[str, Any]) -> LoggedChoice:
+    logprobs = None
+    if line["logprobs"] is not None:
+        count = len(line["logprobs"])
+        width = len(line["top"]) // count if count else 0
+        logprobs = LoggedLogprobs(
+            np.array(line["logprobs"], dtype=np.float32),
+            np.array(line["top_ids"], dtype=np.int32).reshape(count, width),
+            np.array(line["top"], dtype=np.float32).reshape(count, width),
+        )
+    return LoggedChoice(
+        row=line["row"],
+        choice=line["choice"],
+        start=line["start"],
+        token_ids=np.array(line["token_ids"], dtype=np.int32),
+        finish_reason=line["finish_reason"],
+        stop_token_id=line["stop_token_id"],
+        logprobs=logprobs,
+    )

@@ -1,0 +1,122 @@
+"""What whoever submits a job may ask for, at any door: the command line, a sidecar file, headers, a task's
+arguments."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from schemas.jobs.job import MetadataKey, MetadataValue, OnInvalid, Tier
+
+_AMOUNT = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+AMOUNT_PATTERN: Final = f"^{_AMOUNT.pattern}$"
+"""An amount of time, in JSON schemas."""
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+MOST_DAYS: Final = 3_650
+
+
+def parse_amount(text: str) -> timedelta:
+    """ "90s", "30m", "6h" or "2d"; raises `ValueError`."""
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is no amount of time; write a number and s, m, h or d, as in 6h")
+    amount = timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
+    if amount.days > MOST_DAYS:
+        raise ValueError(f"{text} is more than {MOST_DAYS} days")
+    return amount
+
+
+def _amount(given: Any) -> Any:
+    if isinstance(given, str):
+        return parse_amount(given)
+    if isinstance(given, (int, float)):  # pydantic would take seconds
+        raise ValueError("an amount of time is text, such as 30d")  # noqa: TRY004
+    return given
+
+
+Amount = Annotated[timedelta, BeforeValidator(_amount), WithJsonSchema({"type": "string", "pattern": AMOUNT_PATTERN})]
+"""An amount of time, written as `parse_amount` reads it."""
+
+
+class SomeOptions(BaseModel):
+    """Options as one of several places may say them, each for itself. Everything is optional; the installation's
+    settings stand in.
+
+    Attributes:
+        model: what rows run on that name no model of their own, by its name in the catalog. With it the job's rows may
+            name no other; without it, any in the catalog.
+        deadline: an amount of time ("6h"), which counts from the job's acceptance, or a moment with its zone.
+        max_cost: what the job may cost, in the currency of the installation's prices: no shard is begun that would pass
+            it. Rows without an answer then end with `spend_limit`.
+        refuse_late: when the deadline can't be met, by what is open and how fast the workers are, the job fails at once
+            with `deadline_unreachable` and nothing is computed.
+        seed: of sampled requests that bring none.
+        on_invalid: what an invalid line does.
+        limit: read only so many rows.
+        max_output_tokens: a request that asks for more is refused; no more than the tier's cap.
+        output_expires_after: how long the results are kept after the job's end; else it is as the installation says.
+        metadata: 16 pairs at most, kept with the job.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tier: Tier | None = None
+    deadline: Annotated[
+        timedelta | AwareDatetime | None,
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "pattern": AMOUNT_PATTERN},
+                    {"type": "string", "format": "date-time"},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
+    max_cost: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    refuse_late: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    on_invalid: OnInvalid | None = None
+    limit: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    output_expires_after: Amount | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _amount_or_moment(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return parse_amount(given) if _AMOUNT.fullmatch(given) else datetime.fromisoformat(given)
+        if isinstance(given, (int, float)):  # pydantic would take seconds
+            raise ValueError("a deadline is text: an amount such as 6h, or a moment such as 2026-01-31T18:00Z")  # noqa: TRY004
+        return given
+
+    @field_validator("tier")
+    @classmethod
+    def _of_a_job(cls, tier: Tier | None) -> Tier | None:
+        if tier is Tier.INTERACTIVE:
+            raise ValueError("a job is standard or bulk; interactive requests are not jobs")
+        return tier
+
+
+class JobOptions(SomeOptions):
+    """All that is said of a job, together."""
+
+    @model_validator(mode="after")
+    def _late_for_what(self) -> JobOptions:
+        if self.refuse_late and self.deadline is None:
+            raise ValueError("refuse_late needs a deadline")
+        return self

@@ -1,0 +1,103 @@
+"""One result, and many of them as an Arrow table. A plain slotted class: a job has millions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from enum import StrEnum
+from operator import attrgetter
+
+import pyarrow as pa
+
+from schemas.jobs.tables import RESULT_FIELDS
+from schemas.requests.errors import STATUS_CODES, RowError, RowErrorCode
+
+
+class RowStatus(StrEnum):
+    """How a row ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+STATUS_OF_ERROR: dict[RowErrorCode, RowStatus] = {
+    RowErrorCode.BATCH_EXPIRED: RowStatus.EXPIRED,
+    RowErrorCode.BATCH_CANCELLED: RowStatus.CANCELLED,
+    RowErrorCode.SPEND_LIMIT: RowStatus.CANCELLED,
+}
+"""All other errors end a row as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A row of `schemas.jobs.tables.RESULT_FIELDS`, in its order. Times are aware, UTC.
+
+    Attributes:
+        row: the line's index in the input, from 0.
+        response: the OpenAI response body as JSON.
+        cached_tokens: prompt tokens not computed again.
+        embedding: float32 values, for embeddings only.
+    """
+
+    custom_id: str | None
+    row: int
+    status: RowStatus
+    status_code: int
+    text: str | None = None
+    finish_reason: str | None = None
+    response: str | None = None
+    error_code: RowErrorCode | None = None
+    error_message: str | None = None
+    model: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    embedding: Sequence[float] | None = None
+    created_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    attempt: int | None = None
+
+    @classmethod
+    def refused(
+        cls,
+        row: int,
+        custom_id: str | None,
+        error: RowError,
+        *,
+        model: str | None = None,
+        created_at: datetime | None = None,
+        started_at: datetime | None = None,
+        finished_at: datetime | None = None,
+        attempt: int | None = None,
+    ) -> ResultRow:
+        """The result of a row that ends with `error`. The message says the line: that of the whole input, or, where the
+        error names one of several files, that of the file if it is another."""
+        where = f"line {row + 1} of the input" if error.line in (None, row + 1) else f"line {error.line}"
+        return cls(
+            custom_id=custom_id,
+            row=row,
+            status=STATUS_OF_ERROR.get(error.code, RowStatus.FAILED),
+            status_code=STATUS_CODES[error.code],
+            error_code=error.code,
+            error_message=f"{where}: {error.message}",
+            model=model,
+            created_at=created_at,
+            started_at=started_at,
+            finished_at=finished_at,
+            attempt=attempt,
+        )
+
+
+_VALUES = attrgetter(*(field.name for field in fields(ResultRow)))
+
+
+def results_table(rows: Iterable[ResultRow]) -> pa.Table:
+    """The rows as a table of `RESULT_FIELDS`, in the order given (carried columns are the caller's to append)."""
+    values = [_VALUES(row) for row in rows]
+    columns = zip(*values, strict=True) if values else [()] * len(RESULT_FIELDS)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULT_FIELDS, strict=True)]
+    return pa.table(arrays, schema=pa.schema(RESULT_FIELDS))

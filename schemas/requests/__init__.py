@@ -1,0 +1,1 @@
+"""An input line: request bodies, limits, and the errors of rows."""

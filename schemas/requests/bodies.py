@@ -1,0 +1,337 @@
+"""The bodies a request may carry: what the OpenAI client sends, plus vLLM's usual extras.
+
+Strict: a bool is not a number, "5" is not 5, and a field nobody reads is refused. Fields that are known but can't be
+honoured are refused one floor up, in `schemas.requests.requests`, with a message of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+from schemas.requests.fields import (
+    CONTENT,
+    INPUTS,
+    LOGIT_BIAS,
+    MESSAGE,
+    PROMPT,
+    RESPONSE_FORMAT,
+    STOP,
+    STRUCTURED_OUTPUTS,
+    TOOL_CHOICE,
+    defaulting,
+    only,
+)
+from schemas.requests.structured import (
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    check_response_format,
+    check_structured_outputs,
+    check_tool_choice,
+    check_tools,
+    invalid,
+)
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
+UNSUPPORTED = "unsupported_parameter"
+"""Type of the validation errors that mean "understood, but not supported"."""
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    return PydanticCustomError(UNSUPPORTED, "{text}", {"text": message, "param": None})
+
+
+class TextPart(BaseModel):
+    """One text part of a message's content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+def _check_content(value: Any) -> Any:
+    if isinstance(value, str) or value is None:
+        return value
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of text parts")
+    parts: list[TextPart] = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise unsupported(f"part {index} has type {kind!r}, but only text parts are supported; remove it")
+        if not isinstance(part, dict) or kind is None or part.keys() != {"type", "text"}:
+            raise invalid(f'part {index} must be {{"type": "text", "text": …}}')
+        if not isinstance(part["text"], str):
+            raise invalid(f"part {index} has a text that is not a string")
+        parts.append(TextPart(type="text", text=part["text"]))
+    if not parts:
+        raise invalid("is an empty list; give at least one text part")
+    return tuple(parts)
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation. Only an assistant that calls tools may leave out the content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, json_schema_extra=MESSAGE)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | tuple[TextPart, ...] | None, only(_check_content, CONTENT)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), defaulting(())] = ()
+
+    @property
+    def text(self) -> str:
+        """The content as one string; parts are joined with newlines, as vLLM does for templates that take strings."""
+        if self.content is None:
+            return ""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+def _check_conversation(messages: tuple[ChatMessage, ...]) -> None:
+    """Refuse contents that are missing, and results of calls that nobody made."""
+    made: set[str] = set()
+    for at, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            raise invalid("are an assistant's; remove them", f"messages[{at}].tool_calls")
+        if message.content is None and not message.tool_calls:
+            given = "content" in message.model_fields_set
+            text = "must be a string or a list of text parts" if given else "is missing; add it"
+            raise invalid(text, f"messages[{at}].content")
+        made.update(call.id for call in message.tool_calls)
+        if message.role == "tool":
+            if message.tool_call_id is None:
+                raise invalid("is missing; name the call that is answered", f"messages[{at}].tool_call_id")
+            if message.tool_call_id not in made:
+                name = message.tool_call_id[:40]
+                raise invalid(f"is {name!r}, which no call before it has as its id", f"messages[{at}].tool_call_id")
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None or value == []:
+        return ()
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("must be a string or a list of strings")
+    if not all(stops):
+        raise invalid("holds an empty string; remove it")
+    return tuple(stops)
+
+
+def _check_logit_bias(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise invalid("must be an object of token ids (as strings) and biases from -100 to 100")
+    for key, bias in value.items():
+        canonical = isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key[:11])) == key
+        if not canonical or int(key) > INT32_MAX:
+            raise invalid(f'has the key {str(key)[:40]!r}, but keys must be token ids such as "1234"')
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise invalid(f"gives token {key} the bias {str(bias)[:40]}, but a bias must be from -100 to 100")
+    return {key: float(bias) for key, bias in value.items()}
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if value in ("", []):
+        raise invalid("is empty; give some text or token ids")
+    if isinstance(value, list | tuple):
+        if all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
+            return tuple(value)
+        if any(isinstance(item, str | list) for item in value):
+            raise unsupported("holds several prompts; give each prompt a line of its own")
+    raise invalid("must be a string or a list of token ids (integers from 0)")
+
+
+def _check_inputs(value: Any) -> Any:
+    several = isinstance(value, list | tuple) and any(isinstance(item, str | list | tuple) for item in value)
+    inputs = []
+    for index, one in enumerate(value if several else (value,)):
+        try:
+            inputs.append(_check_text_or_ids(one))
+        except PydanticCustomError as error:
+            raise invalid(f"[{index}] {error.message()}" if several else error.message()) from None
+    return tuple(inputs)
+
+
+def _check_text_or_ids(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, str) or value in ([], ()):
+        raise invalid("is empty; give some text or token ids")
+    if isinstance(value, list | tuple) and all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
+        return tuple(value)
+    raise invalid("must be a string or a list of token ids (integers from 0), or a list of either")
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class GenerationBody(BaseModel):
+    """What chat and completions share.
+
+    `top_k` 0 or -1 is off. `user`, `metadata`, `store` and their like don't change an answer and are only carried.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    temperature: Annotated[Finite, Field(ge=0, le=2), defaulting(1.0)] = 1.0
+    top_p: Annotated[Finite, Field(gt=0, le=1), defaulting(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), defaulting(0)] = 0
+    min_p: Annotated[Finite, Field(ge=0, le=1), defaulting(0.0)] = 0.0
+    n: Annotated[int, Field(ge=1), defaulting(1)] = 1
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stop: Annotated[tuple[str, ...], only(_check_stop, STOP)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Strict(False), defaulting(())] = ()
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2), defaulting(0.0)] = 0.0
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100), defaulting(1.0)] = 1.0
+    logit_bias: Annotated[dict[str, float], only(_check_logit_bias, LOGIT_BIAS)] = Field(default_factory=dict)
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), defaulting(0)] = 0
+    ignore_eos: Annotated[bool, defaulting(False)] = False
+    response_format: Annotated[ResponseFormat | None, only(check_response_format, RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, only(check_structured_outputs, STRUCTURED_OUTPUTS)] = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens to generate, in tokens; None: the job's default."""
+        raise NotImplementedError
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether computing the request again must give the same answer."""
+        return self.temperature == 0 or self.seed is not None
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not every text may be the answer."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_guided(cls, fields: Any) -> Any:
+        """vLLM's older names say the same as `structured_outputs`."""
+        names = [name for name in GUIDED if isinstance(fields, dict) and name in fields]
+        if not names:
+            return fields
+        kept = {name: value for name, value in fields.items() if name not in GUIDED}
+        given = {name: fields[name] for name in names if fields[name] is not None}
+        if given and (len(given) > 1 or kept.get("structured_outputs") is not None):
+            raise invalid("goes with no other of its kind; keep one", next(iter(given)))
+        if given:
+            ((name, value),) = given.items()
+            kept["structured_outputs"] = {name.removeprefix("guided_"): value}
+        return kept
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> GenerationBody:
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise invalid("and response_format are both set; remove one", "structured_outputs")
+        if self.constrained:
+            for name, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+                if value:
+                    raise invalid("can't go with a form that the answer must have: its end decides", name)
+        return self
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> GenerationBody:
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            raise invalid(f"is {self.min_tokens}, but max_tokens is {limit}; lower min_tokens", "min_tokens")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    logprobs: Annotated[bool, defaulting(False)] = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20), defaulting(0)] = 0
+    tools: Annotated[tuple[Tool, ...], Strict(False), defaulting(())] = ()
+    tool_choice: Annotated[Literal["none", "required"] | NamedTool | None, only(check_tool_choice, TOOL_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool, defaulting(True)] = True
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def constrained(self) -> bool:
+        return bool(self.offered_tools) or super().constrained
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatBody:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise invalid("and max_completion_tokens are both set; remove max_tokens", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("needs logprobs; set logprobs to true", "top_logprobs")
+        _check_conversation(self.messages)
+        check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.offered_tools and self.structured_outputs is not None:
+            raise invalid("can't go with tools; use response_format", "structured_outputs")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions. `max_tokens` 0 scores the prompt only; `echo` puts the prompt before the answer."""
+
+    prompt: Annotated[str | tuple[int, ...], only(_check_prompt, PROMPT)]
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Annotated[bool, defaulting(False)] = False
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class EmbeddingBody(BaseModel):
+    """Body of /v1/embeddings.
+
+    Attributes:
+        input: the texts, or their token ids; one alone is a list of one here.
+        dimensions: numbers that each vector is cut to.
+        prompt_name: which of the model's prompts goes before each text; None: its default one, if it has one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    input: Annotated[tuple[str | tuple[int, ...], ...], only(_check_inputs, INPUTS)]
+    encoding_format: Annotated[Literal["float", "base64"], defaulting("float")] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    prompt_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    user: str | None = None
+
+
+Body = ChatBody | CompletionBody | EmbeddingBody

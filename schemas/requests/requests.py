@@ -1,0 +1,271 @@
+"""One input line in OpenAI's batch format, and the way from parsed JSON to it.
+
+Whatever a line asks for that can't be honoured is refused by name: a parameter is never ignored in silence. Only
+values that mean "as if absent" (null, `stream: false`, `tools: []`, …) and fields that can't change an answer pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from schemas.requests.bodies import (
+    UNSUPPORTED,
+    Body,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    TextPart,
+)
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.limits import Limits
+from schemas.requests.structured import size_of
+
+__all__ = [
+    "CHAT_URL",
+    "COMPLETIONS_URL",
+    "EMBEDDINGS_URL",
+    "Body",
+    "ChatBody",
+    "ChatMessage",
+    "CompletionBody",
+    "EmbeddingBody",
+    "GenerationBody",
+    "RequestLine",
+    "TextPart",
+    "dump_body",
+    "load_body",
+    "parse_body",
+    "parse_line",
+    "unsupported_url",
+]
+
+CHAT_URL: Final = "/v1/chat/completions"
+COMPLETIONS_URL: Final = "/v1/completions"
+EMBEDDINGS_URL: Final = "/v1/embeddings"
+
+BODIES: Final[Mapping[str, type[ChatBody] | type[CompletionBody] | type[EmbeddingBody]]] = {
+    CHAT_URL: ChatBody,
+    COMPLETIONS_URL: CompletionBody,
+    EMBEDDINGS_URL: EmbeddingBody,
+}
+
+NO_CHANGE: Final[Mapping[str, tuple[Any, ...]]] = {
+    # Known parameters that are not honoured, and the values (besides null) under which they change nothing.
+    "functions": ([],),
+    "function_call": ("none",),
+    "stream": (False,),
+    "stream_options": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "refusal": (),
+}
+HINTS: Final[Mapping[str, str]] = {
+    "stream": "a batch has no stream; remove it",
+    "stream_options": "a batch has no stream; remove it",
+    "service_tier": "set the job's tier instead",
+    "best_of": "remove it, or ask for n choices and pick one",
+}
+TYPE_NAMES: Final[Mapping[str, str]] = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+
+
+class RequestLine(BaseModel):
+    """One line of a job. `body` is still as it came; `parse_body` makes it one of the three bodies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    custom_id: str
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+def parse_line(obj: object, limits: Limits | None = None) -> RequestLine:
+    """The input line `obj` (parsed JSON) stands for; raises `RowError` when it is none."""
+    limits = limits or Limits()
+    if not isinstance(obj, dict):
+        raise RowError(RowErrorCode.INVALID_JSON, f"the line holds {_kind(obj)}, but must hold a JSON object")
+    try:
+        line = RequestLine.model_validate(obj)
+    except ValidationError as error:
+        raise _row_error(error) from None
+    if not line.custom_id:
+        raise _refuse("custom_id", "is empty; give each line a name of its own")
+    if len(line.custom_id) > limits.max_custom_id_chars:
+        length = len(line.custom_id)
+        raise _refuse("custom_id", f"has {length} characters, but at most {limits.max_custom_id_chars} are allowed")
+    if line.url not in BODIES:
+        raise unsupported_url(line.url)
+    return line
+
+
+def parse_body(url: str, body: Mapping[str, Any], limits: Limits | None = None) -> Body:
+    """The checked body for `url`; raises `RowError` naming the field that is wrong and what would be right."""
+    limits = limits or Limits()
+    kept = _without_no_ops(body)
+    if url == CHAT_URL and isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [
+            _without_no_ops(message, f"messages[{index}].") if isinstance(message, dict) else message
+            for index, message in enumerate(messages)
+        ]
+    try:
+        parsed = BODIES[url].model_validate(kept)
+    except ValidationError as error:
+        raise _row_error(error) from None
+    if isinstance(parsed, GenerationBody):
+        _check_limits(parsed, limits)
+    elif len(parsed.input) > limits.max_embedding_inputs:
+        most = limits.max_embedding_inputs
+        raise _refuse(
+            "input", f"holds {len(parsed.input)} texts, but at most {most} are allowed; send several requests"
+        )
+    return parsed
+
+
+def unsupported_url(url: str) -> RowError:
+    """Why a request to another url is refused."""
+    known = f"{', '.join(list(BODIES)[:-1])} or {list(BODIES)[-1]}"
+    return RowError(RowErrorCode.UNSUPPORTED_URL, f"url is {url[:200]!r}, but must be {known}", param="url")
+
+
+def dump_body(body: Body) -> bytes:
+    """The body as compact JSON without defaults; `load_body` reads it back."""
+    return body.model_dump_json(exclude_defaults=True).encode()
+
+
+def load_body(url: str, data: bytes | str) -> Body:
+    """A body that `dump_body` wrote; raises pydantic's ValidationError if it did not."""
+    return BODIES[url].model_validate_json(data)
+
+
+def _without_no_ops(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """A copy without known parameters that are set to what their absence means; refuses those set otherwise."""
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        neutral = NO_CHANGE.get(name)
+        if neutral is None:
+            kept[name] = value
+        elif value is not None and not any(type(value) is type(same) and value == same for same in neutral):
+            message = f"{where}{name} is not supported: {HINTS.get(name, 'remove it')}"
+            raise RowError(RowErrorCode.UNSUPPORTED_PARAMETER, message, param=where + name)
+    return kept
+
+
+def _check_limits(body: GenerationBody, limits: Limits) -> None:
+    for name, count, most in (
+        ("n", body.n, limits.max_choices),
+        ("stop", len(body.stop), limits.max_stop_sequences),
+        ("stop_token_ids", len(body.stop_token_ids), limits.max_stop_sequences),
+    ):
+        if count > most:
+            raise _refuse(name, f"asks for {count}, but at most {most} are allowed")
+    _check_sizes(body, limits)
+
+
+def _check_sizes(body: GenerationBody, limits: Limits) -> None:
+    """Refuse more schemas and grammars than anyone should compile."""
+    most = limits.max_schema_bytes
+    given: dict[str, int] = {}
+    if body.response_format is not None and body.response_format.json_schema is not None:
+        given["response_format"] = size_of(body.response_format.json_schema)
+    if (outputs := body.structured_outputs) is not None:
+        constraint = outputs.json_schema or outputs.regex or outputs.choice or outputs.grammar or ""
+        given["structured_outputs"] = size_of(constraint)
+    if isinstance(body, ChatBody) and body.tools:
+        if len(body.tools) > limits.max_tools:
+            raise _refuse("tools", f"holds {len(body.tools)}, but at most {limits.max_tools} are allowed")
+        given["tools"] = sum(size_of(tool.function.parameters or {}) for tool in body.tools)
+    for name, size in given.items():
+        if size > most:
+            raise _refuse(name, f"has {size} bytes of schema, but at most {most} are allowed")
+
+
+def _refuse(name: str, text: str) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, f"{name} {text}", param=name)
+
+
+def _row_error(error: ValidationError) -> RowError:
+    """The first thing pydantic found wrong, in our words."""
+    detail = error.errors(include_url=False)[0]
+    path = ""
+    for step in detail["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    path = str(detail.get("ctx", {}).get("param") or path)
+    code = RowErrorCode.INVALID_REQUEST
+    if detail["type"] in (UNSUPPORTED, "extra_forbidden"):
+        code = RowErrorCode.UNSUPPORTED_PARAMETER
+    return RowError(code, f"{path[:200]} {_explain(detail)}".strip(), param=path[:200] or None)
+
+
+def _explain(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    got = f"is {_kind(detail['input'])}"
+    match kind:
+        case "missing":
+            return "is missing; add it"
+        case "extra_forbidden":
+            return "is not a parameter known here; remove it"
+        case "greater_than_equal":
+            return f"{got}, but must be {context['ge']:g} or more" if context["ge"] > -1e9 else f"{got}: too small"
+        case "greater_than":
+            return f"{got}, but must be above {context['gt']:g}"
+        case "less_than_equal":
+            return f"{got}, but must be {context['le']:g} or less" if context["le"] < 1e9 else f"{got}: too large"
+        case "literal_error":
+            return f"{got}, but must be {context['expected']}"
+        case "int_type" if isinstance(detail["input"], float) and abs(detail["input"]) > 2**53:
+            return f"{got}: too large"  # the parser makes a float of an integer beyond 64 bits
+        case "int_type" | "float_type" | "bool_type" | "string_type" | "tuple_type" | "dict_type" | "model_type":
+            return f"{got}, but must be {TYPE_NAMES[kind]}"
+        case "too_short" | "string_too_short":
+            return "is empty; give at least one"
+        case "invalid_request" | "unsupported_parameter":
+            return detail["msg"]
+        case _:
+            return f"{got}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _kind(value: object) -> str:
+    """A value as a message may show it: short, and never a whole prompt."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)[:40]
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:40] + "…")
+    return "a list" if isinstance(value, list | tuple) else "an object"

@@ -1,0 +1,1 @@
+"""What workers send and receive: heartbeats, queue messages, the lane, metrics."""

@@ -1,0 +1,25 @@
+"""A worker's heartbeat as it is kept on a server that all can write to: what doesn't hold this, within its bounds, is
+none. A newer worker may say more: an older dispatcher must not take it for dead."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from schemas.stored import Count, Report
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+
+
+class HeartbeatPaper(Report):
+    """What a worker says of itself; see `pipeline.ports.WorkerState`."""
+
+    name: Name
+    models: tuple[Name, ...] = ()
+    held: tuple[tuple[Name, Count], ...] = ()
+    waiting_tokens: Count = 0
+    tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    draining: bool = False
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    passed_over: tuple[tuple[Name, Count], ...] = ()

@@ -1,0 +1,98 @@
+"""One file, sent in by every door of a cluster, and what comes out of each."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.ledger.ledger import RESULTS
+from schemas.jobs.outcome import Manifest
+from tests.cluster.cluster import BUCKET, Cluster
+from tests.waiting import HANG_SECONDS
+
+DOORS = 5
+
+
+def send(cluster: Cluster, source: Path) -> None:
+    """The file, by every door."""
+    from celery import Celery
+    from kafka import KafkaProducer
+
+    s3 = cluster.s3.client()
+    data = source.read_bytes()
+    s3.put_object(Bucket=BUCKET, Key=f"incoming/{source.name}", Body=data)
+    s3.put_object(Bucket=BUCKET, Key=f"incoming/bulk/{source.name}", Body=data)
+    s3.put_object(Bucket=BUCKET, Key=f"elsewhere/{source.name}", Body=data)
+    producer = KafkaProducer(bootstrap_servers=cluster.kafka.bootstrap, enable_idempotence=False)
+    reference = f'{{"uri": "s3://{BUCKET}/elsewhere/{source.name}"}}'
+    producer.send("tokenmill.jobs", reference.encode())
+    for line in data.splitlines():
+        producer.send("tokenmill.requests", line, key=b"one-partition")
+    producer.flush(30)
+    producer.close()
+    s3.put_object(Bucket=BUCKET, Key=f"by-task/{source.name}", Body=data)
+    caller = Celery("a-caller", broker=cluster.redis.url, backend=cluster.redis.url)  # it knows names only
+    uri = f"s3://{BUCKET}/by-task/{source.name}"
+    job = caller.send_task("tokenmill.submit", args=[uri], queue="tokenmill").get(timeout=HANG_SECONDS)
+    assert job in cluster.jobs(), job
+    caller.close()
+
+
+def answers(cluster: Cluster, job: str) -> list[dict[str, Any]]:
+    """A job's results, in input order."""
+    store, prefix = cluster.store(), f"jobs/{job}/{RESULTS}"
+    tables = [pq.read_table(pa.BufferReader(store.read(info.key))) for info in store.list(prefix)]
+    rows: list[dict[str, Any]] = pa.concat_tables(tables).sort_by("row").to_pylist()
+    return rows
+
+
+def told(cluster: Cluster, expected: int) -> int:
+    """Results that Kafka's topic holds, once there are as many as expected."""
+    from kafka import KafkaConsumer
+
+    consumer = KafkaConsumer(
+        "tokenmill.results", bootstrap_servers=cluster.kafka.bootstrap, auto_offset_reset="earliest", group_id=None
+    )
+    found: set[bytes] = set()
+    until = time.monotonic() + HANG_SECONDS
+    while len(found) < expected and time.monotonic() < until:
+        for records in consumer.poll(500).values():
+            for record in records:
+                found.add(dict(record.headers)["result_id"])
+    consumer.close()
+    return len(found)
+
+
+def by_door(cluster: Cluster) -> dict[str, list[tuple[str, Manifest]]]:
+    """Outcomes by the door that their jobs came by."""
+    doors: dict[str, list[tuple[str, Manifest]]] = {}
+    for job, manifest in cluster.outcomes().items():
+        uri = cluster.ledger(job).job().input.uri
+        for door, mark in (
+            ("bucket, bulk", "/incoming/bulk/"),
+            ("bucket", "/incoming/"),
+            ("kafka jobs", "/elsewhere/"),
+            ("celery", "/by-task/"),
+        ):
+            if mark in uri:
+                doors.setdefault(door, []).append((job, manifest))
+                break
+        else:
+            doors.setdefault("kafka requests", []).append((job, manifest))
+    return doors
+
+
+def all_done(cluster: Cluster, rows: int, refused: int = 0) -> bool:
+    """Whether each door has ended jobs of so many rows; over Kafka `refused` of them are no requests, and none is
+    left."""
+    doors = by_door(cluster)
+    whole = [sum(manifest.counts.total for _, manifest in jobs) for jobs in doors.values()]
+    return (
+        len(whole) == DOORS
+        and all(total >= rows - refused for total in whole)
+        and len(cluster.jobs()) == sum(map(len, doors.values()))
+    )

@@ -1,0 +1,73 @@
+"""The pool is planned by what a token's keys and values really take, quantized or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention import KVLayout
+from engine.attention.native import NativeStorage
+from engine.attention.storage import KVStorage
+from engine.config import CacheConfig, EngineConfig, KVDType, ScheduleConfig
+from engine.engine import Engine
+from engine.models.base import ModelSpec
+from engine.native.structs import Kind
+from engine.plan import CacheGroup
+from engine.runner.memory import plan_cache
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+SPEC = ModelSpec(
+    architecture="tiny", num_layers=4, num_heads=6, num_kv_heads=2, head_dim=64, hidden_size=384, vocab_size=100,
+    max_position=1024, windows=(None, 64, None, 64), eos_token_ids=(), num_parameters=0, dtype=torch.bfloat16,
+)  # fmt: skip
+BUDGET = 64 << 20
+
+
+def pools(kv_dtype: KVDType, *, windows: tuple[int | None, ...] = (None,) * 4) -> tuple[CacheGroup, ...]:
+    spec = replace(SPEC, windows=windows)
+    cache, schedule = CacheConfig(memory_bytes=BUDGET), ScheduleConfig(max_num_seqs=10_000)
+    return plan_cache(spec, cache, schedule, 1024, CPU, kv_dtype)
+
+
+def stored_bytes(groups: tuple[CacheGroup, ...], kind: Kind) -> int:
+    storage = NativeStorage(KVLayout(groups, 32, SPEC.num_kv_heads, SPEC.head_dim), kind)
+    tensors = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_an_int8_pool_of_the_same_memory_holds_nearly_twice_the_tokens() -> None:
+    (plain,), (quantized,) = pools("auto"), pools("int8")
+    # a head of 64 elements: 128 bytes in bfloat16, 64 and a scale of 4 in int8
+    assert (quantized.num_blocks - 1) / (plain.num_blocks - 1) == pytest.approx(128 / 68, rel=0.01)
+
+
+@pytest.mark.parametrize(("kv_dtype", "kind"), [("auto", Kind.BF16), ("int8", Kind.I8)])
+@pytest.mark.parametrize("windows", [(None,) * 4, (None, 64, None, 64)])
+def test_what_is_planned_is_what_is_stored(kv_dtype: KVDType, kind: Kind, windows: tuple[int | None, ...]) -> None:
+    groups = pools(kv_dtype, windows=windows)
+    extra = stored_bytes(tuple(replace(group, num_blocks=1) for group in groups), kind)  # block 0 is never allocated
+    assert 0.97 * BUDGET < stored_bytes(groups, kind) - extra <= BUDGET
+
+
+def test_an_fp8_pool_is_planned_as_it_is_stored() -> None:
+    (group,) = pools("fp8")
+    storage = KVStorage(KVLayout((replace(group, num_blocks=8),), 32, SPEC.num_kv_heads, SPEC.head_dim), FP8, CPU)
+    stored = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
+    assert (group.num_blocks - 1) * sum(tensor.nbytes for tensor in stored) // 8 == pytest.approx(BUDGET, rel=0.01)
+
+
+def test_an_engine_plans_its_pool_for_the_kv_dtype_it_has(tiny_model: Callable[[str], Path]) -> None:
+    # Given heads of 12 elements in float32, when an engine is loaded: 48 bytes of a head against 12 and a scale of 4
+    config = EngineConfig(
+        dtype="float32", attention="native", cache=CacheConfig(memory_bytes=4 << 20), schedule=ScheduleConfig(1000)
+    )
+    plain, quantized = (
+        Engine.load(tiny_model("llama"), replace(config, kv_dtype=kv_dtype)).stats().total_blocks
+        for kv_dtype in ("auto", "int8")
+    )
+    assert quantized / plain == pytest.approx(3, rel=0.02)

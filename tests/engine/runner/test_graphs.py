@@ -1,0 +1,231 @@
+"""Steps that take a graph: the same answers as steps that don't.
+
+The graphs here run again what was recorded, on the same buffers and into memory that all of them share, so a buffer
+that was not filled anew, a row that was not padded or a hidden state that was read too late shows in the answers. What
+only fills a shape is NaN as soon as attention has seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
+from engine.attention import AttentionBatch, KVLayout
+from engine.attention.choice import _TORCH_BACKENDS as BACKENDS
+from engine.attention.reference import ReferenceAttention, ReferenceStep
+from engine.errors import EngineError
+from engine.plan import CacheGroup
+from engine.runner.buckets import NO_SLOT, Buckets, Shape, decode_sizes, mixed_sizes, padded
+from engine.runner.graphs import graphs_of
+from tests.engine.runner.test_async_loop import answers, plain_work, prompt, workload
+
+TinyModel = Callable[[str], Path]
+
+
+class Rerun:
+    """Records by keeping what is to be run."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._shared: Tensor | None = None
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        first = run()
+        self.sizes.append(len(first))
+        if self._shared is None:
+            self._shared = torch.empty_like(first)
+        shared = self._shared[: len(first)]
+
+        def replay() -> Tensor:
+            out = run()
+            assert self._shared is not None
+            self._shared.fill_(float("nan"))
+            return shared.copy_(out)
+
+        return replay
+
+
+class PoisonedPadding(ReferenceAttention):
+    """The oracle, which leaves NaN where no sequence has a token."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: ReferenceStep) -> Tensor:
+        out = super().attend(layer, q, k, v, scale, step)
+        out[int(step.batch.counts.sum()) :] = float("nan")
+        return out
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
+    made = Rerun()
+    monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: made)
+    monkeypatch.setitem(BACKENDS, "reference", PoisonedPadding)
+    return made
+
+
+def load(
+    path: Path, graphs: bool | None, *, rows: int = 5, tokens: int = 24, blocks: int = 90, **changes: Any
+) -> Engine:
+    settings: dict[str, Any] = {"attention": "reference", "graph_tokens": 16, **changes}
+    return Engine.load(
+        path,
+        EngineConfig(
+            dtype="float32", threads=1, max_model_len=96, cuda_graphs=graphs,
+            cache=CacheConfig(block_size=4, num_blocks=blocks),
+            schedule=ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens), **settings,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_graph_gives_the_same_answers(family: str, ahead: bool, recorder: Rerun, tiny_model: TinyModel) -> None:
+    """Decode steps, mixed ones, windows, preemption; scored and pooled prompts and larger steps run without."""
+    path = tiny_model(family)
+    for work, blocks in ((plain_work, 30), (workload, 90)):
+        want = answers(load(path, False), list(work()))
+        engine = load(path, True, blocks=blocks, plan_ahead=ahead)
+        assert answers(engine, list(work())) == want
+        stats = engine.stats()
+        assert stats.steps / 3 < stats.steps_recorded < stats.steps
+        assert blocks == 90 or stats.preemptions > 0
+
+
+def test_it_does_with_the_triton_kernels(recorder: Rerun, tiny_model: TinyModel) -> None:
+    pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), prompt(i, length, shared=5), params) for i, length in enumerate((9, 7, 2))]
+    path = tiny_model("gemma3")
+    want = answers(load(path, False, rows=2), requests)
+    engine = load(path, True, rows=2, attention="triton", plan_ahead=True, graph_tokens=8, device=device)
+    assert answers(engine, requests) == want
+    assert 3 < engine.stats().steps_recorded < engine.stats().steps
+
+
+def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tiny_model: TinyModel) -> None:
+    engine = load(tiny_model("llama"), True)
+    assert recorder.sizes == [16, 5, 4, 2, 1]
+    shapes = Buckets(5, 24, 16).shapes
+    assert [shape.tokens for shape in shapes] == recorder.sizes
+    list(engine.run(plain_work()))
+    assert len(recorder.sizes) == 5
+
+
+def test_what_is_scored_or_pooled_takes_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
+    engine = load(tiny_model("llama"), True)
+    score = Request("score", prompt(1, 9), SamplingParams(max_tokens=0, prompt_logprobs=1))
+    pool = Request("pool", prompt(1, 9), SamplingParams(max_tokens=0), pooling="mean")
+    want = load(tiny_model("llama"), False)
+    pooled = [next(iter(one.run([pool]))).pooled for one in (engine, want)]
+    np.testing.assert_array_equal(pooled[0], pooled[1])
+    assert answers(engine, [score]) == answers(want, [score])
+    assert engine.stats().steps_recorded == 0
+    list(engine.run([Request("a", prompt(2, 5), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))]))
+    assert engine.stats().steps_recorded == 4
+
+
+def test_what_has_no_graphs_says_so(recorder: Rerun, tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    with pytest.raises(EngineError, match="attention 'paged-sdpa' has no fixed places for its ranges"):
+        load(path, True, attention="paged-sdpa")
+    with pytest.raises(EngineError, match="the model's forward pass looks at its input on the host"):
+        load(tiny_model("gpt2"), True)
+    with pytest.raises(ValueError, match="graph_tokens is 0"):
+        load(path, None, graph_tokens=0)
+    assert recorder.sizes == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device with graphs")
+def test_a_cpu_has_none(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    for attention in ("auto", "reference"):
+        with pytest.raises(EngineError, match=r"^cuda_graphs needs a CUDA device, not cpu; leave it out$"):
+            load(path, True, attention=attention)
+    assert load(path, None).stats().steps_recorded == 0
+
+
+def test_on_a_cuda_device_the_oracle_is_launched_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: None)
+    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
+    oracle = ReferenceAttention(layout, torch.float32, torch.device("cpu"))
+    model: Any = SimpleNamespace(recordable=True)
+
+    assert graphs_of(EngineConfig(), model, oracle, 4, torch.device("cuda")) is None
+    with pytest.raises(EngineError, match="attention 'reference' reads its ranges on the host"):
+        graphs_of(EngineConfig(cuda_graphs=True), model, oracle, 4, torch.device("cuda"))
+
+
+def test_a_forward_pass_that_can_not_be_recorded_names_its_size(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel
+) -> None:
+    class Refuses:
+        def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: Refuses())
+    with pytest.raises(
+        EngineError,
+        match="steps of 16 tokens can't be recorded as a graph; leave graphs out with cuda_graphs=false: op",
+    ):
+        load(tiny_model("llama"), True)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("no room")])
+def test_where_graphs_were_not_asked_for_an_engine_starts_without_them(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a CUDA device whose library or driver records less than we think."""
+
+    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise error
+
+    monkeypatch.setattr("engine.runner.graphs.make_recorder", lambda device: SimpleNamespace(record=record))
+    layout = KVLayout((CacheGroup((0,), None, 4),), block_size=4, num_kv_heads=1, head_dim=8)
+    attention = PoisonedPadding(layout, torch.float32, torch.device("cpu"))
+    model: Any = SimpleNamespace(recordable=True)
+    monkeypatch.setattr("engine.runner.graphs.ReferenceAttention", ())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **rest: torch.empty(*size, **rest).zero_())
+
+    assert graphs_of(EngineConfig(), model, attention, 4, torch.device("cuda")) is None
+    assert str(error) in capsys.readouterr().out
+    with pytest.raises(EngineError, match=str(error)):
+        graphs_of(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000])
+def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
+    for sizes in (decode_sizes(most), mixed_sizes(most)):
+        assert sizes[-1] == most
+        assert sizes == sorted(set(sizes))
+        for below, size in pairwise(sizes):
+            assert size - below <= max(8, size / 4)
+
+
+def test_the_smallest_shape_that_holds_a_step() -> None:
+    buckets = Buckets(20, 64, 40)
+    assert buckets.pick(rows=3, num_tokens=3, num_decodes=3) == Shape(4, 4, 4, False)
+    assert buckets.pick(rows=20, num_tokens=20, num_decodes=20) == Shape(20, 20, 20, False)
+    assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == Shape(20, 21, 20, True)
+    assert buckets.pick(rows=1, num_tokens=41, num_decodes=0) is None
+
+
+def test_padding_has_no_tokens_no_keys_and_no_slot() -> None:
+    ints = np.array([3, 0], dtype=np.int32)
+    batch = AttentionBatch(ints, np.array([1, 2], dtype=np.int32), 1, (np.ones((2, 3), np.int32),), (np.arange(3),))
+    whole = padded(batch, Shape(5, 4, 3, True))
+    assert whole.starts.tolist() == [3, 0, 0, 0]
+    assert whole.counts.tolist() == [1, 2, 0, 0]
+    assert whole.block_tables[0].tolist() == [[1] * 3, [1] * 3, [0] * 3, [0] * 3]
+    assert whole.slot_mapping[0].tolist() == [0, 1, 2, NO_SLOT, NO_SLOT]
+    assert whole.num_decodes == 1

@@ -1,0 +1,230 @@
+"""The engine's ways on a CUDA device, walked on one that is pretended: the same answers, and nothing waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig
+from engine.config import SpeculationConfig
+from engine.errors import EngineError, EngineLost
+from engine.quant.int8 import Int8Linear, Int8WeightLinear
+from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
+from engine.quant.weight import Activations, QWeight
+from engine.transfer import PinnedTransfer, transfer_of
+from tests.engine.quant.test_fp8_product import BY_ROWS
+from tests.engine.runner.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
+from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
+
+pytest.importorskip("triton", reason="NOT TESTED HERE: a pretended CUDA device; triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
+    pytest.mark.skipif(compiler() is None, reason="NOT TESTED HERE: a pretended CUDA device; there is no C++ compiler"),
+]
+
+TinyModel = Callable[[str], Path]
+
+
+def load(path: Path, device: str, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {"max_model_len": 96, "threads": 1, "graph_tokens": 8, **changes}
+    return Engine.load(
+        path,
+        EngineConfig(
+            dtype="float32", device=device, cache=CacheConfig(block_size=16, num_blocks=60),  # type: ignore[arg-type]
+            schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=24), **settings,
+        ),
+    )  # fmt: skip
+
+
+def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
+    with pretended_cuda() as device:
+        there = torch.arange(6.0, device=DEVICE).view(2, 3)
+        with pytest.raises(AssertionError, match="add: tensors of the host and of the device together"):
+            there + torch.ones(2, 3)
+        with pytest.raises((TypeError, RuntimeError)):
+            there.numpy()
+        there[0].mul_(2)
+        assert device.waits == []
+        assert there.sum().item() == 18
+        assert there.cpu().tolist() == [[0, 2, 4], [3, 4, 5]]
+        assert there[there > 3].cpu().tolist() == [4, 4, 5]
+        assert device.waits == ["_local_scalar_dense", "_to_copy", "index", "_to_copy"]
+        device.recording = True
+        with pytest.raises(AssertionError, match="_to_copy needs the host while a graph is recorded"):
+            there.cpu()
+
+
+def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> None:
+    with pretended_cuda() as device:
+        transfer = transfer_of(DEVICE)
+        (there,) = transfer.up(np.arange(4, dtype=np.int64))
+        assert isinstance(there, Here)
+        down: Any = transfer.down(there * 3)
+        there.zero_()
+        assert down.here.tolist() != [0, 3, 6, 9]
+        assert down.numpy().tolist() == [0, 3, 6, 9]
+        assert device.waits == []
+
+
+@pytest.mark.slow
+def test_graphs_and_steps_ahead_give_the_same_answers_and_wait_for_nothing(tiny_model: TinyModel) -> None:
+    """By Triton's kernels: decoding and mixed steps, stops of all kinds, several choices, seeds and filters."""
+    path, work = tiny_model("llama"), list(islice(plain_work(), 8))
+    want = answers(load(path, "cpu"), work)
+    with pretended_cuda() as device:
+        engine = load(path, "cuda")
+        assert engine.attention_name == "triton"
+        device.waits.clear()
+        assert answers(engine, work) == want
+        assert device.waits == []
+        check_idle(engine)
+        stats = engine.stats()
+        assert stats.steps_recorded > stats.steps / 3
+        assert stats.steps_ahead >= stats.steps - 2
+
+
+@pytest.mark.parametrize(
+    ("family", "guesses"),
+    [("llama", "ngram"), ("gemma3", "off"), pytest.param("qwen3", "off", marks=pytest.mark.exhaustive)],
+)
+def test_whatever_is_asked_for_gives_the_same_answers(family: str, guesses: Any, tiny_model: TinyModel) -> None:
+    """Masks, penalties, log-probabilities, scored prompts; each family by torch's operators."""
+    path, work = tiny_model(family), list(workload())
+    want = answers(load(path, "cpu", attention="paged-sdpa"), work)
+    with pretended_cuda():
+        engine = load(path, "cuda", attention="paged-sdpa", speculation=SpeculationConfig(guesses))
+        assert answers(engine, work) == want
+        check_idle(engine)
+
+
+def test_a_prompt_is_pooled(tiny_model: TinyModel) -> None:
+    path = tiny_model("llama")
+    requests = [
+        Request(mode, prompt(1, 40), SamplingParams(max_tokens=0), pooling=mode)  # type: ignore[arg-type]
+        for mode in ("mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len")
+    ]
+    want = {done.request_id: done.pooled for done in load(path, "cpu", attention="reference").run(requests)}
+    with pretended_cuda():
+        for done in load(path, "cuda", attention="paged-sdpa").run(requests):
+            np.testing.assert_allclose(done.pooled, want[done.request_id], atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "quantize",
+    [
+        "int8",
+        "int8-weight-only",
+        pytest.param("int4", marks=pytest.mark.exhaustive),
+        pytest.param("fp8", marks=[BY_ROWS, pytest.mark.exhaustive]),
+    ],
+)
+def test_quantized_weights_are_multiplied_where_they_lie(quantize: str, tiny_model: TinyModel) -> None:
+    path, work = tiny_model("llama"), list(islice(plain_work(), 2))
+    with pretended_cuda() as device:
+        engine = load(path, "cuda", attention="paged-sdpa", quantize=quantize)
+        device.waits.clear()
+        assert [error for *_, error, _ in answers(engine, work)] == [None, None]
+        assert set(device.waits) <= {"_to_copy"}, "torch's attention brings its ranges; nothing is asked"
+
+
+@pytest.mark.parametrize("scale", [None, 0.03])
+def test_int8_weights_with_int8_inputs_are_multiplied_as_they_are(scale: float | None) -> None:
+    """Checkpoints of W8A8; outputs that are no multiple of 8 have no kernel, and are dequantized at load."""
+    made = torch.Generator().manual_seed(1)
+    codes = torch.randint(-127, 128, (24, 32), generator=made, dtype=torch.int8)
+    factors, x = torch.rand(24, 1, generator=made), torch.randn(3, 32, generator=made)
+    weight = QWeight("int8", codes, 24, 32, 32, factors, activations=Activations("int8", scale))
+    want = Int8Linear.of(codes, factors[:, 0], input_scale=scale)(x)
+    with pretended_cuda() as device:
+        there = weight.to(DEVICE)
+        kernel = fast_kernel(there, torch.bfloat16)
+        assert kernel is not None
+        assert kernel.name == "int8"
+        device.waits.clear()
+        device.recording = True
+        got = kernel.prepare(there, None)(Here(x))
+        device.recording = False
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+        assert fast_kernel(there.rows(0, 20), torch.bfloat16) is None
+    with pretended_cuda((7, 0)):
+        assert fast_kernel(weight.to(DEVICE), torch.bfloat16) is None
+
+
+def test_int8_weights_alone_go_through_the_small_product() -> None:
+    weight = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    with pretended_cuda():
+        linear = int8_weight_only(weight.to(DEVICE))
+        assert isinstance(linear, QuantizedLinear)
+        assert linear.kernel.name == "triton"
+        got = linear(torch.eye(32, device=DEVICE)).cpu()
+    torch.testing.assert_close(got.t(), weight, rtol=0, atol=0.02)
+    assert isinstance(int8_weight_only(weight), Int8WeightLinear)
+
+
+@pytest.mark.slow
+def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
+    path, work = tiny_model("llama"), list(islice(plain_work(), 2))
+    with pretended_cuda() as device:
+        engine = load(path, "cuda", kv_dtype="fp8")
+        device.waits.clear()
+        assert [error for *_, error, _ in answers(engine, work)] == [None, None]
+        assert device.waits == []
+        assert engine.stats().steps_recorded > 0
+
+
+def test_memory_is_measured_before_the_cache_is_made(tiny_model: TinyModel) -> None:
+    with pretended_cuda():
+        engine = Engine.load(
+            tiny_model("llama"),
+            EngineConfig(
+                dtype="float32", device="cuda", attention="paged-sdpa", max_model_len=96,
+                cache=CacheConfig(block_size=16, gpu_memory_utilization=0.05, sequences=2, tokens_per_sequence=64),
+            ),
+        )  # fmt: skip
+        assert engine.stats().total_blocks == 10
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_step_that_breaks_the_device_ends_the_engine_and_any_other_one_does_not(
+    gone: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal address every call of the process fails: no row is to blame, and none would get through."""
+    words = "CUDA error: an illegal memory access was encountered"
+    with pretended_cuda():
+        engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
+
+        def fails(*arguments: Any) -> Any:
+            raise RuntimeError(words)
+
+        for request in islice(plain_work(), 2):
+            engine.add(request)
+        engine._runner.submit = fails  # type: ignore[attr-defined]
+        if gone:
+            monkeypatch.setattr(torch.cuda, "synchronize", fails)
+        with pytest.raises(EngineError, match=words) as raised:
+            engine.step()
+        assert (raised.type is EngineLost) == gone
+        monkeypatch.undo()
+
+
+def test_a_wrong_turn_is_seen(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that was left on the host, anywhere in a step, fails it."""
+    with pretended_cuda():
+        engine = load(tiny_model("llama"), "cuda", attention="paged-sdpa")
+        monkeypatch.setattr(PinnedTransfer, "up", lambda self, *arrays: tuple(map(torch.from_numpy, arrays)))
+        with pytest.raises(Exception, match="tensors of the host and of the device together"):
+            answers(engine, list(islice(plain_work(), 1)))
+
+
+def test_the_device_is_gone_afterwards() -> None:
+    with pretended_cuda() as device:
+        assert isinstance(device, PretendedCuda)
+        assert torch.cuda.is_available()
+    assert not torch.cuda.is_available()
+    assert type(torch.ones(2) + 1) is torch.Tensor

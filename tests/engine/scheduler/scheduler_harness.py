@@ -1,0 +1,339 @@
+"""Runs plans of the scheduler on a simulated paged cache, and knows what every answer must be.
+
+The "model" is a hash: the key of a position is a hash of everything that a real key depends on (all tokens up to it,
+and the rotary length), and the next token is a hash of the key that comes last. The simulated cache holds keys in
+blocks. A step first writes its keys, then checks that each query finds, through its row's block table, exactly the
+keys of its own sequence at every position that it sees. `POISON` is a token whose key is NaN; as in a padded page of
+a real kernel, a NaN anywhere in a block that is read makes the reader's logits non-finite.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import ScheduleConfig
+from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
+from engine.request import FinishReason, Request
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import FinishedSequence
+from engine.speculative.base import Ask, Draft
+from engine.speculative.draft_lengths import FixedLengths
+
+VOCAB = 23
+EOS = (1,)
+POISON = 0
+NAN = -1
+_MASK = (1 << 61) - 1
+
+
+def next_key(previous: int, token: int, rope_length: int) -> int:
+    """Key of a position: NaN from the first poisoned token on."""
+    if previous == NAN or token == POISON:
+        return NAN
+    return hash((previous, token, rope_length)) & _MASK
+
+
+@dataclass
+class Script:
+    """What the model makes of one choice: tokens, and the key of every position."""
+
+    tokens: list[int]
+    keys: list[int]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+
+
+def next_token(key: int, request: Request, choice: int) -> int:
+    params = request.params
+    token = hash((key, params.seed, choice, 11)) % VOCAB
+    return token if token != POISON or params.seed % 5 == 0 else 2
+
+
+def script(request: Request, choice: int, rope_original_max: int | None = None) -> Script:
+    """The answer, computed one token at a time without any batching."""
+    prompt = request.prompt_token_ids.tolist()
+    params, known, keys = request.params, list(prompt), []
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+    while True:
+        for position in range(len(keys), len(known)):
+            length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
+            keys.append(next_key(keys[-1] if keys else 7, known[position], length))
+        if params.max_tokens == 0:
+            looked_at = params.prompt_logprobs is not None or request.pooling is not None
+            reason = FinishReason.ERROR if looked_at and NAN in keys else FinishReason.LENGTH
+            return Script([], keys, reason, None)
+        generated = len(known) - len(prompt)
+        if keys[-1] == NAN:
+            return Script(known[len(prompt) :], keys, FinishReason.ERROR, None)
+        token = next_token(keys[-1], request, choice)
+        if token in ends and generated >= params.min_tokens:
+            return Script(known[len(prompt) :], keys, FinishReason.STOP, token)
+        known.append(token)
+        watched = request.watcher(choice) if request.watcher is not None else None
+        if watched is not None:
+            stops = [watched.push(t) for t in known[len(prompt) :]]
+            if stops[-1] and generated + 1 >= params.min_tokens:
+                return Script(known[len(prompt) :], keys, FinishReason.STOP, None)
+        if generated + 1 == params.max_tokens:
+            return Script(known[len(prompt) :], keys, FinishReason.LENGTH, None)
+
+
+@dataclass
+class Harness:
+    """A scheduler, its simulated cache, and a log of what happened.
+
+    Attributes:
+        depth: steps that may be planned before the results of the first one are taken (1: one after the other).
+        computed: tokens computed, by (request_id, choice).
+        guessing: most drafts of a row; `Guesser` makes them.  poison: with the poisonous token among them.
+    """
+
+    config: ScheduleConfig
+    groups: tuple[CacheGroup, ...]
+    block_size: int = 4
+    max_model_len: int = 64
+    prefix_caching: bool = True
+    rope_original_max: int | None = None
+    depth: int = 1
+    options: dict = field(default_factory=dict)
+    guessing: int = 0
+    poison: bool = True
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(
+            self.config,
+            self.groups,
+            self.block_size,
+            self.max_model_len,
+            prefix_caching=self.prefix_caching,
+            eos_token_ids=EOS,
+            rope_original_max=self.rope_original_max,
+            **self.options,
+        )
+        self.kv = [np.zeros((group.num_blocks, self.block_size), dtype=np.int64) for group in self.groups]
+        self.finished: dict[tuple[str, int], FinishedSequence] = {}
+        self.computed: dict[tuple[str, int], int] = {}
+        self.plans: list[StepPlan] = []
+        if self.guessing:
+            self.scheduler.speculate(Guesser(self), FixedLengths(self.guessing))
+        self._scripts: dict[tuple[str, int], Script] = {}
+        self._owner: dict[int, tuple[Request, int]] = {}
+        self._reached: dict[int, int] = {}
+        self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
+
+    def script(self, request: Request, choice: int) -> Script:
+        key = (request.request_id, choice)
+        if key not in self._scripts:
+            self._scripts[key] = script(request, choice, self.rope_original_max)
+        return self._scripts[key]
+
+    def step(self, now: float = 0.0) -> StepPlan | None:
+        """Plan and compute one step, and take the results of the oldest one when `depth` are under way."""
+        plan = self.scheduler.schedule(now)
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.plans.append(plan)
+            self._flying.append(self._compute(plan))
+            if self.guessing and self.rope_original_max is None:
+                self.check_names()
+        if self._flying and (plan is None or len(self._flying) >= self.depth):
+            done, out = self._flying.popleft()
+            ended = self.scheduler.update(
+                done, out.token_ids, out.failed, now, accepted=out.accepted, tainted=out.tainted
+            )
+            self._note(ended)
+        self._note(self.scheduler.take_finished())
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, now: float = 0.0, limit: int = 5000) -> None:
+        """Step until all work is done; a step that does nothing while there is work is a deadlock."""
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self._flying:
+                return
+            flying, done = len(self._flying), len(self.finished)
+            plan = self.step(now)
+            assert plan is not None or flying or len(self.finished) > done, "nothing moves: deadlock"
+        raise AssertionError(f"not done after {limit} steps")
+
+    def _note(self, finished: list[FinishedSequence]) -> None:
+        for end in finished:
+            key = (end.request.request_id, end.choice)
+            assert key not in self.finished, f"{key} ended twice"
+            self.finished[key] = end
+
+    def check_end(self, end: FinishedSequence) -> None:
+        """The answer is what the model dictates, whole or up to where it was cut off."""
+        due = self.script(end.request, end.choice)
+        got = end.token_ids.tolist()
+        if end.finish_reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
+            assert got == due.tokens[: len(got)]
+        else:
+            assert (got, end.finish_reason, end.stop_token_id) == (due.tokens, due.finish_reason, due.stop_token_id)
+
+    def check_names(self) -> None:
+        """Whoever hits a named block finds the keys of the tokens that it is named by, and of no guess."""
+        for group, pool in enumerate(self.scheduler._cache.pools):
+            for block, node in pool.named():
+                names, at = [], node
+                while at.parent is not None:
+                    names.append(np.frombuffer(at.token_bytes, dtype=np.int32))
+                    at = at.parent
+                keys = [7]
+                for token in np.concatenate(names[::-1]).tolist():
+                    keys.append(next_key(keys[-1], token, 0))
+                assert self.kv[group][block].tolist() == keys[-self.block_size :], "a block is not what it is named"
+
+    def check_empty(self) -> None:
+        """Everything is given back."""
+        stats = self.scheduler.stats
+        assert stats.free_blocks == stats.total_blocks
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert not self.scheduler.has_work
+
+    # -- the simulated model
+
+    def keys_of(self, row: int, end: int) -> list[int]:
+        """The row's keys up to position `end`, those of drafts included."""
+        request, choice = self._owner[row]
+        rows, due = self.scheduler.rows, self.script(request, choice).keys
+        keys = due[: min(end, int(rows.num_known[row]))]
+        for position in range(len(keys), end):
+            limit = self.rope_original_max
+            length = max(len(request.prompt_token_ids), position + 1, limit) if limit else 0
+            keys.append(next_key(keys[-1], int(rows.token_ids[row, position]), length))
+        return keys
+
+    def _compute(self, plan: StepPlan) -> tuple[StepPlan, StepOutput]:
+        self._check_shape(plan)
+        for ref in plan.zero_blocks:
+            self.kv[ref.group][ref.block] = 0
+        for row, request, choice in plan.new_rows:
+            self._owner[row] = (request, choice)
+            self._reached[row] = 0
+        for i in range(len(plan.rows)):
+            self._check_row(plan, i)
+        self._write(plan)
+        tokens = np.full(len(plan.rows), NO_TOKEN, dtype=np.int32)
+        failed = np.zeros(len(plan.rows), dtype=np.bool_)
+        accepted = np.zeros(len(plan.rows), dtype=np.int32)
+        tainted = set()
+        for i, row in enumerate(plan.rows.tolist()):
+            request, choice = self._owner[row]
+            drafts = 0 if plan.drafts is None else int(plan.drafts[i])
+            end = int(plan.starts[i] + plan.counts[i])
+            self._read(plan, i)
+            keys = self.keys_of(row, end)
+            while accepted[i] < drafts and (key := keys[end - drafts + accepted[i] - 1]) != NAN:
+                if next_token(key, request, choice) != self.scheduler.rows.token_ids[row, end - drafts + accepted[i]]:
+                    break
+                accepted[i] += 1
+            end += int(accepted[i]) - drafts
+            self._reached[row] = end
+            pooled = request.pooling is not None and end == len(request.prompt_token_ids)
+            if (plan.num_logits[i] or pooled) and NAN in keys[:end]:
+                failed[i] = True
+            elif plan.samples[i]:
+                tokens[i] = next_token(keys[end - 1], request, choice)
+                if NAN in keys[end:]:
+                    tainted.add(row)
+        return plan, StepOutput(tokens, failed, {}, {}, {}, {}, accepted, frozenset(tainted))
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        assert plan.counts.sum() == plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.counts.max() <= (self.config.max_chunk_tokens or self.config.max_num_batched_tokens)
+        assert (plan.counts[: plan.num_decodes] == 1).all()
+        assert (plan.counts[plan.num_decodes :] > 1).all()
+        assert len(set(plan.rows.tolist())) == len(plan.rows)
+        assert {new.row for new in plan.new_rows} <= set(plan.rows.tolist())
+        for array in (plan.rows, plan.starts, plan.counts, plan.num_logits):
+            assert array.dtype == np.int32
+
+    def _check_row(self, plan: StepPlan, i: int) -> None:
+        """Positions go on where the row stopped (or after a hit); logits are asked for where they are due."""
+        row, start, count = int(plan.rows[i]), int(plan.starts[i]), int(plan.counts[i])
+        request, choice = self._owner[row]
+        rows, params = self.scheduler.rows, request.params
+        prompt, end = len(request.prompt_token_ids), start + count
+        skipped = start - self._reached[row]
+        assert skipped >= 0, "a position is computed twice without a preemption"
+        if skipped:
+            assert skipped % self.block_size == 0 == start % self.block_size
+            assert self.prefix_caching
+            assert params.prompt_logprobs is None
+            assert request.pooling != "mean"
+        self._reached[row] = end
+        key = (request.request_id, choice)
+        self.computed[key] = self.computed.get(key, 0) + count
+        known = int(rows.num_known[row])
+        due = request.prompt_token_ids.tolist() + self.script(request, choice).tokens
+        assert rows.token_ids[row, :known].tolist() == due[:known]
+        drafts = 0 if plan.drafts is None else int(plan.drafts[i])
+        assert drafts == rows.num_drafts[row]
+        assert drafts == 0 or (count == drafts + 1 and start >= prompt)
+        samples = end - drafts == known and params.max_tokens > 0
+        scored = params.prompt_logprobs is not None and start < prompt
+        assert bool(plan.samples[i]) == samples
+        assert int(plan.num_logits[i]) == (count if scored else int(samples) + drafts)
+        assert not scored or end <= prompt
+
+    def _write(self, plan: StepPlan) -> None:
+        written: set[tuple[int, int, int]] = set()
+        for i, row in enumerate(plan.rows.tolist()):
+            keys = self.keys_of(row, int(plan.starts[i] + plan.counts[i]))
+            for group, table in enumerate(self.scheduler.rows.block_tables):
+                for position in range(int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])):
+                    block, offset = int(table[row, position // self.block_size]), position % self.block_size
+                    assert block != NO_BLOCK, f"row {row} has no block for position {position}"
+                    assert (group, block, offset) not in written, "two rows write to one slot"
+                    written.add((group, block, offset))
+                    self.kv[group][block, offset] = keys[position]
+
+    def _read(self, plan: StepPlan, i: int) -> None:
+        """What the row's queries see must be the row's own keys, and no NaN but its own may be near."""
+        row, start, end = int(plan.rows[i]), int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])
+        keys = self.keys_of(row, end)
+        finite = True
+        for group, table in enumerate(self.scheduler.rows.block_tables):
+            window = self.groups[group].window
+            first = 0 if window is None else max(0, start - window + 1)
+            blocks = table[row, first // self.block_size : -(-end // self.block_size)]
+            assert (blocks != NO_BLOCK).all(), f"group {group} row {row}: a hole in {blocks} within the window"
+            content = self.kv[group][blocks].ravel()
+            offset = first // self.block_size * self.block_size
+            assert content[first - offset : end - offset].tolist() == keys[first:end], "keys of another sequence"
+            finite &= bool((content != NAN).all()) or NAN in keys[:end]
+        assert finite, "a NaN that another sequence, or a draft, left behind reaches a healthy row"
+
+
+class Guesser:
+    """Drafts what the model will say, with an error here and there, and now and then the poisonous token."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+
+    def propose(self, asks: list[Ask]) -> list[Draft]:
+        return [Draft(np.array(self._guess(ask), dtype=np.int32), "guess") for ask in asks]
+
+    def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
+        pass
+
+    def _guess(self, ask: Ask) -> list[int]:
+        rows = self._harness.scheduler.rows
+        known = int(rows.num_known[ask.row])
+        keys = self._harness.script(ask.request, ask.choice).keys
+        key, tokens = keys[known - 1], []
+        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.most + 1)):
+            limit = self._harness.rope_original_max
+            length = max(len(ask.request.prompt_token_ids), position + 1, limit) if limit else 0
+            token = next_token(key, ask.request, ask.choice)
+            chance = hash((key, position, 5)) % 16
+            tokens.append(
+                POISON if chance == 0 and self._harness.poison else (token + 1) % VOCAB if chance < 4 else token
+            )
+            key = next_key(key, tokens[-1], length)
+        return tokens

@@ -1,0 +1,104 @@
+"""Drafts in the schedule: they come last, they leave nothing behind, and nobody finds them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.config import ScheduleConfig
+from engine.plan import CacheGroup
+from engine.request import FinishReason, Request, SamplingParams
+from tests.engine.scheduler.scheduler_harness import Harness
+
+
+def harness(blocks: int, guessing: int, *, block_size: int = 4, rows: int = 4, budget: int = 64) -> Harness:
+    groups = (CacheGroup((0,), None, blocks + 1),)
+    return Harness(ScheduleConfig(rows, budget), groups, block_size=block_size, guessing=guessing)
+
+
+def requests(count: int, max_tokens: int = 24) -> list[Request]:
+    """Of four tokens and a number; their seeds are those with which the model never says the poisonous token."""
+    return [
+        Request(
+            f"r{i}",
+            np.array([3, 4, 5, 6, 7 + i % 9], dtype=np.int32),
+            SamplingParams(max_tokens=max_tokens, seed=5 * i + 1, ignore_eos=True),
+        )
+        for i in range(count)
+    ]
+
+
+def run(h: Harness, made: list[Request]) -> None:
+    for request in made:
+        h.scheduler.add(request, 0.0)
+    h.run()
+    for end in h.finished.values():
+        h.check_end(end)
+    h.check_empty()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_given_guesses_that_fill_blocks_and_are_wrong_then_no_block_is_named_by_them(block_size: int) -> None:
+    # Given a cache whose named blocks are compared with their names after each step (see the harness),
+    h = harness(1000, 9, block_size=block_size)
+    run(h, requests(24))
+    stats = h.scheduler.stats.speculation
+    # then guesses of both kinds have crossed borders of blocks, and answers are right.
+    assert stats.accepted > 100
+    assert stats.drafted - stats.accepted > 100
+    # What was accepted is found again by the next one with the same beginning.
+    again = Request("again", np.array([3, 4, 5, 6, 7, *h.finished["r0", 0].token_ids[:20]], dtype=np.int32))
+    h.scheduler.add(again, 0.0)
+    h.run()
+    assert h.finished["again", 0].cached_tokens >= 24 // block_size * block_size
+
+
+def test_given_a_small_budget_then_drafts_get_what_nobody_else_wants() -> None:
+    h = harness(400, 9, budget=6)
+    run(h, requests(12))
+    drafted = [plan for plan in h.plans if plan.drafts is not None]
+    assert drafted
+    for plan in h.plans:
+        # Who could compute a token did: a row that drafts took none from another.
+        assert plan.num_tokens <= 6
+        if plan.drafts is not None:
+            assert (plan.counts - plan.drafts >= 1).all()
+    widest = max(len(plan.rows) for plan in h.plans)
+    assert widest == 4
+
+
+def test_given_a_full_pool_then_nobody_gives_way_to_a_guess() -> None:
+    # Given room for just what two sequences hold at their ends,
+    made = requests(2, max_tokens=23)
+    h = harness(14, 9, rows=2)
+    h.poison = False  # after which a row is put back, and counts as one that gave way
+    run(h, made)
+    assert h.scheduler.stats.speculation.accepted > 3
+    assert h.scheduler.stats.preemptions == 0
+
+
+def test_given_steps_planned_ahead_then_a_row_with_drafts_under_way_waits_for_what_comes_of_them() -> None:
+    h = harness(400, 5)
+    h.depth = 3
+    run(h, requests(12))
+    assert h.scheduler.stats.speculation.accepted > 50
+
+
+def test_given_no_room_behind_the_last_token_then_nothing_is_drafted_there() -> None:
+    h = harness(400, 9)
+    run(h, requests(6, max_tokens=2))
+    # Of two tokens the first comes with the prompt, and behind the second there is none to guess.
+    assert h.scheduler.stats.speculation.drafted == 0
+
+
+def test_given_rows_that_fail_at_an_accepted_guess_then_nothing_they_drafted_behind_it_reaches_others() -> None:
+    """The model itself says the poisonous token here (its seed lets it), and a guess that says so is accepted: all that
+    was drafted behind it is as poisonous, in blocks that others get in the next step."""
+    failures = 0
+    for first, second in np.ndindex(8, 21):
+        h = harness(7, 9, block_size=2, rows=2, budget=16)
+        params = SamplingParams(max_tokens=8, seed=0, ignore_eos=True)
+        prompts = [np.array([2 + first, 2 + second, last], dtype=np.int32) for last in range(2, 6)]
+        run(h, [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)])
+        failures += sum(end.finish_reason is FinishReason.ERROR for end in h.finished.values())
+    assert failures > 30

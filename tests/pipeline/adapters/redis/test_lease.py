@@ -1,0 +1,75 @@
+"""The lease on a real Redis: one holds it, and it is lost cleanly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.adapters.redis.connection import RedisSettings
+from pipeline.adapters.redis.lease import RedisLease
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.runtime.availability import ServiceUnavailable
+from tests.servers.redis import RedisServer
+
+OpenLease = Callable[[], RedisLease]
+LIFETIME = 0.6
+
+
+@pytest.fixture
+def open_lease(redis_server: RedisServer, unique_name: Callable[[], str]) -> OpenLease:
+    settings = RedisSettings(redis_server.url, prefix=unique_name(), timeout=0.3, connect_timeout=0.3)
+    return lambda: RedisLease(settings, "dispatcher", LIFETIME, SystemClock(), SystemRandomness())
+
+
+def test_of_two_one_holds_it_and_keeps_it_as_long_as_it_renews(open_lease: OpenLease) -> None:
+    one, two = open_lease(), open_lease()
+    assert (one.held(), one.renew(), two.renew()) == (False, True, False)
+    for _ in range(6):
+        time.sleep(LIFETIME / 4)
+        assert one.renew()
+        assert not two.renew()
+    assert one.held()
+    assert not two.held()
+
+
+def test_one_that_is_silent_loses_it_and_knows_without_asking(open_lease: OpenLease) -> None:
+    one, two = open_lease(), open_lease()
+    assert one.renew()
+    time.sleep(LIFETIME + 0.1)
+    assert not one.held()
+    assert two.renew()
+    assert not one.renew()
+
+
+def test_one_that_gives_it_back_lets_the_next_have_it_at_once(open_lease: OpenLease) -> None:
+    one, two = open_lease(), open_lease()
+    one.renew()
+    one.release()
+    assert not one.held()
+    assert two.renew()
+    one.release()
+    assert not one.renew(), "what another holds can't be released"
+    assert two.renew()
+
+
+def test_where_the_server_forgot_the_first_to_ask_has_it(redis_server: RedisServer, open_lease: OpenLease) -> None:
+    one, two = open_lease(), open_lease()
+    one.renew()
+    redis_server.start_empty()
+    assert two.renew()
+    assert not one.renew()
+    assert not one.held()
+
+
+def test_without_a_server_it_runs_out(redis_server: RedisServer, open_lease: OpenLease) -> None:
+    one = open_lease()
+    assert one.renew()
+    redis_server.pause()
+    with pytest.raises(ServiceUnavailable, match="renew a lease"):
+        one.renew()
+    time.sleep(LIFETIME)
+    assert not one.held()
+    redis_server.resume()
+    assert one.renew()

@@ -1,0 +1,374 @@
+"""The reconcile loop, in histories where the queue loses, repeats and reorders, and workers die, stall and race."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.jobs.event_sink import JobEvent
+from pipeline.ledger.ledger import JobLedger, LedgerError, part_key
+from pipeline.ports import Clock, PipelineError
+from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.events import JobChanged, ProgressMade, ShardCommitted
+from schemas.jobs.job import Tier
+from schemas.jobs.outcome import JobStatus, Usage
+from tests.pipeline.made_jobs import EXPOSED, all_rows, computed, order, plan_by_hand, report
+from tests.pipeline.simulated_harness import LIFETIME, House, broken_store, commit_all, finish, taken
+from tests.pipeline.simulation import START, ChaoticQueue, SimulatedClock, simulated_world
+
+WEIGHTS = {
+    "tick": 3, "take": 4, "commit": 4, "wait": 2, "stall": 1, "wake": 3,
+    "beat": 1, "lose": 1, "repeat": 1, "mix": 1, "die": 1,
+}  # fmt: skip
+EVENTS = [event for event, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+@dataclass
+class Worker:
+    client: ShardClient
+    works: list[ShardWork] = field(default_factory=list)
+    stalled: bool = False
+
+
+def act(house: House, workers: list[Worker], chaos: random.Random, deaths: list[Worker]) -> int:
+    """One random event; the tokens that a lost race repeated."""
+    worker = chaos.choice(workers)
+    event = chaos.choice(EVENTS)
+    if event == "tick":
+        house.dispatcher.tick()
+    elif event == "take" and not worker.stalled and len(worker.works) < 3:
+        if (work := worker.client.take(0)) is not None:
+            worker.client.begin(work)
+            worker.works.append(work)
+    elif event == "commit" and worker.works and not worker.stalled:
+        work = worker.works.pop(chaos.randrange(len(worker.works)))
+        if not worker.client.commit(work, computed(work, mark=work.attempt_id), report(work)):
+            return 7 * work.table.num_rows
+    elif event == "beat" and not worker.stalled:
+        worker.client.send_heartbeat(worker.works)
+    elif event == "lose":
+        house.queue.lose(chaos.randrange(100))
+    elif event == "repeat":
+        house.queue.repeat(chaos.randrange(100))
+    elif event == "mix":
+        house.queue.shuffle(chaos.randrange(100))
+    elif event == "wait":
+        house.world.clock.sleep(chaos.choice([0.1, 3.0, 40.0]))
+        house.dispatcher.tick()
+    elif event == "die" and chaos.random() < 0.3:
+        deaths.append(Worker(worker.client, list(worker.works)))
+        worker.client, worker.works = house.client(f"reborn-{len(deaths)}"), []
+    elif event == "stall":
+        # Long enough to be given up: its shards go to another, and later it comes back and commits them too.
+        worker.stalled = True
+        house.world.clock.sleep(LIFETIME + 1)
+        house.dispatcher.tick()
+    elif event == "wake":
+        worker.stalled = False
+    return 0
+
+
+def give_back(workers: list[Worker]) -> int:
+    """Whoever lives gives back what it holds; the tokens computed for nothing."""
+    tokens = 0
+    for worker in workers:
+        for work in worker.works:
+            worker.client.release(work, 7 * work.table.num_rows)
+            tokens += 7 * work.table.num_rows
+    return tokens
+
+
+class Forgetful:
+    """Heartbeats on a server that can be emptied."""
+
+    lifetime = LIFETIME
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        self._kept = MemoryHeartbeats(self._clock, LIFETIME)
+        self.beat, self.leave = self._kept.beat, self._kept.leave
+        self.workers, self.since = self._kept.workers, self._kept.since
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    shard_sizes=st.lists(st.integers(1, 6), max_size=12),
+    rejected=st.integers(0, 4),
+    events=st.integers(20, 120),
+)
+def test_whatever_happens_each_row_has_exactly_one_result(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, shard_sizes: list[int], rejected: int, events: int
+) -> None:
+    chaos = random.Random(seed)
+    world = simulated_world(tmp_path_factory.mktemp("scratch"), seed)
+    house = House(world, JobLedger(world.store))
+    rows = list(range(sum(shard_sizes) + rejected))
+    chaos.shuffle(rows)
+    refused, left, shards = sorted(rows[:rejected]), rows[rejected:], []
+    for size in shard_sizes:
+        shards.append(left[:size])
+        left = left[size:]
+    job = plan_by_hand(house.ledger, world, shards, refused)
+    house.dispatcher.add(house.ledger)
+    workers, deaths, repeated = [Worker(house.client(f"w{index}")) for index in range(2)], [], 0
+    committed: dict[str, bytes] = {}
+    for _ in range(events):
+        if house.dispatcher.finished():
+            break
+        repeated += act(house, workers, chaos, deaths)
+        progress = house.dispatcher.progress(job.id)
+        assert progress is None or progress.counts.total in (0, rejected, len(rows))
+        for key, body in committed.items():
+            assert world.store.read(key) == body, "a committed part changed"
+        committed = {info.key: world.store.read(info.key) for info in world.store.list("results/")}
+    if house.dispatcher.finished():
+        deaths += workers  # what they still hold can only be bounded
+    else:
+        repeated += give_back(workers)
+    manifest = finish(house, house.client("last"))
+
+    results = all_rows(house.ledger)
+    assert sorted(result["row"] for result in results) == sorted(rows)
+    assert all(result["custom_id"] in (None, f"id-{result['row']}") for result in results)
+    assert manifest.counts.total == len(rows)
+    assert manifest.counts.failed == rejected + sum(row % 5 == 4 for row in rows if row not in refused)
+    assert manifest.counts.succeeded + manifest.counts.failed == len(rows)
+    assert manifest.usage.completion == 7 * (len(rows) - rejected)
+    assert manifest.usage.repeated == repeated
+    lost = 2 * EXPOSED * sum(bool(dead.works) for dead in deaths)
+    assert manifest.usage.repeated <= manifest.repeated_at_most <= manifest.usage.repeated + lost
+    assert house.dispatcher.outcome(job.id) == manifest
+    figures, tier = house.figures, "standard"
+    assert {status: figures.rows()[tier, status] for status in ("succeeded", "failed")} == {
+        "succeeded": manifest.counts.succeeded, "failed": manifest.counts.failed,
+    }  # fmt: skip
+    for kind in Usage.model_fields:
+        told = sum(tokens for (_, _, of_kind), tokens in figures.tokens().items() if of_kind == kind)
+        assert told == getattr(manifest.usage, kind), kind
+    assert figures.ended() == {(tier, "completed"): 1}
+
+
+def test_the_backlog_stays_short_and_in_the_planners_order(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[n] for n in range(10)])
+    house.dispatcher.add(house.ledger)
+    for _ in range(5):
+        house.dispatcher.tick()
+    assert [task.shard for task in house.queue.tasks] == [1, 2]
+    client = house.client("w")
+    taken = client.take(0)
+    assert taken is not None
+    house.dispatcher.tick()
+    assert [task.shard for task in house.queue.tasks] == [2, 3], "a shard that is held makes room for the next"
+
+
+def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_again_once_when_beats_are_kept(
+    tmp_path: Path,
+) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store), settings=DispatchSettings(settle=6.0))
+    server = Forgetful(world.clock)
+    house.heartbeats = server  # type: ignore[assignment]  # of the same port
+    house.dispatcher = Dispatcher(world, house.queue, server, settings=house.settings)
+    client, work = taken(house, [[0], [1], [2]], "w")
+    house.dispatcher.tick()
+    world.clock.sleep(1.0)
+    house.queue.tasks.clear()
+    server.forget()
+    put_at = []
+    for _ in range(20):
+        client.send_heartbeat([work])
+        house.dispatcher.tick()
+        put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
+        house.queue.tasks.clear()
+        world.clock.sleep(1.0)
+    assert put_at == [(7.0, 2), (7.0, 3)], "when the server has kept beats for a while, and without patience"
+
+
+def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:
+    dies, work = taken(house, [[0]], "dies")
+    dies.begin(work)
+    house.dispatcher.tick()
+    assert house.queue.tasks == []
+    house.world.clock.sleep(LIFETIME + 0.1)
+    house.dispatcher.tick()
+    assert [task.shard for task in house.queue.tasks] == [1]
+    again = house.client("next").take(0)
+    assert again is not None
+    assert again.attempt == 2
+
+
+def test_a_worker_that_lives_keeps_its_shards_however_long_they_take(house: House) -> None:
+    client, work = taken(house, [[0]], "slow")
+    for _ in range(100):
+        house.world.clock.sleep(3.0)
+        client.send_heartbeat([work])
+        house.dispatcher.tick()
+    assert house.queue.put_count == 1
+
+
+def test_a_message_repeated_while_the_shard_is_held_or_done_is_dropped(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    house.queue.repeat(0)
+    house.queue.repeat(0)
+    client = house.client("w")
+    work = client.take(0)
+    assert work is not None
+    house.queue.tasks, later = house.queue.tasks[:1], house.queue.tasks[1:]
+    assert client.take(0) is None, "held"
+    assert client.commit(work, computed(work), report(work)) is True
+    house.queue.tasks = later
+    assert client.take(0) is None, "done"
+
+
+def test_urgent_jobs_go_first(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    wanted = {
+        "bulk": order(tier=Tier.BULK),
+        "late": order(tier=Tier.STANDARD, deadline=START + timedelta(hours=9)),
+        "soon": order(tier=Tier.STANDARD, deadline=START + timedelta(hours=1)),
+        "none": order(tier=Tier.STANDARD),
+    }
+    queue = ChaoticQueue()
+    dispatcher = Dispatcher(world, queue, MemoryHeartbeats(world.clock, 10), settings=DispatchSettings(backlog=10))
+    names = {}
+    for name, one in wanted.items():
+        ledger = JobLedger(world.store, f"jobs/{name}/")
+        job = plan_by_hand(ledger, world, [[0], [1]], tier=one.tier, deadline=one.deadline)
+        names[job.id] = name
+        dispatcher.add(ledger)
+    dispatcher.tick()
+    assert [names[task.job] for task in queue.tasks] == [
+        name for name in ("soon", "late", "none", "bulk") for _ in range(2)
+    ]
+
+
+def test_nothing_is_dispatched_before_its_segment_stands(house: House) -> None:
+    job = plan_by_hand(house.ledger, house.world, [[0]])
+    store = house.world.store
+    kept = store.read("plan/00000.json")
+    for missing in ("plan/00000.json", part_key(0)):
+        store.delete(missing)
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    progress = house.dispatcher.progress(job.id)
+    assert house.queue.tasks == []
+    assert progress is not None
+    assert progress.status is JobStatus.VALIDATING
+    store.create("plan/00000.json", kept)
+    house.dispatcher.tick()
+    assert len(house.queue.tasks) == 1
+
+
+def test_given_a_planner_that_died_before_part_0_then_it_is_made_from_what_stands_before_work_begins(
+    house: House,
+) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1, 2])
+    kept = house.world.store.read(part_key(0))
+    house.world.store.delete(part_key(0))
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    assert house.world.store.read(part_key(0)) == kept
+    assert len(house.queue.tasks) == 1
+    assert finish(house, house.client("w")).counts.failed == 2
+
+
+def test_given_stored_refused_rows_that_were_damaged_then_they_become_no_part(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]], rejected=[1])
+    segment = house.ledger.segment(0)
+    assert segment is not None
+    assert segment.rejects is not None
+    objects = broken_store(house).objects
+    objects[segment.rejects.key] += b"x"
+    del objects[part_key(0)]
+    house.dispatcher.add(house.ledger)
+    with pytest.raises(LedgerError, match="not those that were planned"):
+        house.dispatcher.tick()
+    assert part_key(0) not in objects
+    assert list(house.world.scratch.iterdir()) == []
+
+
+def test_a_job_of_refused_rows_only_ends_without_a_worker(house: House) -> None:
+    job = plan_by_hand(house.ledger, house.world, [], rejected=[0, 1])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    manifest = house.dispatcher.outcome(job.id)
+    assert manifest is not None
+    assert (manifest.counts.total, manifest.counts.failed, manifest.engine_seconds) == (2, 2, 0.0)
+    assert manifest.tokens_per_second is None
+
+
+def test_an_empty_job_ends_with_nothing(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [])
+    house.dispatcher.add(house.ledger)
+    assert finish(house, house.client("w")).counts.total == 0
+
+
+def test_given_a_part_that_no_plan_has_then_it_is_refused(house: House) -> None:
+    commit_all(house)
+    objects = broken_store(house).objects
+    objects[part_key(77)] = objects[part_key(1)]
+    dispatcher = Dispatcher(house.world, house.queue, house.heartbeats)
+    dispatcher.add(house.ledger)
+    with pytest.raises(PipelineError, match=r"part-00077.*no such part is planned"):
+        dispatcher.tick()
+
+
+def test_progress_is_cached_now_and_then_and_always_at_the_end(house: House) -> None:
+    commit_all(house)
+    assert isinstance(house.world.clock, SimulatedClock)
+    house.dispatcher.tick()
+    cached = house.ledger.progress()
+    assert cached is not None
+    assert cached.status is JobStatus.COMPLETED
+    assert (cached.counts.total, cached.counts.pending, cached.shards_done) == (6, 0, 2)
+
+
+def test_events_tell_the_story_once_and_in_order(house: House) -> None:
+    heard: list[JobEvent] = []
+
+    class Listener:
+        def emit(self, event: JobEvent) -> None:
+            heard.append(event)
+
+    house.dispatcher = Dispatcher(house.world, house.queue, house.heartbeats, Listener())
+    plan_by_hand(house.ledger, house.world, [[0, 1], [2]], rejected=[3])
+    house.dispatcher.add(house.ledger)
+    finish(house, house.client("w"))
+    assert [event.status for event in heard if isinstance(event, JobChanged)] == [
+        JobStatus.IN_PROGRESS, JobStatus.COMPLETED,
+    ]  # fmt: skip
+    shards = [event for event in heard if isinstance(event, ShardCommitted)]
+    assert [(event.shard, event.rows) for event in shards] == [(0, 1), (1, 2), (2, 1)]
+    progress = [event for event in heard if isinstance(event, ProgressMade)]
+    assert [(event.counts.total, event.counts.pending) for event in progress] == [(4, 3), (4, 0)]
+    assert len({event.id for event in heard}) == len(heard)
+
+
+@pytest.mark.parametrize(("workers", "waiting"), [(0, 2), (8, 2), (12, 3), (40, 9)])
+def test_given_a_large_fleet_then_its_queue_holds_a_shard_for_each_four_workers(
+    tmp_path: Path, workers: int, waiting: int
+) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store))
+    plan_by_hand(house.ledger, world, [[row] for row in range(9)])
+    house.dispatcher.add(house.ledger)
+    for number in range(workers):
+        house.client(f"w{number}").send_heartbeat([])
+    house.dispatcher.tick()
+    client = house.client("taking")
+    assert sum(client.take(0) is not None for _ in range(9)) == waiting

@@ -1,0 +1,89 @@
+"""What a lost message costs: a shard that nobody holds is put again, after a time that grows and has an end."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from pipeline.adapters.celery.shard_queue import CeleryQueueSettings
+from pipeline.dispatcher.dispatcher import DispatchSettings
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import Clock, ShardTask
+from tests.pipeline.made_jobs import plan_by_hand
+from tests.pipeline.simulated_harness import LIFETIME, House, finish
+from tests.pipeline.simulation import ChaoticQueue, simulated_world
+
+
+class ExpiringQueue(ChaoticQueue):
+    """Messages go as on a broker, where nobody took them for so long."""
+
+    def __init__(self, clock: Clock, lifetime: float) -> None:
+        super().__init__()
+        self._clock, self._lifetime = clock, lifetime
+        self._ends: deque[float] = deque()
+
+    def put(self, queue: str, task: ShardTask) -> None:
+        super().put(queue, task)
+        self._ends.append(self._clock.monotonic() + self._lifetime)
+
+    def expire(self) -> None:
+        while self._ends and self._ends[0] <= self._clock.monotonic():
+            self._ends.popleft()
+            del self.tasks[0]
+
+
+def test_a_lost_message_is_put_again_after_a_while_and_less_often_but_never_later_than_at_most(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]])
+    house.dispatcher.add(house.ledger)
+    put_at = []
+    for _ in range(600):
+        house.dispatcher.tick()
+        if house.queue.tasks:
+            put_at.append(house.world.clock.monotonic())
+            house.queue.lose(0)
+        house.world.clock.sleep(1.0)
+    assert put_at == [0.0, 30.0, 90.0, 210.0, 330.0, 450.0, 570.0]
+
+
+def test_given_no_worker_for_a_night_then_the_shards_that_wait_are_on_the_queue_whenever_the_first_one_comes(
+    tmp_path: Path,
+) -> None:
+    """Messages run out meanwhile. What waits for a message fills the backlog, so no other shard would be there either,
+    nor one of a job that comes in the morning."""
+    world = simulated_world(tmp_path)
+    queue = ExpiringQueue(world.clock, CeleryQueueSettings("memory://").message_lifetime)
+    house = House(world, JobLedger(world.store), queue)
+    plan_by_hand(house.ledger, world, [[0], [1], [2]])
+    house.dispatcher.add(house.ledger)
+    for _ in range(10 * 60):
+        queue.expire()
+        house.dispatcher.tick()
+        assert {task.shard for task in queue.tasks} == {1, 2}, f"after {world.clock.monotonic():g} s"
+        world.clock.sleep(60.0)
+    assert len(queue.tasks) < 20, "what waits is not told over and over"
+    assert finish(house, house.client("first")).counts.total == 3
+    assert world.clock.monotonic() <= 36_000.0 + LIFETIME
+
+
+def test_given_a_message_that_was_lost_four_times_then_a_good_worker_still_ends_the_job_within_minutes(
+    house: House,
+) -> None:
+    """The shard was seen in a dying worker's hands before it was lost for the last time: it is put at once, but what
+    its losses had taught goes on to count."""
+    plan_by_hand(house.ledger, house.world, [[0, 1]], rejected=[2])
+    house.dispatcher.add(house.ledger)
+    for _ in range(4):
+        house.dispatcher.tick()
+        house.queue.lose(0)
+        house.world.clock.sleep(300.0)
+    house.dispatcher.tick()
+    dying = house.client("dying")
+    assert dying.take(0) is not None
+    house.dispatcher.tick()
+    house.world.clock.sleep(LIFETIME + 1)
+    house.dispatcher.tick()
+    assert [task.shard for task in house.queue.tasks] == [1]
+    house.queue.lose(0)
+    began = house.world.clock.monotonic()
+    assert finish(house, house.client("good")).counts.total == 3
+    assert house.world.clock.monotonic() - began <= DispatchSettings().most_patience + 1.0

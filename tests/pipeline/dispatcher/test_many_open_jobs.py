@@ -1,0 +1,144 @@
+"""A root in which very much is open: what nothing happens to costs next to nothing, and what happens is still seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher.controller import LOOKED_AT, Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger.active_index import sweep
+from pipeline.ledger.ledger import CLOSE, JobLedger
+from pipeline.ports import ObjectInfo, World
+from schemas.jobs.job import Closing
+from schemas.jobs.outcome import JobStatus
+from tests.pipeline.made_jobs import plan_by_hand
+
+JOBS = 60
+
+
+class Counting(FolderStore):
+    """A folder that counts what is asked of its jobs, one by one."""
+
+    def __init__(self, root: Path) -> None:
+        self.asked: Counter[str] = Counter()
+        super().__init__(root)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        self._count("info", key)
+        return super().info(key)
+
+    def read(self, key: str) -> bytes:
+        self._count("read", key)
+        return super().read(key)
+
+    def _count(self, what: str, key: str) -> None:
+        if key.startswith("jobs/"):
+            self.asked[f"{what} {key.rpartition('/')[2]}"] += 1
+
+
+class Hasty(SystemClock):
+    """A clock by which each look at it takes a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.1
+        return self._now
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Counting]:
+    with Counting(tmp_path / "root") as store:
+        yield store
+
+
+@pytest.fixture
+def world(store: Counting) -> World:
+    return World(store, SystemClock(), SystemRandomness(), store.scratch)
+
+
+def job(world: World, name: str, shards: int = 3, deadline: timedelta | None = None) -> JobLedger:
+    ledger = JobLedger(world.store, f"jobs/{name}/")
+    plan_by_hand(ledger, world, [[row] for row in range(shards)], deadline=deadline)
+    return ledger
+
+
+def foreman(world: World) -> tuple[Foreman, Dispatcher]:
+    beats = MemoryHeartbeats(world.clock, 60.0)
+    dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_every=0.0))
+    return Foreman(world, dispatcher, settings=ForemanSettings(look_every=0.0)), dispatcher
+
+
+def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of_them_and_a_cancelled_one_is_seen(
+    store: Counting, world: World
+) -> None:
+    ledgers = [job(world, f"job-{number:02d}") for number in range(JOBS)]
+    house, dispatcher = foreman(world)
+    for _ in range(100):
+        house.tick()
+    assert all(dispatcher.progress(ledger.name) for ledger in ledgers)
+    store.asked.clear()
+    for _ in range(10):
+        house.tick()
+    # Two objects tell whether a job is open, and two shards wait in the queue.
+    assert sum(store.asked.values()) <= 10 * (2 * LOOKED_AT + 2), store.asked
+    assert store.asked["info manifest.json"] == 10 * LOOKED_AT, "what has ended would not be noticed"
+
+    cancelled = ledgers[7]
+    cancelled.create_closing(Closing(kind="cancel", at=world.clock.now()))
+    for _ in range(3):
+        house.tick()
+    manifest = cancelled.manifest()
+    assert manifest is not None
+    assert manifest.status is JobStatus.CANCELLED
+    assert not list(store.list(CLOSE))
+    house.close()
+
+
+def test_given_a_job_of_a_root_when_its_deadline_passes_then_it_expires_without_a_marker(world: World) -> None:
+    late = job(world, "late", deadline=timedelta(microseconds=1))
+    house, _ = foreman(world)
+    for _ in range(5):
+        house.tick()
+    manifest = late.manifest()
+    assert manifest is not None
+    assert manifest.status is JobStatus.EXPIRED
+    house.close()
+
+
+def test_given_many_new_jobs_when_taking_them_up_takes_long_then_they_come_a_few_each_turn(world: World) -> None:
+    ids = [job(world, f"job-{number:02d}").name for number in range(JOBS)]
+    house, dispatcher = foreman(replace(world, clock=Hasty()))
+    counts = []
+    for _ in range(JOBS):
+        house.tick()
+        counts.append(sum(dispatcher.progress(name) is not None for name in ids))
+    assert 0 < counts[0] < 5
+    assert counts[-1] == JOBS
+    house.close()
+
+
+def test_given_a_job_that_ended_when_it_was_to_be_cancelled_when_all_is_swept_then_no_marker_is_left(
+    store: Counting, world: World
+) -> None:
+    open_job, ended = job(world, "open"), job(world, "ended", deadline=timedelta(microseconds=1))
+    house, _ = foreman(world)
+    for _ in range(5):
+        house.tick()
+    assert ended.manifest() is not None
+    for ledger in (open_job, ended):
+        ledger.create_closing(Closing(kind="cancel", at=world.clock.now()))
+    sweep(store)
+    assert [info.key for info in store.list(CLOSE)] == [f"{CLOSE}open"]
+    house.close()

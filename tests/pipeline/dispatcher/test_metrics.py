@@ -1,0 +1,148 @@
+"""What a dispatcher tells of its jobs: each row is counted by the one that saw it committed, and by no other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipeline.dispatcher.dispatcher import DispatchSettings
+from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.ledger.ledger import JobLedger
+from schemas.jobs.job import Closing, Tier
+from schemas.models import ModelPin
+from tests.pipeline.made_jobs import MODEL, computed, order, plan_by_hand, report
+from tests.pipeline.simulated_harness import House, finish
+from tests.pipeline.simulation import simulated_world
+
+TIER = "standard"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    world = simulated_world(tmp_path)
+    return House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0, backlog=2))
+
+
+def work(house: House, shards: int, name: str = "w") -> None:
+    """A worker commits so many shards."""
+    client = house.client(name)
+    for _ in range(shards):
+        house.dispatcher.tick()
+        taken = client.take(0)
+        assert taken is not None
+        client.begin(taken)
+        client.commit(taken, computed(taken), report(taken))
+        house.dispatcher.tick()
+    house.dispatcher.tick()
+
+
+def test_who_takes_over_counts_what_comes_from_then_on(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[n, n + 1] for n in range(0, 12, 2)], rejected=[12, 13, 14])
+    house.dispatcher.add(house.ledger)
+    work(house, 2)
+    before = house.figures.rows()
+    assert before[TIER, "succeeded"] + before[TIER, "failed"] == 3 + 4
+    house.world.clock.sleep(60.0)
+    other = House(house.world, house.ledger, house.queue, house.settings)
+    other.dispatcher.add(house.ledger)
+    manifest = finish(other, other.client("next"))
+    after = other.figures.rows()
+    assert after[TIER, "succeeded"] + after[TIER, "failed"] == 8
+    for status in ("succeeded", "failed"):
+        assert before[TIER, status] + after[TIER, status] == getattr(manifest.counts, status)
+    told = [sum(n for (_, _, kind), n in figures.tokens().items() if kind == "completion")
+            for figures in (house.figures, other.figures)]  # fmt: skip
+    assert sum(told) == manifest.usage.completion
+    assert (house.figures.ended(), other.figures.ended()) == ({}, {(TIER, "completed"): 1})
+
+
+def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[n] for n in range(9)])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client("w")
+    assert client.take(0) is not None
+    house.dispatcher.tick()
+    standing = house.figures.standing
+    assert standing is not None
+    assert standing.shards == {(TIER, "held"): 1, (TIER, "queued"): 2, (TIER, "waiting"): 6}
+    assert standing.jobs == {(TIER, "in_progress"): 1}
+    assert standing.backlog == {(MODEL, TIER): 9 * 12}
+    assert standing.oldest == {TIER: house.ledger.job().created_at}
+
+
+def test_who_waits_for_nothing_is_not_told_as_waiting(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client("w")
+    assert client.take(0) is not None
+    house.dispatcher.tick()
+    standing = house.figures.standing
+    assert standing is not None
+    assert (standing.oldest, standing.shards[TIER, "held"]) == ({}, 1)
+
+
+def test_who_does_not_lead_says_nothing_of_how_jobs_stand(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0]])
+    house.dispatcher.add(house.ledger)
+    work(house, 1)
+    rows = house.figures.rows()
+    house.dispatcher.stand_by()
+    assert house.figures.standing is None
+    assert house.figures.rows() == rows, "what it has counted stays"
+
+
+def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None:
+    job = plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]])
+    house.dispatcher.add(house.ledger)
+    work(house, 1)
+    house.ledger.create_closing(Closing(kind="cancel", at=job.created_at))
+    house.world.clock.sleep(60.0)
+    house.dispatcher.tick()
+    assert house.dispatcher.finished()
+    assert house.figures.rows()[TIER, "cancelled"] == 3
+    assert house.figures.ended() == {(TIER, "cancelled"): 1}
+
+
+def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    settings, figures = DispatchSettings(price_per_hour=36.0), DispatchFigures()
+    house = House(world, JobLedger(world.store), settings=settings, figures=figures)
+    plan_by_hand(house.ledger, world, [[0], [1]], tier=Tier.BULK)
+    house.dispatcher.add(house.ledger)
+    world.clock.sleep(100.0)
+    manifest = finish(house, house.client("w"))
+    assert manifest.cost is not None
+    assert house.figures.cost() == {"bulk": pytest.approx(manifest.cost)}
+    assert manifest.cost > 0
+    counts, seconds = house.figures.took["bulk"].read()
+    assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
+
+
+def test_a_name_that_only_a_user_gave_is_told_as_another(house: House) -> None:
+    pins = (ModelPin(name="served", source="/models/served", digest="sha256:2", dtype="float32"),)
+    job = plan_by_hand(house.ledger, house.world, [[0]], models=pins)  # its rows name a model that nobody serves
+    assert job.models == pins
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    standing = house.figures.standing
+    assert standing is not None
+    assert set(standing.backlog) == {("other", TIER)}
+
+
+def test_a_job_of_which_nothing_is_planned_waits_with_what_its_input_says(tmp_path: Path) -> None:
+    world = simulated_world(tmp_path)
+    house = House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0))
+    plan_by_hand(house.ledger, world, [[0]])
+    world.store.delete("plan/00000.json")
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    world.clock.sleep(timedelta(hours=1).total_seconds())
+    standing = house.figures.standing
+    assert standing is not None
+    assert standing.jobs == {(TIER, "validating"): 1}
+    assert standing.backlog == {(MODEL, TIER): order().input.size // 4}
+    assert TIER in standing.oldest

@@ -1,0 +1,319 @@
+"""What topics are told of jobs: on a real broker, from committed parts, at least once and the same each time."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.redis.connection import RedisSettings
+from pipeline.adapters.redis.lease import RedisLease
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher.dispatcher import Dispatcher
+from pipeline.egress.publisher import Announcer, AnnouncerSettings, result_id
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import submit
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import Message, Messages, NotConfirmed, World
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.checkpoints import FinishedRows
+from schemas.jobs.events import read_event
+from schemas.jobs.job import Closing
+from schemas.jobs.outcome import JobStatus
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.pipeline.made_jobs import MODELS, computed, order, report
+from tests.servers.kafka import KafkaBroker
+from tests.servers.redis import RedisServer
+
+
+@pytest.fixture
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(
+        house.requests, house.deadletter, *(f"{house.name}.{one}" for one in ("results", "events", "mine"))
+    )
+    yield house
+    house.close()
+
+
+class Dying:
+    """Sends some messages for real, and then no more: as a process that is killed between a send and its marker."""
+
+    def __init__(self, messages: Messages, sends: int) -> None:
+        self._messages = messages
+        self._left = sends
+
+    @property
+    def most_bytes(self) -> int:
+        return self._messages.most_bytes
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._messages.send(messages)
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+
+
+class Counted:
+    """Sends for real, and keeps count of the results."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self.results: Counter[bytes] = Counter()
+
+    @property
+    def most_bytes(self) -> int:
+        return self._messages.most_bytes
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._messages.send(messages)
+        headers = [dict(message.headers) for message in messages]
+        self.results.update(found["result_id"] or b"" for found in headers if "result_id" in found)
+
+
+def settings(house: KafkaHouse, **changes: Any) -> AnnouncerSettings:
+    plain = AnnouncerSettings(
+        results_topic=f"{house.name}.results", events_topic=f"{house.name}.events",
+        reply_topics=frozenset({f"{house.name}.mine"}), rows_at_once=3,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def take_in(house: KafkaHouse, said: Sequence[Said]) -> list[JobLedger]:
+    """Bring records in through the door; their jobs."""
+    house.produce(said)
+    door = house.door(house.settings(reply_topics=frozenset({f"{house.name}.mine"})))
+    with house.running(door):
+        until(lambda: house.committed(0) == len(said), "taken in")
+    return house.ledgers()
+
+
+def compute(world: World, ledger: JobLedger, response: str | None = None) -> None:
+    """Plan the job, and answer all its rows with made results; the manifest follows."""
+    plan_job(ledger, ledger.job(), world)
+    queue, beats = MemoryQueue(), MemoryHeartbeats(world.clock, 60.0)
+    dispatcher = Dispatcher(world, queue, beats)
+    dispatcher.add(ledger)
+    client = ShardClient("w", world, lambda _: ledger, queue, beats, dispatcher.finished, models=MODELS)
+    for _ in range(100):
+        dispatcher.tick()
+        work = client.take(0.0)
+        if work is not None:
+            made = computed(work)
+            if response is not None:
+                made = FinishedRows([replace(row, response=response) for row in made.rows], made.usages)
+            client.commit(work, made, report(work))
+        if ledger.manifest() is not None:
+            return
+    raise AssertionError("the job did not end")
+
+
+def said(house: KafkaHouse) -> list[Said]:
+    """Ten requests, one of them invalid; some reply elsewhere."""
+    reply = [("reply_to", f"{house.name}.mine".encode())]
+    good = [Said(request(f"a{n}"), b"key-%d" % n, reply if n < 4 else []) for n in range(8)]
+    return [*good, Said(request("keyless"), None), Said(b'{"custom_id": "broken"}', b"key-9")]
+
+
+def told(house: KafkaHouse, topic: str, count: int) -> list[tuple[bytes | None, bytes, dict[str, bytes]]]:
+    return [(found.key, found.value, dict(found.headers)) for found in house.consume(f"{house.name}.{topic}", count)]
+
+
+def test_given_a_kafka_job_when_it_is_done_then_each_result_is_told_with_its_records_key_and_replies_where_asked(
+    house: KafkaHouse,
+) -> None:
+    (ledger,) = take_in(house, said(house))
+    compute(house.world, ledger)
+    announcer = Announcer(house.world, house.sender, settings(house))
+
+    assert announcer.look() == 1
+    assert announcer.look() == 0, "all is announced"
+
+    results = told(house, "results", 10)
+    assert len(results) == 10
+    values = {
+        value["custom_id"]: (key, value, headers) for key, raw, headers in results for value in [orjson.loads(raw)]
+    }
+    assert values.keys() == {*(f"a{n}" for n in range(8)), "keyless", "broken"}
+    assert [values[f"a{n}"][0] for n in range(8)] == [b"key-%d" % n for n in range(8)]
+    assert values["keyless"][0] == b"keyless"
+    assert values["broken"][1]["error"]["code"] == "invalid_request"
+    _, value, headers = values["a3"]
+    assert headers["result_id"].decode() == value["id"] == result_id(ledger.name, value["row"])
+    assert headers["source"].decode() == f"{house.requests}/0/3"
+    replies = told(house, "mine", 4)
+    assert sorted(orjson.loads(raw)["custom_id"] for _, raw, _ in replies) == [f"a{n}" for n in range(4)]
+    events = [read_event(raw) for _, raw, _ in told(house, "events", 4)]
+    assert [event.id.split("/")[1] for event in events] == ["accepted", "part-00000", "part-00001", "ended"]
+    assert events[-1].model_dump()["status"] == JobStatus.COMPLETED
+    assert not list(house.store.list("intake/origins/")), "the origin has served"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", [0, 1, 2, 3, 4, 6, 8])
+def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another_goes_on_then_repeats_are_identical(
+    house: KafkaHouse, sends: int
+) -> None:
+    (ledger,) = take_in(house, said(house))
+    compute(house.world, ledger)
+    with pytest.raises(KeyboardInterrupt):
+        Announcer(house.world, Dying(house.sender, sends), settings(house)).look()
+
+    assert Announcer(house.world, house.sender, settings(house)).look() == 1
+
+    for topic, name, different in (("results", "result_id", 10), ("mine", "result_id", 4), ("events", "event_id", 4)):
+        found = told(house, topic, different)
+        ids = Counter(headers[name] for _, _, headers in found)
+        assert len(ids) == different, "something was never told"
+        assert len({(key, value, headers[name]) for key, value, headers in found}) == different, "a repeat is different"
+
+
+def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_told_before_its_end(house: KafkaHouse) -> None:
+    (ledger,) = take_in(house, said(house))
+    plan_job(ledger, ledger.job(), house.world)
+    announcer = Announcer(house.world, house.sender, settings(house))
+
+    assert announcer.look() == 0
+    early = told(house, "results", 1)
+    compute(house.world, ledger)
+    announcer.look()
+
+    assert [orjson.loads(raw)["custom_id"] for _, raw, _ in early] == ["broken"]
+    assert len(told(house, "results", 10)) == 10
+
+
+class SetClock(SystemClock):
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+class Watched(Announcer):
+    """Counts its looks at jobs."""
+
+    looks = 0
+
+    def announce(self, ledger: JobLedger) -> bool:
+        self.looks += 1
+        return super().announce(ledger)
+
+
+def test_given_a_job_that_waits_long_when_something_happens_then_it_is_told_a_tenth_of_that_time_later_at_most(
+    house: KafkaHouse,
+) -> None:
+    (ledger,) = take_in(house, said(house))
+    clock = SetClock()
+    announcer = Watched(replace(house.world, clock=clock), house.sender, settings(house))
+    for second in range(600):
+        clock.at = float(second)
+        assert announcer.look() == 0
+    assert 30 < announcer.looks < 80
+    compute(house.world, ledger)
+    clock.at = 660.0
+
+    assert announcer.look() == 1
+
+
+def test_given_a_result_larger_than_a_message_when_it_is_told_then_it_says_where_the_result_lies(
+    house: KafkaHouse,
+) -> None:
+    (ledger,) = take_in(house, [Said(request("a"), b"k")])
+    compute(house.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
+
+    Announcer(house.world, house.sender, settings(house)).look()
+
+    ((key, raw, headers),) = told(house, "results", 1)
+    value = orjson.loads(raw)
+    assert (key, value["custom_id"], value["response"]) == (b"k", "a", None)
+    assert value["result_in"]["uri"].endswith(".parquet")
+    assert headers["result_id"].decode() == result_id(ledger.name, 0)
+
+
+def test_given_brokers_that_do_not_answer_when_results_are_told_then_it_fails_loudly_and_nothing_is_marked(
+    house: KafkaHouse,
+) -> None:
+    (ledger,) = take_in(house, [Said(request("a"), b"k")])
+    compute(house.world, ledger)
+    away = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
+    announcer = Announcer(house.world, away.sender, settings(house))
+
+    assert announcer.look() == 0
+    assert announcer.failures == 1
+    assert not list(house.store.list("announced/"))
+    with pytest.raises(NotConfirmed, match="not confirmed"):
+        announcer.announce(ledger)
+    assert Announcer(house.world, house.sender, settings(house)).look() == 1
+
+
+def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told_too_and_its_cancellation(
+    house: KafkaHouse,
+) -> None:
+    ledger = JobLedger(house.store, "jobs/job-one/")
+    job = submit(order(), ledger, house.world, job_id="job-one").job
+    ledger.create_closing(Closing(kind="cancel", at=job.created_at))
+    own, every = (
+        Announcer(house.world, house.sender, settings(house, all_jobs=all_jobs)) for all_jobs in (False, True)
+    )
+
+    own.look()
+    assert not list(house.store.list("announced/"))
+    every.look()
+
+    events = [read_event(raw) for _, raw, _ in told(house, "events", 2)]
+    assert [event.id for event in events] == ["job-one/accepted", "job-one/cancelling"]
+    assert events[1].at == job.created_at, "it says when it happened, not when it was told"
+
+
+def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_other_goes_on_and_nothing_is_told_twice(
+    house: KafkaHouse, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(request(f"a{n}") + b"\n" for n in range(5)))
+    clock, random = SystemClock(), SystemRandomness()
+    redis = RedisSettings(redis_server.url, prefix=house.name)
+    leases = [RedisLease(redis, "announcer", 6.0, clock, random) for _ in range(2)]
+    counted, stops = [Counted(house.sender) for _ in leases], [threading.Event() for _ in leases]
+    every = settings(house, all_jobs=True, every=0.02)
+    announcers = [
+        Announcer(house.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
+    ]
+
+    def told_of(name: str) -> int:
+        """Results of a new job, when all of it was announced."""
+        ledger = JobLedger(house.store, f"jobs/{name}/")
+        submit(order(input=pin_input(source)), ledger, house.world, job_id=name)
+        compute(house.world, ledger)
+        until(lambda: house.store.info(f"announced/jobs/{name}") is not None, f"{name} is announced")
+        manifest = ledger.manifest()
+        assert manifest is not None
+        return manifest.counts.total
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(announcer.run, stop) for announcer, stop in zip(announcers, stops, strict=True)]
+        try:
+            first = told_of("job-one")
+            (teller,) = [at for at, messages in enumerate(counted) if messages.results]
+            stops[teller].set()
+            running[teller].result()
+            second = told_of("job-two")
+        finally:
+            for stop in stops:
+                stop.set()
+    sent = counted[teller].results, counted[1 - teller].results
+    assert [found.total() for found in sent] == [len(found) for found in sent] == [first, second]
+    for lease in leases:
+        lease.close()

@@ -1,0 +1,152 @@
+"""What is refused of batches and files, and how that is said."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.http.errors import ApiError
+from pipeline.ledger.ledger import JobLedger
+from schemas.jobs.job import OnInvalid
+from schemas.jobs.outcome import Manifest
+from tests.pipeline.gateway.batches.test_batches import CHAT, begin, wait
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"endpoint": "/v1/images"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"metadata": {"k": "x" * 513}}, "metadata.k"),
+        ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3_600}}, "output_expires_after.anchor"),
+        ({"tokenmill": {"tier": "gold"}}, "tokenmill.tier"),
+        ({"tokenmill": {"seed": "5"}}, "tokenmill.seed"),
+        ({"tokenmill": {"refuse_late": "yes"}}, "tokenmill.refuse_late"),
+        ({"tokenmill": {"metadata": {}}}, "tokenmill.metadata"),
+        ({"priority": 3}, "priority"),
+    ],
+)
+def test_what_makes_no_sense_is_a_bad_request(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    with http_house(tmp_path) as house:
+        client = house.client()
+        with pytest.raises(openai.BadRequestError) as refused:
+            begin(client, lines(1), extra_body=body)
+        assert refused.value.param == param
+        assert refused.value.type == "invalid_request_error"
+
+
+def test_what_is_null_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as house:
+        nothing = dict.fromkeys(("deadline", "on_invalid", "tier", "seed", "limit", "model", "max_output_tokens"))
+        batch = begin(house.client(), lines(1), completion_window="2h", extra_body={"tokenmill": nothing})
+        assert batch.expires_at == batch.created_at + 7_200
+        assert house.ledger(batch.id).job().settings.on_invalid is OnInvalid.JOB
+
+
+def test_unknown_files_and_models_are_not_found(tmp_path: Path) -> None:
+    began = int(time.time())
+    with http_house(tmp_path) as house:
+        client = house.client()
+        for name in ("file-" + "a" * 25, "../../etc/passwd", "file-%2e%2e"):
+            with pytest.raises(openai.NotFoundError):
+                client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
+        with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
+            begin(client, lines(1), extra_body={"tokenmill": {"model": "gpt-9"}})
+        assert not list(house.world.store.list("finalizing/"))
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        model = client.models.retrieve("tiny")
+        assert (model.owned_by, client.models.list().data[0]) == ("tokenmill", model)
+        assert began <= model.created <= time.time(), "since when it is served"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("org/none")
+
+
+def test_tenants_see_only_what_is_theirs(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        (_, mine), (_, other) = (house.keys.create(tenant, tuple(Scope)) for tenant in ("a/../b", "../a"))
+        client, stranger = house.client(mine), house.client(other)
+        batch = begin(client, lines(2))
+        wait(client, batch.id)
+        for attempt in (
+            lambda: stranger.batches.retrieve(batch.id),
+            lambda: stranger.batches.cancel(batch.id),
+            lambda: stranger.files.retrieve(str(batch.input_file_id)),
+            lambda: stranger.files.content(str(batch.input_file_id)),
+            lambda: stranger.files.delete(str(batch.input_file_id)),
+            lambda: stranger.batches.create(
+                input_file_id=str(batch.input_file_id), endpoint=CHAT, completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError) as theirs:
+                attempt()
+            with pytest.raises(openai.NotFoundError) as missing:
+                stranger.batches.retrieve("job-none") if "batch" in theirs.value.message else stranger.files.retrieve(
+                    "file-" + "0" * 25
+                )
+            assert theirs.value.code == missing.value.code
+        assert stranger.batches.list().data == []
+        assert stranger.files.list().data == []
+        assert len(client.files.list().data) == 2
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Any:
+    with http_house(tmp_path) as house:
+        yield house
+
+
+def test_errors_have_openais_shape_everywhere(house: HttpHouse) -> None:
+    with house.http() as http:
+        for method, path, status in (
+            ("GET", "/nowhere", 404),
+            ("PUT", "/v1/files", 405),
+            ("GET", "/v1/batches?limit=0", 400),
+            ("GET", "/v1/batches?limit=x", 400),
+            ("GET", "/v1/files?after=../x", 400),
+            ("GET", "/v1/files/", 404),
+            ("GET", "/v1/batches/..%2f..%2fx", 404),
+        ):
+            answer = http.request(method, path)
+            assert answer.status_code == status, (path, answer.text)
+            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}, path
+            assert answer.headers["x-request-id"].startswith("req-")
+        assert http.put("/v1/files").headers["allow"] == "GET, POST"
+        plain = http.post("/v1/batches", content=b"{}")
+        assert (plain.status_code, plain.json()["error"]["code"]) == (415, "unsupported_media_type")
+        deep = http.post(
+            "/v1/batches", content=b'{"a":' * 1_000 + b"1" + b"}" * 1_000, headers={"Content-Type": "application/json"}
+        )
+        assert (deep.status_code, deep.json()["error"]["code"]) == (400, "invalid_json")
+        assert http.get("/healthz").json() == {"status": "ok"}
+        assert http.get("/readyz").status_code == 200
+        assert http.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_a_batch_that_ends_while_its_retry_is_asked_for_is_retried_or_not(
+    house: HttpHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = house.client()
+    batch = begin(client, lines(5))
+    wait(client, batch.id)
+    real, asker, looks = JobLedger.manifest, threading.get_ident(), [0]
+
+    def manifest(ledger: JobLedger) -> Manifest | None:
+        """It ends behind the first look."""
+        looks[0] += threading.get_ident() == asker
+        return None if threading.get_ident() == asker and looks[0] == 1 else real(ledger)
+
+    monkeypatch.setattr(JobLedger, "manifest", manifest)
+    with pytest.raises(ApiError) as refused:
+        house.parts.batches.retry("default", batch.id, {"include_invalid": True})
+    assert (refused.value.status, refused.value.code) == (409, "nothing_to_retry")
+    assert house.parts.batches.retry("default", batch.id, {"include_invalid": True})["object"] == "batch"

@@ -1,0 +1,91 @@
+"""Of a file that is removed while a job is made of it, one of the two happens, or neither; never both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.gateway.files.service import BEGINNING, Files
+from pipeline.gateway.http.errors import ApiError
+from pipeline.gateway.records import StoredFile, new_file_id
+from pipeline.ports import World
+from tests.pipeline.simulation import MemoryStore, SimulatedClock
+
+
+class Interrupted(MemoryStore):
+    """Lets something happen before one of its creations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[str, Callable[[], object]] = {}
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        for part, act in list(self.before.items()):
+            if part in key:
+                del self.before[part]
+                act()
+        return super().create(key, data)
+
+
+@pytest.fixture
+def store() -> Interrupted:
+    return Interrupted()
+
+
+@pytest.fixture
+def files(world: World, store: Interrupted) -> Files:
+    return Files(replace(world, store=store), ThreadPoolExecutor(1))
+
+
+@pytest.fixture
+def stored(world: World, files: Files, tmp_path: Path) -> StoredFile:
+    path = tmp_path / "content"
+    path.write_bytes(b"{}")
+    now = world.clock.now()
+    return files.add(
+        StoredFile(
+            id=new_file_id(now, world.random), tenant="a", filename="x", purpose="batch", size=2, sha256="0" * 64,
+            created_at=now,
+        ),
+        path,
+    )  # fmt: skip
+
+
+def test_a_job_that_comes_between_two_looks_keeps_its_file(
+    files: Files, store: Interrupted, stored: StoredFile
+) -> None:
+    store.before["/deleted"] = lambda: files.keep_for(stored, "job-1")
+    with pytest.raises(ApiError, match="job-1 reads file"):
+        files.delete("a", stored.id)
+    assert files.get("a", stored.id) == stored
+    assert files.open(stored).read() == b"{}"
+
+
+def test_a_job_whose_file_goes_before_it_has_left_word_is_not_made(
+    files: Files, store: Interrupted, stored: StoredFile
+) -> None:
+    store.before["/readers/"] = lambda: files.delete("a", stored.id)
+    with pytest.raises(ApiError) as refused:
+        files.keep_for(stored, "job-1")
+    assert (refused.value.status, refused.value.param) == (404, "input_file_id")
+    assert not store.objects
+
+
+def test_a_removal_that_was_interrupted_is_seen_by_nobody_and_word_of_a_job_that_never_was_fades(
+    files: Files, store: Interrupted, stored: StoredFile, world: World
+) -> None:
+    files.keep_for(stored, "job-1")
+    with pytest.raises(ApiError):
+        files.delete("a", stored.id)
+    assert isinstance(world.clock, SimulatedClock)
+    world.clock.sleep(BEGINNING.total_seconds())
+    store.create(f"files/{stored.id}/deleted", b"")
+    with pytest.raises(ApiError):
+        files.get("a", stored.id)
+    store.delete(f"files/{stored.id}/deleted")
+    files.delete("a", stored.id)
+    assert not store.objects

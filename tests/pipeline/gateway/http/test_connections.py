@@ -1,0 +1,343 @@
+"""What holds for connections, whatever is asked over them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import socket
+import time
+import zlib
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.http.auth import Authority
+from pipeline.gateway.http.protocol import HttpProtocol
+from pipeline.gateway.inference.models import Models
+from pipeline.gateway.inference.responses import Answers
+from pipeline.gateway.routes import websocket
+from pipeline.gateway.routes.dependencies import GatewaySettings
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.waiting import HANG_SECONDS, wait_for
+
+SIZE = 40 << 20
+
+
+def dial(house: HttpHouse) -> socket.socket:
+    host, port = house.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(HANG_SECONDS)
+    return connection
+
+
+def told(connection: socket.socket, request: bytes) -> tuple[int, dict[str, str], Any]:
+    """Status, headers by lower-case names, and JSON, up to when the server hangs up."""
+    connection.sendall(request)
+    said = b""
+    while piece := connection.recv(65_536):
+        said += piece
+    head, _, body = said.partition(b"\r\n\r\n")
+    first, *rest = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in rest)}
+    return int(first.split()[1]), headers, json.loads(body)
+
+
+def test_an_answers_body_does_not_wait_until_its_headers_are_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels acknowledge what comes alone after 40 ms, and a socket without TCP_NODELAY waits for that."""
+    options: list[int] = []
+    made = HttpProtocol.connection_made
+
+    def connection_made(protocol: HttpProtocol, transport: asyncio.Transport) -> None:
+        made(protocol, transport)
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
+    with http_house(tmp_path) as house, house.http() as http:
+        assert http.get("/healthz").status_code == 200
+    assert options
+    assert all(options)
+
+
+def test_connections_beyond_the_bound_are_told_so_and_closed(tmp_path: Path) -> None:
+    with http_house(tmp_path, most_connections=3) as house, ExitStack() as open_ones:
+        for _ in range(3):
+            idle = open_ones.enter_context(dial(house))
+            idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in idle.recv(65_536)
+        with dial(house) as further:
+            status, headers, body = told(further, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (status, body["error"]["code"], headers["retry-after"]) == (503, "too_many_connections", "5")
+        assert headers["x-request-id"].startswith("req-")
+        idle.close()
+        with house.http() as http:
+            assert http.get("/healthz").status_code == 200
+
+
+def test_even_what_is_no_http_is_answered_with_an_id(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, dial(house) as connection:
+        status, headers, body = told(connection, b"what?\r\n\r\n")
+    assert (status, body["error"]["code"]) == (400, "invalid_request")
+    assert headers["x-request-id"].startswith("req-")
+
+
+def test_a_websocket_that_is_refused_is_told_why_as_any_request_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(path: str, **more: Any) -> tuple[int, str, Any]:
+        with pytest.raises(InvalidStatus) as refused, connect(house.url.replace("http", "ws") + path, **more):
+            pass
+        answer = refused.value.response
+        assert answer.headers["x-request-id"].startswith("req-")
+        return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
+
+    with http_house(tmp_path) as house:
+        assert refusal("/v1/streams") == (404, "not_found", None)
+        assert refusal("/v1/stream", origin="http://evil.example") == (403, "other_origin", None)
+        with monkeypatch.context() as broken:
+            broken.setattr(Authority, "caller", lambda *_: 1 / 0)
+            assert refusal("/v1/stream") == (500, "internal_error", None)
+        house.app._most = 0
+        assert refusal("/v1/stream") == (503, "too_many_requests", "5")
+        house.app._most = 10
+        with connect(house.url.replace("http", "ws") + "/v1/stream") as good:
+            assert good.response is not None
+            assert good.response.headers["x-request-id"].startswith("req-")
+            assert house.app.active == 1
+
+
+def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unforeseen(Exception):
+        """A mistake of ours, of a class that nothing catches by name."""
+
+    def broken(*_: object) -> None:
+        raise Unforeseen("planted")
+
+    with http_house(tmp_path) as house, house.http() as http:
+        with monkeypatch.context() as planted:
+            planted.setattr(Models, "get", broken)
+            answer = http.get("/v1/models/tiny")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+            assert "planted" not in answer.text
+            assert http.get("/v1/files").status_code == 200
+        assert http.get("/v1/models/tiny").status_code == 200
+
+
+@pytest.mark.parametrize("where", ["read", "stream", "pieces"])
+def test_given_an_error_that_nobody_foresaw_on_a_websocket_then_it_is_told_and_other_sockets_go_on(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unforeseen(Exception):
+        """A mistake of ours, of a class that nothing catches by name."""
+
+    def broken(*_: object) -> None:
+        raise Unforeseen("planted")
+
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    request = json.dumps({"type": "request", "url": "/v1/chat/completions", "body": body})
+    with http_house(tmp_path) as house, capture_logs() as logs:
+        url = house.url.replace("http", "ws") + "/v1/stream"
+        with connect(url) as hit, connect(url) as other:
+            with monkeypatch.context() as planted:
+                if where == "pieces":
+                    planted.setattr(websocket, "pieces", broken)
+                else:
+                    planted.setattr(Answers, where, broken)
+                hit.send(request)
+                messages: list[Any] = []
+                with suppress(ConnectionClosedError):
+                    messages.extend(json.loads(message) for message in hit)
+                assert hit.close_code == 1011
+            assert messages[-1]["type"] == "error"
+            assert messages[-1]["error"]["code"] == "internal_error"
+            assert "planted" not in json.dumps(messages)
+            (line,) = (line for line in logs if line["event"] == "websocket_failed")
+            assert line["error"] == "Unforeseen"
+            assert "test_connections.py" in line["at"][-1]
+            other.send(request)
+            told = [json.loads(other.recv(HANG_SECONDS))["type"]]
+            while told[-1] not in ("done", "error"):
+                told.append(json.loads(other.recv(HANG_SECONDS))["type"])
+            assert (told[0], told[-1]) == ("begin", "done")
+        wait_for(lambda: not house.app.active, "a connection stays")
+
+
+def test_a_reader_who_takes_nothing_is_hung_up_on_and_a_slow_one_is_not(tmp_path: Path) -> None:
+    with http_house(tmp_path, write_seconds=0.5) as house, house.http() as http:
+        form: Any = {"files": {"file": ("a.jsonl", b"x" * SIZE)}, "data": {"purpose": "batch"}}
+        file = http.post("/v1/files", **form).json()["id"]
+        wanted = f"GET /v1/files/{file}/content HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        with dial(house) as idle, dial(house) as slow:
+            for connection in (idle, slow):
+                connection.sendall(wanted)
+            wait_for(lambda: house.app.active == 2, "they did not begin")
+            came, began = 0, time.monotonic()
+            while piece := slow.recv(1 << 20):
+                came += len(piece)
+                time.sleep(0.05)
+            assert came > SIZE
+            assert time.monotonic() - began > 1.5, "it was not slow"
+            wait_for(lambda: not house.app.active, "it is waited for")
+
+
+def test_a_message_that_is_too_large_is_not_waited_for(tmp_path: Path) -> None:
+    """It is hung up on as soon as it says how large it is."""
+    with http_house(tmp_path) as house, connect(house.url.replace("http", "ws") + "/v1/stream") as socket:
+        socket.socket.sendall(b"\x81\xff" + ((1 << 20) + 1).to_bytes(8) + bytes(4))
+        with pytest.raises(ConnectionClosedError) as closed:
+            socket.recv(HANG_SECONDS)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"\x81\xa0abcd" + b"x" * 5, b"\x01\x81abcdx"], ids=["of a frame", "of fragments"]
+)
+def test_a_message_that_does_not_come_to_its_end_is_not_waited_for(tmp_path: Path, beginning: bytes) -> None:
+    with (
+        http_house(tmp_path, message_seconds=0.5) as house,
+        connect(house.url.replace("http", "ws") + "/v1/stream") as socket,
+    ):
+        for fragment in (["{", "}"], ["{}"]):  # both are whole in time, and told what is wrong with them
+            socket.send(fragment)
+            assert json.loads(socket.recv(HANG_SECONDS))["type"] == "error"
+            time.sleep(0.3)
+        began = time.monotonic()
+        socket.socket.sendall(beginning)
+        with pytest.raises(ConnectionClosedError) as closed:
+            socket.recv(HANG_SECONDS)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "a message took too long")
+        assert time.monotonic() - began >= 0.4
+        assert time.monotonic() - began >= 0.4
+
+
+def upgrade(connection: socket.socket, more: str = "") -> bytes:
+    """Make a WebSocket of the connection, of which this test sends the bytes itself; the answer's headers."""
+    name = base64.b64encode(os.urandom(16)).decode()
+    connection.sendall(
+        "GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {name}\r\n{more}\r\n".encode()
+    )
+    head = connection.recv(65_536)
+    assert head.startswith(b"HTTP/1.1 101")
+    return head.lower()
+
+
+def stream_of(house: HttpHouse, key: str | None = None) -> ClientConnection:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    address = house.url.replace("http", "ws") + "/v1/stream"
+    return connect(address, additional_headers=headers, ping_interval=None)  # a busy machine may be late with pongs
+
+
+def close_code(socket: ClientConnection) -> int:
+    """By which the gateway closes the connection, whatever it sends before."""
+    with pytest.raises(ConnectionClosedError) as closed:
+        list(iter(lambda: socket.recv(60), None))
+    assert closed.value.rcvd is not None
+    return closed.value.rcvd.code
+
+
+def test_a_compressed_message_is_refused_and_never_inflated(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, dial(house) as connection:
+        assert b"permessage-deflate" not in upgrade(connection, "Sec-WebSocket-Extensions: permessage-deflate\r\n")
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+        data = deflate.compress(b"A" * 100_000) + deflate.flush(zlib.Z_SYNC_FLUSH)
+        connection.sendall(b"\xc1\xfe" + len(data).to_bytes(2) + bytes(4) + data)
+        said = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert said[:1] == b"\x88", "it is no close frame"
+    assert int.from_bytes(said[2:4]) == 1002, "a protocol error: compression was not agreed on"
+
+
+@pytest.mark.slow
+def test_messages_over_websockets_count_against_the_budget_of_bodies(tmp_path: Path) -> None:
+    """From when they are received, whole or not, until they are parsed."""
+    unfinished = b"\x81\xff" + (500_000).to_bytes(8) + bytes(4) + b"x" * 60_000
+    with (
+        http_house(tmp_path, auth="keys", settings=GatewaySettings(bodies_at_once=200_000)) as house,
+        ExitStack() as opened,
+    ):
+        keys = {tenant: house.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in ("greedy", "other", "third")}
+        http = {tenant: opened.enter_context(house.http(key)) for tenant, key in keys.items()}
+        with stream_of(house, keys["greedy"]) as first, stream_of(house, keys["greedy"]) as second:
+            first.socket.sendall(unfinished)
+            wait_for(lambda: house.app.bodies._held >= 60_000, "it is not counted")
+            second.socket.sendall(unfinished)
+            assert close_code(second) == 1013, "a tenant has half of the budget"
+            with stream_of(house, keys["other"]) as others:
+                body = {"model": "x" * 60_000}
+                refused = http["greedy"].post("/v1/chat/completions", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+                assert "Retry-After" in refused.headers
+                assert (
+                    http["other"].post("/v1/chat/completions", json=body).json()["error"]["code"] == "invalid_request"
+                )
+                others.socket.sendall(unfinished)
+                wait_for(lambda: house.app.bodies._held >= 120_000, "it is not counted")
+                refused = http["third"].post("/v1/chat/completions", json={"model": "x" * 90_000})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
+        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+        with stream_of(house, keys["third"]) as third:
+            for size in (40_000, 90_000, 90_000):
+                third.send(json.dumps({"type": "x" * size}))
+                assert json.loads(third.recv(60))["type"] == "error"
+            third.socket.sendall(unfinished)
+        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+        assert not house.app.bodies._held_of_senders
+
+
+def test_a_message_of_empty_fragments_is_too_large_in_the_end(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, stream_of(house) as socket:
+        socket.socket.sendall(b"\x01\x81abcdx" + b"\x00\x80abcd" * 450_000)
+        assert close_code(socket) == 1009
+        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+
+
+def test_messages_that_wait_are_bounded_in_number(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, stream_of(house) as socket:
+        socket.socket.sendall(b"\x81\x82\0\0\0\0{}" * 30_000)
+        assert close_code(socket) == 1008
+        wait_for(lambda: not house.app.bodies._held, "it is not given back")
+
+
+def test_a_peer_that_sends_pings_and_reads_nothing_gets_no_further_pongs(tmp_path: Path) -> None:
+    pings, batch = 80_000, 1_000
+    with http_house(tmp_path) as house, dial(house) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        upgrade(connection)
+        connection.settimeout(120)
+        for _ in range(pings // batch):
+            connection.sendall((b"\x89\xfd\0\0\0\0" + b"x" * 125) * batch)
+        connection.sendall(b"\x88\x82\0\0\0\0" + (1000).to_bytes(2))
+        came = sum(map(len, iter(lambda: connection.recv(1 << 20), b"")))
+    assert 0 < came < 0.9 * pings * 127
+
+
+def test_open_websockets_are_bounded_by_tenant_and_in_all(tmp_path: Path) -> None:
+    def refusal(key: str) -> tuple[int, str, str | None]:
+        with pytest.raises(InvalidStatus) as refused, stream_of(house, key):
+            pass
+        answer = refused.value.response
+        return answer.status_code, json.loads(answer.body)["error"]["code"], answer.headers.get("retry-after")
+
+    settings = GatewaySettings(max_websockets=3, max_tenant_websockets=2)
+    with http_house(tmp_path, settings=settings) as house:
+        ours, theirs, others = (house.keys.create(tenant, (Scope.INFERENCE,))[1] for tenant in "abc")
+        with stream_of(house, ours), stream_of(house, theirs):
+            with stream_of(house, ours):
+                assert refusal(ours) == (429, "too_many_websockets", "5")
+                assert refusal(others) == (503, "too_many_connections", "5")
+            wait_for(lambda: house.app.active == 2, "it is still open")
+            with stream_of(house, others):
+                pass

@@ -1,0 +1,71 @@
+"""A name of somebody else that leads to this machine is no way in to a gateway that needs no key."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.routes.dependencies import GatewaySettings
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+
+OURS = (
+    "localhost",
+    "LOCALHOST:8000",
+    "127.0.0.1",
+    "127.0.0.1:80",
+    "[::1]",
+    "[::1]:8000",
+    "10.1.2.3",
+    "llm.example:443",
+)
+OTHERS = (
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "localhost@evil.example",
+    "evil.example@localhost", "[::1].evil.example", "127.1", "[evil]", "",
+)  # fmt: skip
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path, settings=GatewaySettings(hosts=("LLM.example",))) as house:
+        yield house
+
+
+def test_only_our_own_names_are_served_while_no_key_is_needed(house: HttpHouse) -> None:
+    with house.http() as http:
+        for host in OURS:
+            assert http.get("/v1/files", headers={"Host": host}).status_code == 200, host
+        for host in OTHERS:
+            # As a page does whose name has begun to lead here: its origin is the host that it asks for.
+            for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+                answer = http.get("/v1/files", headers=headers)
+                assert answer.status_code == 403, host
+                assert answer.json()["error"]["code"] in ("other_host", "other_origin")
+        told = http.get("/v1/files", headers={"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}).json()
+        assert told["error"]["code"] == "other_host"
+        assert "TOKENMILL_GATEWAY__HOSTS" in told["error"]["message"]
+        assert http.get("/", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/healthz", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_websockets_too(house: HttpHouse) -> None:
+    host, port = house.url.removeprefix("http://").split(":")
+    with (
+        socket.create_connection((host, int(port))) as dialled,
+        pytest.raises(InvalidStatus) as refused,
+        connect("ws://evil.example/v1/stream", sock=dialled, origin=Origin("http://evil.example")),
+    ):
+        pass
+    assert refused.value.response.status_code == 403
+
+
+def test_where_keys_are_needed_any_name_does(house: HttpHouse) -> None:
+    _, key = house.keys.create("acme", (Scope.FILES,))
+    with house.http(key) as http:
+        assert http.get("/v1/files", headers={"Host": "anything.example"}).status_code == 200

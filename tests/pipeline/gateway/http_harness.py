@@ -1,0 +1,250 @@
+"""A gateway over a root in a folder, served for real, with a foreman and a worker that answers at once: all but a
+model. All that it answers is held against its OpenAPI document."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+from openai import OpenAI
+
+from pipeline import metric_collectors
+from pipeline.adapters.folder.durable import LOCAL_DISK, Disk
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.s3.settings import S3Settings
+from pipeline.adapters.s3.store import S3Store
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.gateway.app import make_app
+from pipeline.gateway.batches.finalizer import Finalizer
+from pipeline.gateway.batches.service import Batches
+from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.api_keys import ApiKeys
+from pipeline.gateway.http.auth import AuthMode, Authority
+from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.http.middleware import Edge
+from pipeline.gateway.http.server import GatewayServer, ServerSettings, listen
+from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
+from pipeline.gateway.inference.models import Models
+from pipeline.gateway.inference.request_builder import Asker, AskSettings
+from pipeline.gateway.inference.response_cache import AnswerCache, CacheSettings, MemoryAnswers
+from pipeline.gateway.inference.responses import Answers, StreamSettings
+from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from pipeline.gateway.routes.dependencies import GatewayParts, GatewaySettings
+from pipeline.gateway.status import Status
+from pipeline.ingest.intake import Intake, IntakeSettings
+from pipeline.inputs.open import open_pinned
+from pipeline.lane.client import CallSettings
+from pipeline.lane.memory import MemoryLane
+from pipeline.ledger.ledger import JobLedger
+from pipeline.models.catalog import Catalog
+from pipeline.observability.exposition import Metrics
+from pipeline.ports import World
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.models import CatalogEntry
+from tests.pipeline.gateway.lane_worker import LaneWorker
+from tests.pipeline.gateway.witness import Watched, Witness
+from tests.pipeline.made_jobs import MODELS, PIN, computed, report
+from tests.waiting import HANG_SECONDS
+
+
+class ShiftedClock(SystemClock):
+    """The system's, ahead by so many seconds as a test says."""
+
+    ahead: float = 0.0
+
+    def now(self) -> Any:
+        from datetime import timedelta  # noqa: PLC0415
+
+        return super().now() + timedelta(seconds=self.ahead)
+
+
+@dataclass
+class HttpHouse:
+    """What a test has in its hands.
+
+    Attributes:
+        permits: each commit of the worker takes one.
+    """
+
+    world: World
+    clock: ShiftedClock
+    parts: GatewayParts
+    finalizer: Finalizer
+    keys: ApiKeys
+    url: str
+    permits: threading.Semaphore
+    worker: LaneWorker
+    bridge: LaneBridge
+    beats: MemoryHeartbeats
+    stop: threading.Event
+    app: Edge
+    witness: Witness
+
+    def client(self, key: str = "none", **more: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
+
+    def http(self, key: str | None = None) -> httpx2.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=HANG_SECONDS)
+
+    def ledger(self, job: str) -> JobLedger:
+        return JobLedger(self.world.store, f"jobs/{job}/")
+
+
+@contextmanager
+def http_house(
+    place: Path,
+    *,
+    auth: AuthMode = "auto",
+    permits: int = 1_000_000,
+    finalize: bool = True,
+    settings: GatewaySettings | None = None,
+    intake: IntakeSettings | None = None,
+    asking: AskSettings | None = None,
+    streams: StreamSettings | None = None,
+    drain_seconds: float = 5.0,
+    header_seconds: float = 20.0,
+    write_seconds: float = 60.0,
+    message_seconds: float = 30.0,
+    most_connections: int = 4_000,
+    s3: tuple[S3Store, S3Settings] | None = None,
+    rates: RateSettings | None = None,
+    limiter: RateLimiter | None = None,
+    grace: float = 0.2,
+    cache: CacheSettings | None = None,
+    disk: Disk = LOCAL_DISK,
+) -> Iterator[HttpHouse]:
+    """The house, until the block ends.
+
+    Args:
+        permits: shards that the worker may commit; more with `HttpHouse.permits`.
+        finalize: files of ended batches are written without anybody asking.
+        s3: the root, in place of a folder.
+        rates: what callers may ask for.  limiter: counts it elsewhere than here.
+        cache: what is kept of answers.
+        disk: of the root's folder.
+        grace: seconds that a worker has to end its shards of a batch that is cancelled.
+    """
+    stop, permitted = threading.Event(), threading.Semaphore(permits)
+    with ExitStack() as stack:
+        store = stack.enter_context(FolderStore(place / "root", disk=disk) if s3 is None else s3[0])
+        reading = None if s3 is None else s3[1]
+        clock = ShiftedClock()
+        world = World(store, clock, SystemRandomness(), store.scratch)
+        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048, published_at=clock.now()))
+        together = stack.enter_context(ThreadPoolExecutor(4))
+        files, keys = Files(world, together), ApiKeys(world, believed=0.0)
+        finalizer = Finalizer(world, files, every=0.05)
+        beats = MemoryHeartbeats(clock, 60.0)
+        figures, dispatched = HttpFigures(clock), DispatchFigures()
+        parts = GatewayParts(
+            world,
+            Authority(keys, auth),
+            files,
+            Batches(world, Intake(world, intake), files, finalizer, together),
+            Models(store),
+            Status(world, beats, 0.0),
+            settings or GatewaySettings(),
+            limiter or RateLimiter(clock, rates),
+            figures,
+            Metrics(
+                [
+                    metric_collectors.workers(beats, each=True),
+                    metric_collectors.dispatching(dispatched, clock),
+                    metric_collectors.http(figures),
+                ]
+            ),
+        )
+        lane = MemoryLane(clock)
+        worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), figures)
+        answers = Answers(
+            Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
+        )
+        chosen = ServerSettings(
+            port=0,
+            drain_seconds=drain_seconds,
+            header_seconds=header_seconds,
+            write_seconds=write_seconds,
+            message_seconds=message_seconds,
+            most_connections=most_connections,
+        )
+        server = GatewayServer(chosen, listen(chosen))
+        app = make_app(parts, server.draining.is_set, answers)
+        inside: Any = app.app
+        witness = Witness(inside.openapi())
+        watched: Any = Watched(app, witness)
+        late = threading.Event()
+        threads: list[Callable[[], Any]] = [
+            lambda: server.run(watched, stop, lambda: answers.end_all(draining())),
+            lambda: _work(world, beats, stop, permitted, reading, grace, dispatched),
+            lambda: bridge.run(late),
+            lambda: worker.run(late),
+        ]
+        if finalize:
+            threads.append(lambda: finalizer.run(stop))
+        started = [threading.Thread(target=thread) for thread in threads]
+        for thread in started:
+            thread.start()
+        try:
+            yield HttpHouse(
+                world, clock, parts, finalizer, keys, server.url, permitted, worker, bridge, beats, stop, app,
+                witness,
+            )  # fmt: skip
+        finally:
+            stop.set()
+            permitted.release(1_000)
+            started[0].join()
+            late.set()
+            for thread in started:
+                thread.join()
+        assert not witness.untrue, "\n".join(witness.untrue[:20])
+
+
+def _work(
+    world: World,
+    beats: MemoryHeartbeats,
+    stop: threading.Event,
+    permits: threading.Semaphore,
+    s3: S3Settings | None,
+    grace: float,
+    figures: DispatchFigures,
+) -> None:
+    queue = MemoryQueue()
+    settings = DispatchSettings(grace=grace, cache_every=0.05)
+    dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=figures)
+    foreman = Foreman(
+        world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)
+    )
+    thread = threading.Thread(target=foreman.run, args=(stop,))
+    thread.start()
+    client = ShardClient(
+        "w", world, lambda job: JobLedger(world.store, f"jobs/{job}/"), queue, beats, lambda: False, models=MODELS
+    )
+    while not stop.is_set():
+        work = client.take(0.01)
+        if work is not None:
+            permits.acquire()
+            client.commit(work, computed(work), report(work))
+    client.close()
+    thread.join()
+
+
+def lines(count: int, url: str = "/v1/chat/completions", **more: Any) -> bytes:
+    """So many requests for the model of the house. Every fifth answer fails."""
+    body = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    if url == "/v1/completions":
+        body = {"model": PIN.name, "prompt": "hello", "max_tokens": 5}
+    made = ({"custom_id": f"r{n}", "method": "POST", "url": url, "body": body, **more} for n in range(count))
+    return b"".join(orjson.dumps(line) + b"\n" for line in made)

@@ -1,0 +1,50 @@
+"""Between the lane and the event loop: what goes wrong with one request is kept from all others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from pipeline.adapters.system import SystemClock
+from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.inference.lane_bridge import LaneBridge
+from pipeline.lane.client import CallSettings
+from pipeline.lane.memory import MemoryLane
+from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest
+from tests.waiting import HANG_SECONDS
+
+
+def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_others_get_theirs() -> None:
+    clock = SystemClock()
+    lane, stop = MemoryLane(clock), threading.Event()
+    bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpFigures(clock))
+    told: dict[str, list[LaneEvent]] = {"bad": [], "good": []}
+
+    async def calls() -> None:
+        both = asyncio.Event()
+
+        def take_in(event: LaneEvent) -> None:
+            if event.request == "bad" and isinstance(event, EndEvent):
+                raise KeyError("choices")
+            told[event.request].append(event)
+            if all(told.values()):
+                both.set()
+
+        for name in told:
+            await bridge.start(LaneRequest(name, "m", {}), take_in)
+        worker = lane.worker("w")
+        assert len(worker.take(["m"], 2, 2.0)) == 2
+        worker.emit([EndEvent(name, 1, 0, {}) for name in told])
+        running = threading.Thread(target=bridge.run, args=(stop,))
+        running.start()
+        try:
+            await asyncio.wait_for(both.wait(), HANG_SECONDS)
+        finally:
+            stop.set()
+            await asyncio.to_thread(running.join, 10)
+
+    asyncio.run(calls())
+    (bad,), (good,) = told["bad"], told["good"]
+    assert isinstance(good, EndEvent)
+    assert isinstance(bad, ErrorEvent)
+    assert (bad.code, bad.status) == ("internal_error", 500)

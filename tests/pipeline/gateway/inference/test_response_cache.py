@@ -1,0 +1,294 @@
+"""Answers that are given again: to whom, for what, for how long, and how they look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from structlog.testing import capture_logs
+
+from pipeline.adapters.redis.connection import RedisClient, RedisSettings
+from pipeline.adapters.redis.response_cache import RedisAnswers
+from pipeline.adapters.system import SystemClock
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.inference.response_cache import AnswerCache, AnswerStore, CacheSettings, MemoryAnswers, cache_key
+from pipeline.gateway.limits.rate_limits import RateSettings
+from pipeline.models.catalog import Catalog
+from schemas.models import CatalogEntry
+from schemas.requests.limits import RateLimits
+from schemas.workers.lane import LaneRequest
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.lane_worker import words
+from tests.pipeline.made_jobs import PIN
+from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
+
+HELLO: Any = {
+    "model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4,
+}  # fmt: skip
+CACHED: Any = {"extra_body": {"tokenmill": {"cache": True}}}
+
+
+@pytest.fixture(params=["memory", "redis"])
+def store(request: pytest.FixtureRequest, unique_name: Callable[[], str]) -> Iterator[AnswerStore]:
+    if request.param == "memory":
+        yield MemoryAnswers(SystemClock(), most_bytes=1_000)
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    client = RedisClient(RedisSettings(server.url, prefix=unique_name()))
+    yield RedisAnswers(client)
+    client.close()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path) as house:
+        yield house
+
+
+def kept(house: HttpHouse, **more: Any) -> Any:
+    """The second answer to a request. It was kept in between, which happens behind the first one's back."""
+    limit = time.monotonic() + HANG_SECONDS
+    while True:
+        answer = house.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
+        if (answer.usage.model_extra or {}).get("tokenmill_cached"):
+            return answer
+        assert time.monotonic() < limit, "it is not given again"
+
+
+def test_the_same_request_is_computed_once(house: HttpHouse) -> None:
+    first = house.client().chat.completions.create(**HELLO, **CACHED)
+    assert first.usage is not None
+    assert not first.usage.model_extra
+    second = kept(house)
+    asked = len(house.worker.asked)
+    for more in ({}, {"user": "someone"}, {"metadata": {"a": "b"}}, {"top_p": 1.0}):
+        again = house.client().chat.completions.create(**HELLO, **more, **CACHED)
+        assert again.choices == first.choices == second.choices
+        assert again.usage.completion_tokens == 4
+        assert again.usage.tokenmill_cached is True
+    assert len(house.worker.asked) == asked
+
+
+def test_another_request_or_tenant_or_model_is_another_answer(house: HttpHouse) -> None:
+    kept(house)
+    asked = len(house.worker.asked)
+    others: list[dict[str, Any]] = [{"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]}, {"n": 2}]
+    others += [{"messages": [{"role": "user", "content": "hello "}]}]
+    for number, more in enumerate(others):
+        house.client().chat.completions.create(**{**HELLO, **more}, **CACHED)
+        assert len(house.worker.asked) == asked + number + 1, more
+    text: Any = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 4}
+    house.client().completions.create(**text, **CACHED)
+    house.client().chat.completions.create(**HELLO)
+    assert len(house.worker.asked) == asked + len(others) + 2, "and who doesn't ask for it gets a new one"
+    _, key = house.keys.create("other", tuple(Scope))
+    house.client(key).chat.completions.create(**HELLO, **CACHED)
+    assert len(house.worker.asked) == asked + len(others) + 3
+
+
+def test_streams_are_given_again(house: HttpHouse) -> None:
+    streaming: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "n": 2}
+    kept(house, logprobs=True, n=2)
+    asked = len(house.worker.asked)
+    chunks = list(house.client().chat.completions.create(**{**HELLO, **streaming}, **CACHED))
+    assert len(house.worker.asked) == asked
+    for index in range(2):
+        mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert mine[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in mine) == words(4, index)
+        assert mine[-1].finish_reason == "length"
+    assert chunks[-1].usage.tokenmill_cached is True
+    assert chunks[-1].usage.completion_tokens == 8
+    new = list(house.client().chat.completions.create(**{**HELLO, "max_tokens": 6}, stream=True, **CACHED))
+    assert len(new) > 6, "computed, and told as it came"
+    whole = kept(house, max_tokens=6)
+    assert whole.choices[0].message.content == words(6), "a stream's answer is kept too"
+    text: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 3}
+    house.client().completions.create(**text, **CACHED)
+    time.sleep(0.1)
+    asked = len(house.worker.asked)
+    texts = list(house.client().completions.create(**text, stream=True, **CACHED))
+    assert "".join(chunk.choices[0].text for chunk in texts) == words(3)
+    assert len(house.worker.asked) == asked
+
+
+def test_what_has_many_answers_and_what_went_wrong_is_not_kept(house: HttpHouse) -> None:
+    client = house.client()
+    with pytest.raises(openai.BadRequestError, match="cache needs temperature 0 or a seed"):
+        client.chat.completions.create(**{**HELLO, "temperature": 1}, **CACHED)
+    broken = {**HELLO, "messages": [{"role": "user", "content": "break"}]}
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(**broken, **CACHED)
+        time.sleep(0.1)
+    assert len(house.worker.asked) == 2
+    cache = AnswerCache(SystemClock(), MemoryAnswers(SystemClock()))
+    usage = {"total_tokens": 1}
+    for reason in ("content_filter", "tool_calls", None):
+        cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": reason}]})
+        assert cache.find("a", "x") is None
+    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2, "more": "x" * (1 << 18)})
+    assert cache.find("a", "x") is None, "too large"
+    cache.keep("a", "x", {"usage": usage, "choices": [{"finish_reason": "stop"}] * 2})
+    assert cache.find("a", "x")
+
+
+def test_an_answer_is_given_again_under_the_policies_only_that_judged_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.gateway.inference.request_builder._BELIEVED", 0.0)
+    with http_house(tmp_path) as house:
+        catalog = Catalog(house.world.store)
+
+        def judged_by(worker: str | None, told: str | None) -> None:
+            house.worker.policies = worker
+            catalog.publish(CatalogEntry(pin=PIN, max_model_len=2_048, policies=told))
+
+        kept(house)
+        # Given another policy, when the same is asked, then it is computed anew, and kept under that one.
+        judged_by("new", "new")
+        asked = len(house.worker.asked)
+        house.client().chat.completions.create(**HELLO, **CACHED)
+        assert len(house.worker.asked) == asked + 1
+        kept(house)
+        # An older worker that still answers has not asked the policy that the catalog names.
+        judged_by("new", "newer")
+        asked = len(house.worker.asked)
+        for _ in range(3):
+            house.client().chat.completions.create(**HELLO, **CACHED)
+            time.sleep(0.1)
+        assert len(house.worker.asked) == asked + 3, "kept under a name that didn't judge it"
+        judged_by("newer", "newer")
+        kept(house)
+        # And what the first worker said without any policy is found where there is none.
+        judged_by(None, None)
+        asked = len(house.worker.asked)
+        kept(house)
+        assert len(house.worker.asked) == asked
+
+
+def test_it_can_be_for_all_that_dont_say_no(tmp_path: Path) -> None:
+    with http_house(tmp_path, cache=CacheSettings(always=True)) as house:
+        kept(house)
+        asked = len(house.worker.asked)
+        house.client().chat.completions.create(**HELLO)
+        assert len(house.worker.asked) == asked
+        house.client().chat.completions.create(**HELLO, extra_body={"tokenmill": {"cache": False}})
+        house.client().chat.completions.create(**{**HELLO, "temperature": 1})
+        assert len(house.worker.asked) == asked + 2
+
+
+def test_an_answer_that_is_given_again_takes_no_tokens_and_no_place(tmp_path: Path) -> None:
+    limits = RateLimits(tokens_per_minute=200, running_requests=1)
+    with http_house(tmp_path, rates=RateSettings(tenant=limits)) as house:
+        for _ in range(300):
+            with suppress(openai.RateLimitError):
+                house.client().chat.completions.create(**HELLO, **CACHED)
+            if len(house.worker.asked) >= 1:
+                break
+        time.sleep(0.1)
+        for stream in (False, True) * 15:
+            limit = time.monotonic() + HANG_SECONDS
+            while True:
+                try:
+                    made: Any = house.client().chat.completions.create(**HELLO, stream=stream, **CACHED)
+                    list(made)
+                    break
+                except openai.RateLimitError:
+                    assert time.monotonic() < limit, "its place or its tokens are not given back"
+        assert len(house.worker.asked) == 1
+
+
+def test_stores_keep_what_is_put_for_so_long_and_no_more_of_it(store: AnswerStore) -> None:
+    store.put("a", "1", b"one", 60.0, 3)
+    assert (store.get("a", "1"), store.get("b", "1"), store.get("a", "2")) == (b"one", None, None)
+    store.put("a", "1", b"two", 60.0, 3)
+    assert store.get("a", "1") == b"two"
+    store.put("a", "short", b"x", 0.1, 3)
+    store.put("b", "1", b"theirs", 60.0, 3)
+    time.sleep(0.15)
+    assert store.get("a", "short") is None
+    for number in range(2, 6):
+        store.put("a", str(number), b"x", 60.0, 3)
+        time.sleep(0.005)
+    assert [store.get("a", str(number)) for number in range(1, 6)] == [None, None, b"x", b"x", b"x"]
+    assert store.get("b", "1") == b"theirs", "one tenant's put out none of another's"
+
+
+def test_other_weights_are_another_answer() -> None:
+    body = {"messages": [], "model": "tiny"}
+    asked = LaneRequest("x", "0123456789abcdef", body, "/v1/chat/completions")
+    keys = {
+        cache_key(asked, 10),
+        cache_key(replace(asked, model="fedcba9876543210"), 10),
+        cache_key(replace(asked, url="/v1/completions"), 10),
+        cache_key(asked, 11),
+        cache_key(asked, 10, "policies"),
+    }
+    assert len(keys) == 5
+    assert cache_key(replace(asked, id="y", body={**body, "model": "another name", "user": "a"}), 10) in keys
+
+
+def test_memory_is_bounded() -> None:
+    store = MemoryAnswers(SystemClock(), most_bytes=1_000)
+    for number in range(100):
+        store.put(f"tenant-{number}", "1", b"x" * 100, 60.0, 10)
+    assert [number for number in range(100) if store.get(f"tenant-{number}", "1")] == list(range(90, 100))
+
+
+def test_a_tenant_that_fills_the_memory_puts_out_its_own_answers() -> None:
+    store = MemoryAnswers(SystemClock(), most_bytes=10_000)
+    for number in range(20):
+        store.put("small", str(number), b"x" * 100, 60.0, 1_000)
+    for number in range(1_000):
+        store.put("large", str(number), b"x" * 250, 60.0, 1_000)
+    assert all(store.get("small", str(number)) for number in range(20))
+    assert [number for number in range(1_000) if store.get("large", str(number))] == list(range(968, 1_000))
+
+
+def test_on_redis_a_tenants_answers_have_a_bound_of_bytes(
+    redis_server: RedisServer, unique_name: Callable[[], str]
+) -> None:
+    client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
+    store = RedisAnswers(client, max_tenant_bytes=1_000)
+
+    def kept() -> list[int]:
+        return [number for number in range(12) if store.get("a", str(number))]
+
+    store.put("b", "1", b"x" * 900, 60.0, 100)
+    for number in range(12):
+        store.put("a", str(number), b"x" * 200, 60.0, 100)
+        time.sleep(0.005)
+    assert kept() == list(range(7, 12))
+    for _ in range(20):  # what is put again counts once
+        store.put("a", "11", b"x" * 200, 60.0, 100)
+    assert kept() == list(range(7, 12))
+    for number in range(5):
+        store.put("a", str(number), b"x" * 200, 0.05, 100)
+    time.sleep(0.1)
+    store.put("a", "6", b"x" * 1_000, 60.0, 100)
+    assert kept() == [6], "what has run out counts no more"
+    assert store.get("b", "1")
+    client.close()
+
+
+def test_without_redis_answers_are_computed(redis_server: RedisServer, unique_name: Callable[[], str]) -> None:
+    client = RedisClient(RedisSettings(redis_server.url, prefix=unique_name()))
+    cache = AnswerCache(SystemClock(), RedisAnswers(client))
+    answer: dict[str, Any] = {"usage": {"total_tokens": 1}, "choices": []}
+    cache.keep("a", "x", answer)
+    assert cache.find("a", "x") == {"usage": {"total_tokens": 1, "tokenmill_cached": True}, "choices": []}
+    redis_server.kill()
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert cache.find("a", "x") is None
+            cache.keep("a", "x", answer)
+    assert [log["event"] for log in logs] == ["cache_not_used"]
+    client.close()

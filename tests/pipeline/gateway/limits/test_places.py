@@ -1,0 +1,233 @@
+"""A place among the requests that run at once is free before the caller has the last of its answer: whoever asks again
+at once is not refused, however slowly places are given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import orjson
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from pipeline.adapters.system import SystemClock
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.gateway.inference.responses import StreamSettings
+from pipeline.gateway.limits.concurrency import MemoryRunning
+from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
+from schemas.requests.limits import RateLimits
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house
+from tests.pipeline.gateway.lane_worker import words
+from tests.waiting import HANG_SECONDS, wait_for
+
+CHAT = "/v1/chat/completions"
+LIMITS = RateLimits(running_requests=1, tokens_per_minute=100_000)
+SLOW = 0.2
+
+
+class SlowRunning(MemoryRunning):
+    """Places are given back slowly, as over a network that is busy."""
+
+    def leave(self, name: str, request: str, rows: int = 1) -> None:
+        time.sleep(SLOW)
+        super().leave(name, request, rows)
+
+
+def slow_house(place: Path, running: MemoryRunning | None = None, **more: Any) -> Any:
+    clock = SystemClock()
+    limiter = RateLimiter(clock, RateSettings(tenant=LIMITS, window=86_400), running=running or SlowRunning(clock))
+    return http_house(place, limiter=limiter, **more)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[HttpHouse]:
+    with slow_house(tmp_path) as house:
+        yield house
+
+
+def body(said: str = "hello", **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": said}], "max_tokens": 5, **more}
+
+
+def whole(http: httpx2.Client) -> None:
+    answer = http.post(CHAT, json=body())
+    assert answer.json()["choices"][0]["message"]["content"] == words(5)
+
+
+def vectors(http: httpx2.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"model": "tiny", "input": ["a", "b"]})
+    assert [one["embedding"] for one in answer.json()["data"]] == [[0.5, -0.5]] * 2
+
+
+def refused(http: httpx2.Client) -> None:
+    answer = http.post(CHAT, json=body("refuse"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def refused_stream(http: httpx2.Client) -> None:
+    answer = http.post(CHAT, json=body("refuse", stream=True))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def stream_until(mark: bytes, said: str = "hello", **more: Any) -> Callable[[httpx2.Client], None]:
+    """Reads a stream no further than to `mark`."""
+
+    def read(http: httpx2.Client) -> None:
+        came = b""
+        with http.stream("POST", CHAT, json=body(said, stream=True, **more)) as answer:
+            for data in answer.iter_bytes():
+                came += data
+                if mark in came:
+                    again(http)  # and not when the connection has been closed
+                    return
+        pytest.fail(f"no {mark!r} in {came!r}")
+
+    return read
+
+
+def again(http: httpx2.Client) -> None:
+    answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 1})
+    assert (answer.status_code, answer.json().get("error")) == (200, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(whole, id="a whole answer"),
+        pytest.param(vectors, id="embeddings"),
+        pytest.param(refused, id="a refusal"),
+        pytest.param(refused_stream, id="a refused stream"),
+        pytest.param(stream_until(b'"finish_reason":"length"'), id="a stream's end"),
+        pytest.param(stream_until(b"total_tokens", stream_options={"include_usage": True}), id="a stream's usage"),
+        pytest.param(stream_until(b"[DONE]"), id="a stream's last event"),
+        pytest.param(stream_until(b"engine_error", "break"), id="a stream's error"),
+    ],
+)
+def test_whoever_has_the_end_of_an_answer_can_ask_again_at_once(
+    house: HttpHouse, ask: Callable[[httpx2.Client], None]
+) -> None:
+    with house.http() as http:
+        for _ in range(2):
+            ask(http)
+            again(http)
+
+
+def test_answers_that_are_given_again_have_a_place_only_while_they_are(house: HttpHouse) -> None:
+    asked = body(temperature=0, tokenmill={"cache": True})
+    with house.http() as http:
+        http.post(CHAT, json=asked)
+
+        def cached() -> bool:
+            answer = http.post(CHAT, json=asked)
+            assert answer.status_code == 200
+            return bool(answer.json()["usage"].get("tokenmill_cached"))
+
+        wait_for(cached, "the answer is not kept")
+        again(http)
+        stream_until(b"[DONE]", temperature=0, tokenmill={"cache": True})(http)
+
+
+def test_tokens_that_were_not_used_are_back_with_the_answer(house: HttpHouse) -> None:
+    client = house.client()
+    left = []
+    for _ in range(3):
+        answer = client.chat.completions.with_raw_response.create(**body(max_tokens=None))
+        left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
+        assert answer.parse().usage.total_tokens == 8  # type: ignore[union-attr]
+    assert [left[0] - left[1], left[1] - left[2]] == [8, 8]
+
+
+def test_a_stream_that_no_worker_takes_gives_back_its_place(tmp_path: Path) -> None:
+    with slow_house(tmp_path, streams=StreamSettings(most_kept=0)) as house, house.http() as http:
+        kept = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 5}))
+        assert (kept.status_code, kept.json()["error"]["code"]) == (429, "too_many_streams")
+        again(http)
+
+
+def test_a_tenant_whose_streams_are_all_kept_is_no_hindrance_to_others(tmp_path: Path) -> None:
+    with http_house(tmp_path, streams=StreamSettings(most_kept=3, most_kept_by_one=2)) as house:
+        keys = {name: house.keys.create(name, (Scope.INFERENCE,))[1] for name in ("one", "other", "third")}
+
+        def begin(name: str) -> str:
+            with house.http(keys[name]) as http:
+                answer = http.post(CHAT, json=body(stream=True, tokenmill={"resume": 60}))
+            error = answer.json()["error"] if answer.status_code == 429 else {"message": "begun", "code": "begun"}
+            assert error["code"] in ("begun", "too_many_streams")
+            return str(error["message"]).partition(";")[0]
+
+        assert [begin("one") for _ in range(3)] == ["begun", "begun", full("2 of this tenant's")]
+        assert [begin("other"), begin("third")] == ["begun", full("3")]
+
+
+def full(of: str) -> str:
+    return f"{of} streams that can be gone on with are open"
+
+
+def test_a_reader_that_was_too_slow_can_ask_again(tmp_path: Path) -> None:
+    with slow_house(tmp_path, streams=StreamSettings(buffer_bytes=2_000, patience=0.0)) as house, house.http() as http:
+        house.worker.text = "x" * 1_500
+        stream_until(b"stream_overrun", max_tokens=2_000)(http)
+
+
+def test_a_stream_that_takes_too_long_for_a_gateway_that_stops_gives_back_its_place_first(tmp_path: Path) -> None:
+    running = SlowRunning(SystemClock())
+    with slow_house(tmp_path, running, drain_seconds=0.1) as house:
+        house.worker.pause = 0.01
+        with house.http() as http, http.stream("POST", CHAT, json=body(max_tokens=2_000, stream=True)) as answer:
+            came = b""
+            for data in answer.iter_bytes():
+                came += data
+                house.stop.set()
+                if b'"draining"' in came:
+                    assert running.enter("tenant/default", "another", 1, 1.0), "there is no place"
+                    return
+    pytest.fail(f"it was not ended: {came[-500:]!r}")
+
+
+@pytest.fixture
+def socket(house: HttpHouse) -> Iterator[ClientConnection]:
+    with connect(f"{house.url.replace('http', 'ws')}/v1/stream") as socket:
+        yield socket
+
+
+def ask_on(socket: ClientConnection, said: str = "hello", **more: Any) -> None:
+    socket.send(orjson.dumps({"type": "request", "url": CHAT, "body": body(said, **more)}))
+
+
+def heard(socket: ClientConnection) -> list[dict[str, Any]]:
+    """What comes, to the end."""
+    came = []
+    while not came or came[-1]["type"] not in ("done", "error"):
+        came.append(orjson.loads(socket.recv(HANG_SECONDS)))
+    return came
+
+
+@pytest.mark.parametrize(("said", "last"), [("hello", "done"), ("break", "done"), ("refuse", "error")])
+def test_on_a_websocket_too(house: HttpHouse, socket: ClientConnection, said: str, last: str) -> None:
+    with house.http() as http:
+        for _ in range(3):
+            ask_on(socket, said)
+            assert heard(socket)[-1]["type"] == last
+            again(http)
+    for _ in range(3):
+        ask_on(socket, said)
+        assert heard(socket)[-1].get("error", {}).get("code") in (None, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_is_cancelled_on_a_websocket_has_no_place_when_the_next_is_asked(
+    house: HttpHouse, socket: ClientConnection, after: int
+) -> None:
+    """Also where it is cancelled before it has begun."""
+    house.worker.pause = 0.01
+    for _ in range(3):
+        ask_on(socket, max_tokens=1_000)
+        for _ in range(after):
+            assert orjson.loads(socket.recv(HANG_SECONDS))["type"] == "begin"
+        socket.send(orjson.dumps({"type": "cancel"}))
+        ask_on(socket, max_tokens=2)
+        assert heard(socket)[-1] == {"type": "done"}

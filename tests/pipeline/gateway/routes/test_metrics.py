@@ -1,0 +1,244 @@
+"""`/metrics` of a gateway that is served for real, against what was asked of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.gateway.http.api_keys import Scope
+from pipeline.ports import WorkerState
+from schemas.jobs.job import Tier
+from schemas.jobs.outcome import Usage
+from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.made_jobs import PIN
+from tests.pipeline.observability.scrapes import Scrape, scrape
+from tests.waiting import HANG_SECONDS
+
+CHAT = "/v1/chat/completions"
+ASKED = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+
+
+def told(house: HttpHouse, key: str | None = None) -> Scrape:
+    return scrape(f"{house.url}/metrics", key)
+
+
+def told_when(house: HttpHouse, so: Callable[[Scrape], bool]) -> Scrape:
+    until = time.monotonic() + HANG_SECONDS
+    while not so(found := told(house)):
+        assert time.monotonic() < until, found.families
+        time.sleep(0.02)
+    return found
+
+
+def batch(house: HttpHouse, data: bytes, **more: Any) -> Any:
+    client = house.client()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more)
+
+
+def test_where_keys_are_needed_only_those_for_it_see_it(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as nobody:
+        assert nobody.get("/metrics").status_code == 200
+        keys = {scope: house.keys.create("acme", (scope,))[1] for scope in Scope}
+        assert nobody.get("/metrics").status_code == 401
+        for scope, key in keys.items():
+            with house.http(key) as http:
+                status = http.get("/metrics").status_code
+            assert status == (200 if scope in (Scope.METRICS, Scope.ADMIN) else 403), scope
+        with house.http(keys[Scope.METRICS]) as http:
+            assert http.get("/v1/status").status_code == 403, "a key for it is good for nothing else"
+
+
+def test_a_page_of_another_site_sees_nothing(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as http:
+        assert http.get("/metrics", headers={"Origin": "https://evil.example"}).status_code == 403
+        assert http.get("/metrics", headers={"Origin": house.url}).status_code == 200
+
+
+def test_rows_and_tokens_are_those_of_the_manifests(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        jobs = [batch(house, lines(23)), batch(house, lines(7))]
+        client = house.client()
+        options = {"extra_body": {"tokenmill": {"on_invalid": "row", "tier": "bulk"}}}
+        jobs.append(batch(house, lines(4) + b"not json\n", **options))
+        until = time.monotonic() + HANG_SECONDS
+        while any(client.batches.retrieve(job.id).status != "completed" for job in jobs):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        found = told_when(house, lambda seen: sum(seen.all("tokenmill_jobs_ended_total").values()) == 3)
+
+        manifests = [house.ledger(job.id).manifest() for job in jobs]
+        for tier, ended in (("standard", manifests[:2]), ("bulk", manifests[2:])):
+            for status in ("succeeded", "failed", "expired", "cancelled"):
+                expected = sum(getattr(one.counts, status) for one in ended if one is not None)
+                assert found.sum("tokenmill_committed_rows_total", tier=tier, status=status) == expected
+            for kind in Usage.model_fields:
+                expected = sum(getattr(one.usage, kind) for one in ended if one is not None)
+                assert found.sum("tokenmill_committed_tokens_total", tier=tier, kind=kind) == expected
+            assert found.sum("tokenmill_jobs_ended_total", tier=tier, status="completed") == len(ended)
+            assert found.sum("tokenmill_job_seconds_count", tier=tier) == len(ended)
+        assert found.sum("tokenmill_committed_rows_total") == 23 + 7 + 5
+        assert found.sum("tokenmill_committed_tokens_total", kind="completion") > 0
+        assert set(found.all("tokenmill_committed_tokens_total", kind="prompt", tier="standard")) <= {
+            (PIN.name,), ("other",)
+        }  # fmt: skip
+        assert "tokenmill_cost_total" not in found.names, "no price was configured"
+
+
+def test_open_work_is_told_until_it_is_done(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as house:
+        job = batch(house, lines(30))
+        found = told_when(house, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+        assert found.sum("tokenmill_backlog_tokens", model=PIN.name, tier="standard") > 0
+        assert found.sum("tokenmill_jobs", tier="standard", status="in_progress") == 1
+        assert found.sum("tokenmill_jobs_ended_total") == 0, "told from the start, so that the first one is an increase"
+        before = sum(found.all("tokenmill_committed_rows_total", status="succeeded").values())
+        assert before == 0
+        house.permits.release(1_000)
+        until = time.monotonic() + HANG_SECONDS
+        while house.client().batches.retrieve(job.id).status != "completed":
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        found = told_when(house, lambda seen: not seen.all("tokenmill_backlog_tokens"))
+        assert not found.all("tokenmill_jobs")
+        assert not found.all("tokenmill_oldest_waiting_seconds")
+
+
+def test_a_job_of_which_nobody_takes_a_shard_grows_old(tmp_path: Path) -> None:
+    with http_house(tmp_path, permits=0) as house:
+        batch(house, lines(10))
+        told_when(house, lambda seen: sum(seen.all("tokenmill_shards", state="held").values()) == 1)
+        batch(house, lines(10))  # the worker has its hands full
+        told_when(house, lambda seen: bool(seen.all("tokenmill_oldest_waiting_seconds")))
+        house.clock.ahead = 500.0
+        found = told_when(house, lambda seen: seen.sum("tokenmill_oldest_waiting_seconds") > 499)
+        assert found.sum("tokenmill_oldest_waiting_seconds", tier="standard") < 530
+
+
+def test_a_job_that_fails_as_a_whole_is_counted(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        batch(house, lines(2) + b"not json\n")
+        found = told_when(house, lambda seen: seen.sum("tokenmill_jobs_ended_total") == 1)
+        assert found.sum("tokenmill_jobs_ended_total", status="failed", tier="standard") == 1
+
+
+def test_answers_are_counted_as_they_end(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        client = house.client()
+        cached = {**ASKED, "temperature": 0, "extra_body": {"tokenmill": {"cache": True}}}
+        for _ in range(3):
+            client.chat.completions.create(**cached)
+            time.sleep(0.1)  # for the answer to be kept
+        list(client.chat.completions.create(**ASKED, stream=True))
+        house.worker.stop_taking()
+        going = house.http().stream("POST", CHAT, json={**ASKED, "stream": True, "max_tokens": 100})
+        house.worker.pause = 0.05
+        house.worker.hold.clear()
+        with going as answer:
+            pieces = answer.iter_bytes()
+            next(pieces)
+            assert told(house).sum("tokenmill_callers", state="open") == 1
+        found = told_when(house, lambda seen: seen.sum("tokenmill_answers_total", result="cancelled") == 1)
+        assert found.all("tokenmill_answers_total", tier="interactive") == {
+            ("answered",): 2, ("cached",): 2, ("cancelled",): 1, ("failed",): 0,
+        }  # fmt: skip
+        assert found.sum("tokenmill_answer_seconds_count", tier="interactive") == 2
+        assert found.sum("tokenmill_answer_first_token_seconds_count", tier="interactive") == 3
+        assert found.sum("tokenmill_callers", state="open") == 0
+        assert found.sum("tokenmill_callers", state="waiting") == 0
+
+
+def test_requests_are_told_by_route_and_never_by_what_was_asked_for(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house, house.http() as http:
+        for number in range(8):
+            http.get(f"/v1/files/file-{number}")
+            http.get(f"/nothing/{number}")
+            http.request(f"MADE{number}", "/v1/files")
+        http.get("/v1/models")
+        found = told(house)
+        requests = found.all("tokenmill_http_requests_total")
+        assert requests["404", "GET", "/v1/files/{file_id}"] == 8
+        assert requests["404", "GET", "none"] == 8
+        assert requests["405", "other", "/v1/files"] == 8
+        assert requests["200", "GET", "/v1/models"] == 1
+        assert len(requests) <= 6
+        assert found.sum("tokenmill_http_requests_in_progress") == 1, "this one"
+
+
+FIGURES = WorkerFigures(
+    model="a",
+    seconds=60,
+    tiers={
+        Tier.INTERACTIVE: TierFigures(
+            running=2, waiting=1, answered=9, failed=1,
+            usage=Usage(prompt=90, cached=32, completion=45, drafted=8, accepted=5),
+            ttft=Histogram(counts=(0, 0, 4, 6), seconds=0.05), itl=Histogram(counts=(35,), seconds=0.02),
+            whole=Histogram(counts=(0, 9), seconds=0.018),
+        )
+    },
+    computed=200, prompt=58, generated=47, recomputed=3, prefix_queried=90, prefix_hits=32,
+    steps=Histogram(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
+    lane_open=2, lane_waiting=1, store_outage="no room",
+    pace=PaceFigures(
+        weights=PaceWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
+        terms=PaceWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
+        others=0.75, beside_streams=100, beside_prompts=200, late_first_tokens=1, late_tokens=2, drops=3,
+    ),
+    speculation=SpeculationFigures(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
+)  # fmt: skip
+
+
+def test_the_figures_of_each_worker_that_lives_are_told(tmp_path: Path) -> None:
+    with http_house(tmp_path) as house:
+        for name, figures in (("w1", FIGURES), ("w2", WorkerFigures(model="b", generated=7))):
+            house.beats.beat(WorkerState(name))
+            house.beats.tell(name, figures)
+        house.beats.beat(WorkerState("w3"))
+        found = told(house)
+        one = {"worker": "w1", "model": "a"}
+        assert found.all("tokenmill_workers") == {("a",): 1, ("b",): 1, ("other",): 1}
+        assert found.all("tokenmill_requests_total", **one) == {
+            ("succeeded", "interactive"): 9,
+            ("failed", "interactive"): 1,
+        }
+        assert found.all("tokenmill_tokens_total", tier="interactive", **one) == {
+            ("prompt",): 90, ("cached",): 32, ("completion",): 45, ("drafted",): 8, ("accepted",): 5,
+        }  # fmt: skip
+        assert found.all("tokenmill_engine_tokens_total", **one) == {
+            ("prompt",): 58, ("cached",): 32, ("generated",): 47, ("recomputed",): 3, ("drafted",): 8, ("accepted",): 5,
+        }  # fmt: skip
+        for name, value in {
+            "prefix_queried_tokens_total": 90, "prefix_hit_tokens_total": 32, "step_rows_total": 80,
+            "step_tokens_total": 200, "step_seconds_count": 20, "step_seconds_sum": 0.03, "running_requests": 2,
+            "waiting_requests": 1, "kv_blocks": 100, "kv_blocks_used": 25, "preemptions_total": 2,
+            "time_to_first_token_seconds_count": 10, "time_to_first_token_seconds_sum": 0.05,
+            "inter_token_seconds_count": 35, "request_seconds_count": 9, "pace_objective": 0.5 + 0.5 + 0.03 + 0.04,
+            "pace_others_ratio": 0.75, "store_outage": 1, "speculation_gained_tokens": -1.5,
+            "speculation_compared_seconds_total": 0.5,
+        }.items():  # fmt: skip
+            assert found.sum(f"tokenmill_{name}", **one) == pytest.approx(value), name
+        assert found.all("tokenmill_lane_requests", **one) == {("open",): 2, ("waiting",): 1}
+        assert found.all("tokenmill_pace_weight", **one) == {
+            ("ttft",): 1,
+            ("itl",): 2,
+            ("utilisation",): 0.3,
+            ("drops",): 4,
+        }
+        assert found.all("tokenmill_pace_term", **one) == {
+            ("ttft",): 0.5, ("itl",): 0.25, ("utilisation",): 0.1, ("drops",): 0.01,
+        }  # fmt: skip
+        assert found.all("tokenmill_pace_allowed_tokens", **one) == {("streams",): 100, ("prompts",): 200}
+        assert found.all("tokenmill_pace_missed_total", **one) == {("ttft",): 1, ("itl",): 2, ("deadline",): 3}
+        ends = found.all("tokenmill_time_to_first_token_seconds_bucket", tier="interactive", **one)
+        assert (ends["0.002",], ends["0.003",], ends["0.005",]) == (0, 4, 10)
+        other = {"worker": "w2"}
+        assert found.sum("tokenmill_engine_tokens_total", kind="generated", **other) == 7
+        assert found.all("tokenmill_store_outage", **other) == {("b",): 0}
+        for name in ("kv_blocks", "time_to_first_token_seconds_count", "pace_weight", "speculation_gained_tokens"):
+            assert found.all(f"tokenmill_{name}", **other) == {}, f"{name} is not known"
+        assert found.all("tokenmill_step_rows_total", worker="w3") == {}

@@ -1,0 +1,208 @@
+"""Webhooks: every end of a batch is told at least once, whatever happens to whoever tells it or is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from structlog.testing import capture_logs
+
+from pipeline.gateway.webhooks.client import Endpoint, NotDelivered
+from pipeline.gateway.webhooks.service import Notifier, event_id
+from pipeline.ingest.intake import IntakeSettings
+from pipeline.jobs.pending_webhooks import DUE, WANTED, Due, Wanted, want_notice
+from pipeline.ports import World
+from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
+from tests.pipeline.gateway.webhooks.receiver import Receiver
+from tests.pipeline.gateway.webhooks.webhook_tools import SECRET, endpoint, telling
+from tests.pipeline.simulation import MemoryStore
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[HttpHouse]:
+    with http_house(tmp_path, intake=IntakeSettings(noticed=frozenset({"default"}))) as house:
+        yield house
+
+
+def submit(house: HttpHouse, count: int = 3, data: bytes | None = None, **more: Any) -> Any:
+    client = house.client()
+    file = client.files.create(file=("a.jsonl", lines(count) if data is None else data), purpose="batch")
+    wanted: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **more}
+    return client.batches.create(**wanted)
+
+
+def due(world: World) -> list[str]:
+    return [info.key for prefix in (WANTED, DUE) for info in world.store.list(prefix)]
+
+
+def test_openais_client_reads_the_end_of_a_batch(house: HttpHouse, receiver: Receiver) -> None:
+    with telling(house.world, endpoint(receiver.url("/hook?token=1"))):
+        batch = submit(house)
+        wait_for(lambda: receiver.received, "nothing was told")
+        wait_for(lambda: not due(house.world), "what was told stays due")
+    (told,) = receiver.received
+    event = OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(told.body, told.headers)
+    assert (event.type, event.object) == ("batch.completed", "event")
+    assert isinstance(event, openai.types.webhooks.BatchCompletedWebhookEvent)
+    assert event.data.id == batch.id
+    assert event.id == told.headers["webhook-id"] == event_id(batch.id, "batch.completed")
+    ended = house.client().batches.retrieve(batch.id)
+    assert ended.output_file_id, "told when its files stand, and not before"
+    assert event.created_at == ended.completed_at
+    assert told.path == "/hook?token=1"
+    assert told.headers["content-type"] == "application/json"
+    for wrong in (told.body + b" ", told.body.replace(b"completed", b"cancelled")):
+        with pytest.raises(openai.InvalidWebhookSignatureError):
+            OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(wrong, told.headers)
+
+
+def test_each_way_to_end_is_told_to_whoever_wants_it(tmp_path: Path, receiver: Receiver) -> None:
+    noticed = IntakeSettings(noticed=frozenset({"default"}))
+    only = endpoint(receiver.url("/only"), events=frozenset({"batch.cancelled"}))
+    other = endpoint(receiver.url("/other"), tenant="other")
+    with (
+        http_house(tmp_path, permits=0, intake=noticed) as house,
+        telling(house.world, endpoint(receiver.url("/all")), only, other),
+    ):
+        cancelled = submit(house)
+        wait_for(lambda: house.client().batches.retrieve(cancelled.id).status == "in_progress", "it did not begin")
+        house.client().batches.cancel(cancelled.id)
+        wait_for(lambda: receiver.received, "nothing was told")
+        expired = submit(house)
+        wait_for(lambda: house.client().batches.retrieve(expired.id).status == "in_progress", "it did not begin")
+        house.clock.ahead = 25 * 3_600
+        wait_for(lambda: len(receiver.received) >= 3, "its expiry was not told")
+        failed = submit(house, data=b"no json\n")
+        wait_for(lambda: len(receiver.received) >= 4, "its failure was not told")
+        wait_for(lambda: not due(house.world), "something stays due")
+    told = {(one.path, json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received}
+    assert told == {
+        ("/all", "batch.cancelled", cancelled.id),
+        ("/only", "batch.cancelled", cancelled.id),
+        ("/all", "batch.expired", expired.id),
+        ("/all", "batch.failed", failed.id),
+    }
+
+
+def test_a_retry_is_told_too(tmp_path: Path, receiver: Receiver) -> None:
+    noticed = IntakeSettings(noticed=frozenset({"default"}))
+    with (
+        http_house(tmp_path, permits=0, intake=noticed) as house,
+        telling(house.world, endpoint(receiver.url())),
+        house.http() as http,
+    ):
+        first = submit(house)
+        house.client().batches.cancel(first.id)
+        wait_for(lambda: receiver.received, "nothing was told")
+        house.permits.release(10)
+        second = http.post(f"/v1/batches/{first.id}/retry").raise_for_status().json()
+        wait_for(lambda: len(receiver.received) == 2, "the retry was not told")
+    told = [(json.loads(one.body)["type"], json.loads(one.body)["data"]["id"]) for one in receiver.received]
+    assert told == [("batch.cancelled", first.id), ("batch.completed", second["id"])]
+
+
+def test_a_dead_receiver_is_told_when_it_is_back_and_always_the_same(house: HttpHouse, receiver: Receiver) -> None:
+    receiver.status = 500
+    with telling(house.world, endpoint(receiver.url())):
+        submit(house)
+        wait_for(lambda: len(receiver.received) >= 2, "it was not tried again")
+        receiver.kill()
+        time.sleep(0.3)
+        receiver.status = 200
+        count = len(receiver.received)
+        receiver.start()
+        wait_for(lambda: len(receiver.received) > count, "it was not told when it was back")
+        wait_for(lambda: not due(house.world), "it stays due")
+    assert len({(one.headers["webhook-id"], one.body) for one in receiver.received}) == 1
+    last = receiver.received[-1]
+    OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(last.body, last.headers)
+    assert abs(int(last.headers["webhook-timestamp"]) - last.at) <= 2, "the time is that of the try"
+
+
+def test_whoever_dies_in_between_repeats_it_and_forgets_nothing(house: HttpHouse, receiver: Receiver) -> None:
+    """Killed after each step: when the receiver has answered, when the due is written, and before anything."""
+    world, told = house.world, endpoint(receiver.url())
+    batch = submit(house)
+    wait_for(lambda: house.client().batches.retrieve(batch.id).status == "completed", "it did not end")
+    assert due(world) == [WANTED + batch.id], "before anybody looked"
+    with telling(world, told):
+        wait_for(lambda: len(receiver.received) == 1, "it was not told")
+        wait_for(lambda: not due(world), "it stays due")
+    want_notice(world.store, batch.id, world.clock.now())  # as if it had died before it removed this
+    with telling(world, told):
+        wait_for(lambda: len(receiver.received) == 2, "it was not told again")
+        wait_for(lambda: not due(world), "it stays due")
+    kept = Due(id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now())
+    world.store.create(f"{DUE}{told.id}/{batch.id}", kept.to_json())  # as if it had died when it was answered
+    with telling(world, told):
+        wait_for(lambda: len(receiver.received) == 3, "it was not told again")
+    assert len({one.headers["webhook-id"] for one in receiver.received}) == 1
+
+
+def test_an_endpoint_that_is_slow_or_dead_holds_up_nobody_else(house: HttpHouse, receiver: Receiver) -> None:
+    slow, dead = Receiver(), Receiver()
+    slow.slow = 1.5
+    dead.kill()
+    with telling(house.world, *(endpoint(one.url()) for one in (slow, dead, receiver)), timeout=1.0):
+        for _ in range(3):
+            submit(house)
+        wait_for(lambda: len(receiver.received) == 3, "it waited for others")
+        wait_for(lambda: slow.received, "the slow one was left out")
+        assert due(house.world)
+    slow.kill()
+
+
+def test_nobody_is_led_elsewhere(house: HttpHouse, receiver: Receiver) -> None:
+    elsewhere = Receiver()
+    receiver.status, receiver.location = 307, elsewhere.url("/stolen")
+    with telling(house.world, endpoint(receiver.url())), capture_logs() as logs:
+        submit(house)
+        wait_for(lambda: len(receiver.received) >= 2, "a redirect is a failure, and tried again")
+    assert not elsewhere.received
+    assert due(house.world)
+    failed = next(log for log in logs if log["event"] == "webhook_failed")
+    assert failed["reason"] == "answered 307"
+    assert "/hook" not in str(failed), "where it is may be a secret"
+    elsewhere.kill()
+
+
+def test_what_could_not_be_told_for_days_is_given_up(world: World) -> None:
+    class Nobody:
+        async def post(self, endpoint: Endpoint, headers: Any, payload: bytes) -> int:
+            tries.append(world.clock.now())
+            raise NotDelivered("nobody is there")
+
+    tries: list[datetime] = []
+    told = endpoint("https://a.example/")
+    now = world.clock.now()
+    world.store.create(f"{DUE}{told.id}/job", Due(id="evt_1", type="batch.completed", job="job", at=now).to_json())
+    world.store.create(f"{DUE}gone/job", Due(id="evt_1", type="batch.completed", job="job", at=now).to_json())
+    world.store.create(f"{WANTED}never", Wanted(at=now).to_json())
+    notifier = Notifier(world, [told], Nobody())
+
+    async def wait() -> None:
+        while due(world) and world.clock.now() < now + timedelta(days=10):
+            await notifier.look()
+            await notifier.settle()
+            world.clock.sleep(5.0 if world.clock.now() < now + timedelta(hours=1) else 600.0)
+
+    with capture_logs() as logs:
+        asyncio.run(wait())
+    assert isinstance(world.store, MemoryStore)
+    assert not due(world)
+    assert [log["event"] for log in logs if log["log_level"] == "error"] == ["webhook_given_up"]
+    gaps = [(later - earlier).total_seconds() for earlier, later in pairwise(tries)]
+    assert timedelta(days=3) <= tries[-1] - now < timedelta(days=3, hours=8)
+    assert gaps[0] < 20
+    assert 4 * 3_600 < max(gaps) < 8 * 3_600
+    assert 15 < len(tries) < 80

@@ -1,0 +1,36 @@
+"""What tests of webhooks share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pipeline.gateway.webhooks.client import Endpoint, Sender
+from pipeline.gateway.webhooks.service import Notifier, NotifierSettings, endpoint_id
+from pipeline.ports import World
+
+KEY = bytes(range(32))
+SECRET = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
+ALL = frozenset({"batch.completed", "batch.failed", "batch.expired", "batch.cancelled"})
+HASTY = NotifierSettings(every=0.02, first=0.1, growth=0.1)
+
+
+def endpoint(url: str, tenant: str = "default", events: frozenset[str] = ALL) -> Endpoint:
+    return Endpoint(endpoint_id(tenant, url), tenant, url, KEY, events)
+
+
+@contextmanager
+def telling(
+    world: World, *endpoints: Endpoint, settings: NotifierSettings = HASTY, timeout: float = 2.0
+) -> Iterator[None]:
+    """A notifier that works, until the block ends."""
+    stop = threading.Event()
+    notifier = Notifier(world, endpoints, Sender(timeout, allow_private=True), settings)
+    thread = threading.Thread(target=notifier.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,220 @@
+"""`tokenmill.generate` without Celery: many wait at once, and each hears of its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from pipeline.adapters.system import SystemClock
+from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
+from pipeline.ingest.celery.tasks import TryLater
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.protocol import LaneSettings
+from pipeline.models.catalog import Catalog
+from schemas.jobs.job import Tier
+from schemas.models import CatalogEntry
+from schemas.workers.lane import EndEvent, ErrorEvent, LaneRequest
+from tests.pipeline.made_jobs import PIN
+from tests.pipeline.simulation import MemoryStore
+from tests.waiting import HANG_SECONDS
+
+BODY = {"model": PIN.name, "messages": [{"role": "user", "content": "hello"}]}
+CLOCK = SystemClock()
+
+
+class Told:
+    """A task that waits, as the door has it."""
+
+    def __init__(self) -> None:
+        self.body: Mapping[str, Any] | None = None
+        self.is_revoked = self.was_cancelled = self.was_sent_again = False
+        self.failures = 0
+
+    def revoked(self) -> bool:
+        return self.is_revoked
+
+    def done(self, body: Mapping[str, Any]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("the backend is away")
+        assert self.body is None, "told once"
+        self.body = body
+
+    def cancelled(self) -> None:
+        self.was_cancelled = True
+
+    def send_again(self) -> None:
+        self.was_sent_again = True
+
+
+class House:
+    def __init__(self, settings: GenerateSettings, lane_settings: LaneSettings | None = None) -> None:
+        store = MemoryStore()
+        Catalog(store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+        self.lane = MemoryLane(CLOCK, lane_settings)
+        self.calls = GenerateCalls(self.lane, Catalog(store), CLOCK, settings)
+        self.worker = self.lane.worker("w")
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.calls.run, args=(self.stop,))
+        self.thread.start()
+
+    def ask(self, task_id: str, body: Any = BODY, *args: Any, waiter: Told | None = None, **kwargs: Any) -> Told:
+        told = waiter or Told()
+        at_once = self.calls.start("default", task_id, (body, *args), kwargs, told)
+        if at_once is not None:
+            told.done(at_once)
+        return told
+
+    def taken(self, most: int = 1) -> list[LaneRequest]:
+        return self.worker.take([PIN.key], most, 2.0)
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(HANG_SECONDS)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def make_house() -> Iterator[Callable[..., House]]:
+    houses: list[House] = []
+
+    def make(lane_settings: LaneSettings | None = None, **settings: Any) -> House:
+        houses.append(House(GenerateSettings(**settings), lane_settings))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        house.end()
+
+
+def eventually(there: Callable[[], Any]) -> None:
+    until = time.monotonic() + HANG_SECONDS
+    while not there():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.01)
+
+
+def test_a_thousand_wait_at_once_and_each_gets_its_own_answer(make_house: Any) -> None:
+    house = make_house()
+    waiting = [house.ask(f"t{n}", {**BODY, "seed": n}) for n in range(1_000)]
+    taken = [one for _ in range(10) for one in house.taken(100)]
+    assert len({one.id for one in taken}) == 1_000
+    assert {(one.tier, one.tenant, one.url) for one in taken} == {(Tier.STANDARD, "default", "/v1/chat/completions")}
+    house.worker.emit([EndEvent(one.id, 1, 0, {"seed": one.body["seed"]}) for one in reversed(taken)])
+    eventually(lambda: all(told.body is not None for told in waiting))
+    assert [told.body for told in waiting] == [{"seed": n} for n in range(1_000)]
+
+
+def test_beyond_its_limit_a_task_is_to_be_tried_later(make_house: Any) -> None:
+    house = make_house(most_waiting=2)
+    house.ask("t1")
+    house.ask("t2")
+    house.ask("t1")  # delivered again: it waits already
+    with pytest.raises(TryLater, match="no_room: 2 requests wait already"):
+        house.ask("t3")
+    assert len(house.taken(9)) == 2
+    full = make_house(lane_settings=LaneSettings(most_waiting=0))
+    with pytest.raises(TryLater, match="no_room"):
+        full.ask("t1")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "code", "message"),
+    [
+        (({**BODY, "model": "gpt-9"},), {}, "model_not_found", "model 'gpt-9' is not served here (tiny)"),
+        (({**BODY, "audio": {}},), {}, "unsupported_parameter", "audio is not supported"),
+        (({**BODY, "tools": [{}]},), {}, "invalid_request", "tools"),
+        (({**BODY, "max_tokens": -1},), {}, "invalid_request", "max_tokens is -1"),
+        (({**BODY, "stream": True},), {}, "unsupported_parameter", "stream is not supported"),
+        (
+            ({"model": "tiny", "text": "x"},),
+            {},
+            "invalid_request",
+            "body has neither messages nor a prompt nor an input",
+        ),
+        (({"model": "tiny", "input": ""},), {}, "invalid_request", "input is empty"),
+        (({**BODY, "user": "\ud800"},), {}, "invalid_request", "body holds half a character"),
+        (("x",), {}, "invalid_request", "body must be an object"),
+        ((), {}, "invalid_request", "body must be an object"),
+        ((BODY, "fast"), {}, "invalid_request", "tier must be one of interactive, standard, bulk"),
+        ((BODY,), {"timeout": 0}, "invalid_request", "timeout must be above 0 and at most 600 seconds"),
+        ((BODY,), {"timeout": float("nan")}, "invalid_request", "timeout must be above 0"),
+        ((BODY, "bulk", 3, 4), {}, "invalid_request", "arguments are 4"),
+        ((BODY,), {"body": BODY}, "invalid_request", "body is no argument, or is given twice"),
+        ((BODY,), {"colour": 1}, "invalid_request", "colour is no argument"),
+    ],
+)
+def test_what_is_wrong_is_told_at_once_in_openais_shape(
+    make_house: Any, args: Any, kwargs: Any, code: str, message: str
+) -> None:
+    told = make_house().calls.start("default", "t", args, kwargs, Told())
+    assert told["error"]["code"] == code
+    assert told["error"]["message"].startswith(message)
+    assert told["error"]["type"] == "invalid_request_error"
+    assert set(told["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_error_of_the_worker_comes_in_the_same_shape(make_house: Any) -> None:
+    house = make_house(default_model="tiny")
+    told = house.ask("t", {"prompt": "x"})
+    (one,) = house.taken()
+    assert (one.url, one.body["model"]) == ("/v1/completions", "tiny")
+    house.worker.emit([ErrorEvent(one.id, 1, 0, "context_length_exceeded", "too long", 400, "prompt")])
+    eventually(lambda: told.body is not None)
+    error = {"message": "too long", "type": "invalid_request_error", "param": "prompt"}
+    assert told.body == {"error": {**error, "code": "context_length_exceeded"}}
+
+
+def test_a_revoked_task_is_cancelled_on_the_lane(make_house: Any) -> None:
+    house = make_house()
+    told = house.ask("t")
+    (one,) = house.taken()
+    told.is_revoked = True
+    eventually(lambda: told.was_cancelled)
+    assert house.worker.hold([one.id]) == {one.id}
+    assert told.body is None
+
+
+def test_nobody_answers_in_time(make_house: Any) -> None:
+    told = make_house().ask("t", timeout=0.3)
+    eventually(lambda: told.body is not None)
+    assert told.body is not None
+    assert told.body["error"]["code"] == "request_timeout"
+
+
+def test_an_answer_that_cant_be_stored_is_kept_until_it_can(make_house: Any) -> None:
+    house = make_house()
+    told = Told()
+    told.failures = 3
+    house.ask("t", waiter=told)
+    (one,) = house.taken()
+    house.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
+    eventually(lambda: told.body is not None)
+    assert told.body == {"id": "x"}
+
+
+def test_at_the_end_those_who_wait_are_sent_to_another_door_and_find_the_same_answer(make_house: Any) -> None:
+    house = make_house()
+    told = house.ask("t")
+    (one,) = house.taken()
+    house.end()
+    assert told.was_sent_again
+    assert house.worker.hold([one.id]) == frozenset(), "it is still wanted"
+    house.worker.emit([EndEvent(one.id, 1, 0, {"id": "x"})])
+    other = GenerateCalls(house.lane, house.calls._catalog, CLOCK)
+    stop, again = threading.Event(), Told()
+    assert other.start("default", "t", (BODY,), {}, again) is None
+    thread = threading.Thread(target=other.run, args=(stop,))
+    thread.start()
+    eventually(lambda: again.body is not None)
+    stop.set()
+    thread.join(HANG_SECONDS)
+    assert again.body == {"id": "x"}
+    # The same id with another question, or of another tenant, is another request.
+    names = {other._request(*asked, {}).id for asked in (("a", "t", (BODY,)), ("b", "t", (BODY,)))}
+    names |= {other._request("a", "t", ({**BODY, "seed": 1},), {}).id, one.id}
+    assert len(names) == 4

@@ -1,0 +1,443 @@
+"""The Celery door on a real Redis, as a caller knows it who has nothing of ours but names."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, current_app
+from celery.result import AsyncResult
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ingest.celery.generate import GenerateCalls
+from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
+from pipeline.ingest.celery.worker import CeleryDoor, CeleryDoorSettings, make_app
+from pipeline.ingest.intake import Intake, IntakeSettings
+from pipeline.inputs.pinning import pin_input
+from pipeline.lane.memory import MemoryLane
+from pipeline.ledger.ledger import JobLedger
+from pipeline.models.catalog import Catalog
+from pipeline.ports import World
+from pipeline.runtime.availability import BadAddress
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.models import CatalogEntry
+from schemas.workers.lane import EndEvent
+from tests.pipeline.made_jobs import MODELS, PIN, computed, report
+from tests.servers.redis import RedisServer
+from tests.waiting import HANG_SECONDS
+
+WAIT = 40.0
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "custom_id": f"id-{row}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "tiny", "max_tokens": 5, "prompt": f"row {row}"},
+        }
+        for row in range(count)
+    ]
+
+
+class House:
+    """A root, doors to it on threads, and a caller."""
+
+    def __init__(self, folder: Path, store: FolderStore, url: str, queue: str) -> None:
+        self.world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        self.url, self.queue, self.folder = url, queue, folder
+        self.stop, self.threads = threading.Event(), list[threading.Thread]()
+        self.caller = Celery("caller", broker=url, backend=url, set_as_current=False)
+        self.caller.conf.update(task_serializer="json", accept_content=["json"], redis_socket_timeout=5)
+
+    def publish(self) -> None:
+        Catalog(self.world.store).publish(CatalogEntry(pin=PIN, max_model_len=2_048))
+
+    def door(
+        self,
+        queues: dict[str, str] | None = None,
+        intake: IntakeSettings | None = None,
+        generating: GenerateCalls | None = None,
+        **settings: Any,
+    ) -> None:
+        tasks = CeleryTasks(
+            self.world,
+            Intake(self.world, intake),
+            lambda uri: pin_input(Path(uri)),
+            TaskSettings({"default": [f"file://{self.folder}/"]}),
+        )
+        # Redis may stall on a busy disk for longer than our patience with it: what the worker then leaves behind comes
+        # again well before the test's own patience ends.
+        of_test = {"first_wait": 0.1, "longest_wait": 0.3, "pause": 0.1, "timeout": 2.0, "visibility_timeout": 5.0}
+        of_test |= settings
+        chosen = CeleryDoorSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
+        self.start(CeleryDoor(tasks, chosen, self.world, generating).run)
+
+    def start(self, part: Callable[[threading.Event], None]) -> None:
+        self.threads.append(threading.Thread(target=part, args=(self.stop,)))
+        self.threads[-1].start()
+
+    def call(self, name: str, *args: Any, task_id: str | None = None, queue: str = "", **options: Any) -> AsyncResult:
+        return self.caller.send_task(f"tokenmill.{name}", args, options, queue=queue or self.queue, task_id=task_id)
+
+    def ask(self, name: str, *args: Any, **options: Any) -> Any:
+        return self.call(name, *args, **options).get(timeout=HANG_SECONDS)
+
+    def jobs(self) -> list[str]:
+        return [prefix.split("/")[1] for prefix in self.world.store.folders("jobs/")]
+
+    def close(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(HANG_SECONDS)
+        assert not any(thread.is_alive() for thread in self.threads)
+        self.caller.close()
+
+
+@pytest.fixture(scope="module")
+def ending() -> Iterator[ExitStack]:
+    """A worker may take two seconds to end: all end at once, when the last test has run."""
+    with ExitStack() as ending:
+        yield ending
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _results_that_go_in_silence() -> Iterator[None]:
+    """Celery's unsubscribe when they are collected, with retries for 20 seconds where their server is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(AsyncResult, "__del__")
+        yield
+
+
+@pytest.fixture
+def house(
+    tmp_path: Path, redis_server: RedisServer, unique_name: Callable[[], str], ending: ExitStack
+) -> Iterator[House]:
+    store = ending.enter_context(FolderStore(tmp_path / "root"))
+    house = House(tmp_path, store, redis_server.url, unique_name())
+    ending.callback(house.close)
+    house.publish()
+    yield house
+    house.stop.set()
+
+
+def eventually(there: Callable[[], Any], seconds: float = WAIT) -> None:
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+
+
+def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House) -> None:
+    house.door()
+    source = house.folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in requests(200)))
+    world, queue = house.world, MemoryQueue()
+    beats = MemoryHeartbeats(world.clock, 10.0)
+    foreman = Foreman(
+        world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=ForemanSettings(0.01, 0.05)
+    )
+    house.start(foreman.run)
+
+    def work(stop: threading.Event) -> None:
+        def ledger(name: str) -> JobLedger:
+            return JobLedger(world.store, f"jobs/{name}/")
+
+        client = ShardClient("w", world, ledger, queue, beats, lambda: False, models=MODELS)
+        while not stop.is_set():
+            shard = client.take(0.01)
+            if shard is not None:
+                client.begin(shard)
+                client.commit(shard, computed(shard), report(shard))
+
+    house.start(work)
+    by_uri = house.ask("submit", f"file://{source}", model="tiny", metadata={"from": "file"})
+    inline = house.ask("submit", requests(10), tier="bulk")
+    for job_id, total in (by_uri, 200), (inline, 10):
+        eventually(lambda job_id=job_id: house.ask("status", job_id)["status"] == "completed")
+        told = house.ask("status", job_id)
+        failed = total // 5  # as this worker answers
+        assert told["request_counts"] == {"total": total, "completed": total - failed, "failed": failed}
+        assert told["usage"]["output_tokens"] > 0
+        assert told["completed_at"] >= told["created_at"]
+        assert len(list(Path(told["tokenmill"]["results"]).glob("part-*.parquet"))) >= 2
+    assert house.ask("status", by_uri)["metadata"] == {"from": "file"}
+    assert house.ask("status", inline)["tokenmill"]["tier"] == "bulk"
+
+
+def test_the_same_task_delivered_thrice_and_at_two_doors_at_once_is_one_job(house: House) -> None:
+    for _ in range(3):
+        house.call("submit", requests(3), task_id="the-task")
+    house.door()
+    house.door()
+    first = house.call("submit", requests(3), task_id="the-task").get(timeout=HANG_SECONDS)
+    client = redis.Redis.from_url(house.url)
+    eventually(lambda: client.llen(house.queue) == 0 and client.hlen(f"{house.queue}.unacked") == 0)
+    assert house.jobs() == [first]
+    assert house.ask("submit", requests(3)) != first
+
+
+def test_a_task_whose_worker_died_with_it_is_delivered_again_and_strangers_tasks_are_let_be(house: House) -> None:
+    client = redis.Redis.from_url(house.url)
+    sent = house.call("submit", requests(1))
+    taken = json.loads(client.lpop(house.queue))
+    tag = taken["properties"]["delivery_tag"]
+    dead = json.dumps([taken, "", house.queue])
+    client.hset(f"{house.queue}.unacked", tag, dead)  # as a worker leaves it that is killed
+    client.zadd(f"{house.queue}.unacked_index", {tag: time.time() - 60})
+    stranger = f"{tag}-stranger"
+    client.hset("unacked", stranger, dead)
+    client.zadd("unacked_index", {stranger: time.time() - 60})
+    house.door(visibility_timeout=1.0)
+    assert sent.get(timeout=HANG_SECONDS) == house.jobs()[0]
+    time.sleep(0.3)
+    assert client.hexists("unacked", stranger)
+    client.hdel("unacked", stranger)
+    client.zrem("unacked_index", stranger)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "options", "kind", "message"),
+    [
+        ("submit", [[]], {}, "TaskRefused", "invalid_request: the list of requests is empty; give at least one"),
+        ("submit", [], {}, "TaskRefused", "invalid_request: tokenmill.submit takes one uri_or_requests, not 0"),
+        ("submit", [[1]], {}, "TaskRefused", "invalid_request: requests[0] is of type int; give an object"),
+        ("submit", [requests(1)], {"model": "x"}, "TaskRefused", "model_not_found: model 'x' is not served here"),
+        ("submit", [requests(1)], {"colour": 1}, "TaskRefused", "invalid_options: colour: "),
+        ("submit", ["/etc/x.jsonl"], {}, "TaskRefused", "forbidden_uri: "),
+        ("submit", [[{"a": "x" * 5_000_000}]], {}, "TaskRefused", "too_large: "),
+        ("status", ["job-none"], {}, "TaskRefused", "job_not_found: there is no job 'job-none'"),
+        ("cancel", [7], {}, "TaskRefused", "job_not_found: there is no job '7'"),
+        ("status", ["job-1"], {"verbose": True}, "TaskRefused", "invalid_request: tokenmill.status takes id only"),
+        ("generate", [{}], {}, "TaskRefused", "unavailable: no Redis is named here for the lane"),
+    ],
+)
+def test_the_caller_is_told_what_is_wrong_in_a_line_of_json(
+    shared_house: House, name: str, args: list[Any], options: dict[str, Any], kind: str, message: str
+) -> None:
+    sent = shared_house.call(name, *args, **options)
+    told = sent.get(timeout=WAIT, propagate=False)
+    stored = json.loads(redis.Redis.from_url(shared_house.url).get(f"celery-task-meta-{sent.id}"))
+    assert stored["status"] == "FAILURE"
+    assert stored["result"]["exc_type"] == kind
+    (line,) = stored["result"]["exc_message"]
+    assert line.startswith(message)
+    assert "\n" not in line
+    assert line in str(told)
+
+
+@pytest.fixture(scope="module")
+def shared_house(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[House]:
+    """For questions that change nothing."""
+    folder = tmp_path_factory.mktemp("celery")
+    with FolderStore(folder / "root") as store:
+        house = House(folder, store, redis_server.url, folder.name)
+        house.publish()
+        house.door()
+        yield house
+        house.close()
+
+
+def test_the_queue_says_whose_task_it_is_and_nothing_in_a_message_does(house: House) -> None:
+    other = f"{house.queue}-other"
+    house.door({house.queue: "default", other: "acme"})
+    ours, theirs = house.ask("submit", requests(1)), house.ask("submit", requests(1), queue=other)
+    tenants = {job: JobLedger(house.world.store, f"jobs/{job}/").job().tenant for job in house.jobs()}
+    assert tenants == {ours: "default", theirs: "acme"}
+    with pytest.raises(Exception, match="job_not_found"):
+        house.ask("cancel", ours, queue=other)
+    client = redis.Redis.from_url(house.url)
+    sent = house.caller.send_task("tokenmill.submit", [requests(2)], queue=f"{house.queue}-nobody")
+    forged = json.loads(client.lpop(f"{house.queue}-nobody"))
+    forged["properties"]["delivery_info"] = {"exchange": "", "routing_key": house.queue, "priority": 0}
+    client.lpush(other, json.dumps(forged))
+    assert JobLedger(house.world.store, f"jobs/{sent.get(timeout=HANG_SECONDS)}/").job().tenant == "acme"
+
+
+def test_without_room_the_task_is_tried_again_and_at_last_the_caller_is_told(house: House) -> None:
+    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    house.door(intake=full, tries=4)
+    first = house.ask("submit", requests(5))
+    waiting = house.call("submit", requests(6))
+    eventually(lambda: waiting.state == "FAILURE")
+    with pytest.raises(Exception, match="no_room: too much is queued already; submit again when some of it is done"):
+        waiting.get(timeout=HANG_SECONDS)
+    assert house.jobs() == [first]
+    patient = f"{house.queue}-patient"
+    house.door({patient: "default"}, intake=full, tries=1_000)
+    waiting = house.call("submit", requests(6), queue=patient)
+    eventually(lambda: waiting.state == "RETRY")
+    house.world.store.delete(f"active/{first}")
+    assert waiting.get(timeout=HANG_SECONDS) != first
+
+
+def test_a_waiting_task_can_be_revoked(house: House) -> None:
+    house.door(intake=IntakeSettings(tenant_tokens=1, look_every=0.05), tries=1_000)
+    first = house.ask("submit", requests(5))
+    waiting = house.call("submit", requests(6))
+    eventually(lambda: waiting.state == "RETRY")
+    waiting.revoke()
+    eventually(lambda: waiting.state == "REVOKED")
+    house.world.store.delete(f"active/{first}")
+    time.sleep(1.0)
+    assert house.jobs() == [first]
+
+
+@pytest.mark.slow
+def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: House) -> None:
+    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    house.door(intake=full, tries=1_000, visibility_timeout=1.0)
+    first = house.ask("submit", requests(5))
+    waiting = house.call("submit", requests(6))
+    eventually(lambda: waiting.state == "RETRY")
+    client = redis.Redis.from_url(house.url)
+    client.config_set("maxmemory", "1")
+    try:
+        time.sleep(1.5)
+    finally:
+        client.config_set("maxmemory", "0")
+    house.world.store.delete(f"active/{first}")
+    assert waiting.get(timeout=HANG_SECONDS) != first
+
+
+def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowledged(house: House) -> None:
+    tasks = CeleryTasks(house.world, Intake(house.world), lambda uri: pin_input(Path(uri)), TaskSettings({}))
+    app = make_app(tasks, house.queue, "default", CeleryDoorSettings(house.url), house.world.random)
+    client, taken = redis.Redis.from_url(house.url), list[Any]()
+    house.call("status", "job-1", task_id="the-task")
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        consumer = app.amqp.TaskConsumer(channel, queues=[app.amqp.queues[house.queue]], on_message=taken.append)
+        with consumer:
+            client.config_set("maxmemory", "1")
+            try:
+                connection.drain_events(timeout=HANG_SECONDS)
+            finally:
+                client.config_set("maxmemory", "0")
+            (held,) = client.hvals(f"{house.queue}.unacked")
+            assert json.loads(held)[0]["headers"]["id"] == "the-task"
+            assert client.zcard(f"{house.queue}.unacked_index") == 1
+            taken[0].ack()
+    assert client.exists(house.queue, f"{house.queue}.unacked", f"{house.queue}.unacked_index") == 0
+    app.close()
+
+
+def test_a_single_answer_is_stored_for_its_caller_and_nothing_can_be_linked_to_it(house: House) -> None:
+    lane = MemoryLane(house.world.clock)
+    house.door(generating=GenerateCalls(lane, Catalog(house.world.store), house.world.clock))
+    body = {"model": "tiny", "prompt": "x"}
+    sent = house.call("generate", body, "bulk", timeout=20)
+    (one,) = lane.worker("w").take([PIN.key], 1, WAIT)
+    assert (one.tier.value, one.body) == ("bulk", body)
+    lane.worker("w").emit([EndEvent(one.id, 1, 0, {"id": "cmpl-1"})])
+    assert sent.get(timeout=HANG_SECONDS) == {"id": "cmpl-1"}
+    linked = house.caller.signature("tokenmill.generate", args=[body]).set(queue=house.queue)
+    linked.link(house.caller.signature("theirs.next").set(queue="theirs"))
+    with pytest.raises(Exception, match="nothing can be linked to"):
+        linked.apply_async().get(timeout=HANG_SECONDS)
+
+
+def test_a_job_is_cancelled_by_its_id(house: House) -> None:
+    house.door()
+    job_id = house.ask("submit", requests(5))
+    assert house.ask("cancel", job_id)["status"] == "cancelling"
+    closing = JobLedger(house.world.store, f"jobs/{job_id}/").closing()
+    assert closing is not None
+    assert closing.kind == "cancel"
+
+
+def test_the_door_outlives_its_broker(house: House, redis_server: RedisServer) -> None:
+    house.door()
+    first = house.ask("submit", requests(1))
+    for end in (redis_server.kill, redis_server.start_empty):
+        end()
+        if end == redis_server.kill:
+            time.sleep(0.5)
+            redis_server.start()
+        later = house.ask("submit", requests(2))
+        assert house.ask("status", first)["id"] == first
+        assert later in house.jobs()
+
+
+def test_a_broker_that_hangs_is_given_up_and_found_again(house: House, redis_server: RedisServer) -> None:
+    house.door(timeout=0.5)
+    house.ask("submit", requests(1))
+    redis_server.pause()
+    time.sleep(1.5)
+    redis_server.resume()
+    assert len({*house.jobs(), house.ask("submit", requests(2))}) == 2
+
+
+def test_a_place_for_results_that_stalls_is_no_failure_of_the_task(house: House, tmp_path: Path) -> None:
+    """Celery's own way is to tell the caller that a read from a socket timed out, and to do the task all the same."""
+    (tmp_path / "results").mkdir()
+    with RedisServer(tmp_path / "results") as results:
+        results.start()
+        house.caller.conf.update(
+            result_backend=results.url, result_backend_transport_options={"retry_policy": {"max_retries": 1}}
+        )
+        try:
+            assert answered_over_stalls(house, results) in house.jobs()
+        finally:
+            house.close()
+
+
+def answered_over_stalls(house: House, results: RedisServer) -> str:
+    """What a caller is told who waits while the place for results stalls."""
+    full = IntakeSettings(tenant_tokens=1, look_every=0.05)
+    house.door(intake=full, tries=1_000, timeout=0.4, longest_wait=0.1, result_url=results.url)
+    first = house.ask("submit", requests(5))
+    waiting = house.call("submit", requests(6))
+    eventually(lambda: waiting.state == "RETRY")
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(lambda: AsyncResult(waiting.id, app=house.caller).get(timeout=HANG_SECONDS))
+        for _ in range(4):  # too long to store that it waits, too short to keep from storing that it failed
+            results.pause()
+            time.sleep(0.6)
+            results.resume()
+            time.sleep(0.1)
+        house.world.store.delete(f"active/{first}")
+        job: str = told.result(HANG_SECONDS)
+    return job
+
+
+def test_the_door_can_be_told_to_stop_while_its_broker_is_away(house: House, redis_server: RedisServer) -> None:
+    redis_server.kill()
+    house.door()
+    time.sleep(0.5)
+    house.stop.set()
+    house.threads[0].join(HANG_SECONDS)
+    assert not house.threads[0].is_alive()
+
+
+def test_a_pickle_is_never_read_and_the_processs_own_celery_is_let_be(house: House) -> None:
+    before = current_app._get_current_object()
+    its_broker = before.conf.broker_url
+    house.door()
+    sent = house.caller.send_task("tokenmill.submit", [requests(1)], queue=house.queue, serializer="pickle")
+    assert house.ask("submit", requests(1)) in house.jobs()
+    assert len(house.jobs()) == 1
+    assert sent.state == "PENDING"
+    assert current_app._get_current_object() is before
+    assert before.conf.broker_url == its_broker
+
+
+def test_an_address_that_cant_be_used_is_refused_at_once(house: House) -> None:
+    for url, why in ("nosuch://x:pw@host/", "no such transport"), ("memory://", "keeps no results"):
+        house.url = url
+        with pytest.raises(BadAddress, match=why) as refused:
+            house.door()
+        assert "pw" not in str(refused.value)

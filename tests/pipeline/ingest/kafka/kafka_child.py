@@ -1,0 +1,116 @@
+"""A door in a process of its own that kills itself at a given moment, or runs until it is killed: run as
+`python -m tests.pipeline.doors.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
+
+Moments: "before" the batch is created, its lines written; "batch": it is created, no job yet; "job": its first job is
+accepted; "stored": all is, and the door hasn't heard of it; "committed": the offset is; "never".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.ingest.intake import Intake, JobDraft
+from pipeline.ingest.kafka.consumer import KafkaDoor
+from pipeline.ingest.kafka.micro_batches import INTAKE, Place
+from pipeline.ingest.kafka.partition import Handler
+from pipeline.ingest.kafka.records import Record
+from pipeline.jobs.submit import Submitted
+from pipeline.ports import ObjectStore
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse
+
+
+def die() -> None:
+    """After a while, in which whatever the door does too early is done, such as a commit."""
+    time.sleep(0.7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingStore:
+    """A store that dies before or after it creates a batch."""
+
+    def __init__(self, store: ObjectStore, moment: str) -> None:
+        self._store = store
+        self._moment = moment
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        is_batch = key.startswith(INTAKE) and key.endswith(".json")
+        if is_batch and self._moment == "before":
+            die()
+        created = self._store.create(key, data)
+        if is_batch and self._moment == "batch":
+            die()
+        return created
+
+
+class DyingIntake:
+    """An intake that dies after it accepted a job."""
+
+    def __init__(self, intake: Intake, moment: str) -> None:
+        self._intake = intake
+        self._moment = moment
+
+    def accept(self, draft: JobDraft) -> Submitted:
+        submitted = self._intake.accept(draft)
+        if self._moment == "job":
+            die()
+        return submitted
+
+    def room_for(self, tenant: str) -> bool:
+        return self._intake.room_for(tenant)
+
+
+class DyingHandler:
+    """Dies when all is stored, and the door hasn't heard of it."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def begin(self, place: Place, offset: int) -> int:
+        return self._handler.begin(place, offset)
+
+    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+        end = self._handler.store(place, first, records)
+        die()
+        return end
+
+
+class DyingDoor(KafkaDoor):
+    """Dies when it has committed an offset."""
+
+    def _commit(self, now: float) -> None:
+        durable = any(partition.durable is not None for partition in self._partitions.values())
+        super()._commit(now)
+        if durable:
+            die()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    moment = given["moment"]
+    house = KafkaHouse(
+        given["bootstrap"],
+        given["name"],
+        Path(given["folder"]),
+        lambda store: DyingStore(store, moment),  # type: ignore[return-value,arg-type]
+    )
+    settings = house.settings(batch_records=given.get("batch_records", 5_000))
+    intake = DyingIntake(Intake(house.world), moment)
+    handlers = house.handlers(settings, intake)
+    if moment == "stored":
+        handlers = {topic: DyingHandler(handler) for topic, handler in handlers.items()}
+    kind = DyingDoor if moment == "committed" else KafkaDoor
+    kind(settings, handlers, intake.room_for, house.world.clock).run(threading.Event())
+
+
+if __name__ == "__main__":
+    main()

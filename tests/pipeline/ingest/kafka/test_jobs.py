@@ -1,0 +1,56 @@
+"""Jobs by reference: a record names a file, which becomes one job, if its tenant may name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from schemas.jobs.job import Tier
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.servers.kafka import KafkaBroker
+
+
+@pytest.fixture
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, house.deadletter, f"{house.name}.jobs")
+    yield house
+    house.close()
+
+
+def test_given_jobs_by_reference_when_they_come_and_come_again_then_each_is_one_job_or_a_dead_letter(
+    house: KafkaHouse, tmp_path: Path
+) -> None:
+    topic, inputs = f"{house.name}.jobs", tmp_path / "inputs"
+    inputs.mkdir()
+    (inputs / "one.jsonl").write_bytes(request("a") + b"\n" + request("b") + b"\n")
+    uri = f"file://{inputs}/"
+    good = {"uri": f"{uri}one.jsonl", "options": {"tier": "bulk", "metadata": {"who": "me"}}}
+    bad = [
+        {"uri": "file:///etc/passwd"},
+        {"uri": f"{uri}missing.jsonl"},
+        {"uri": f"{uri}one.jsonl", "options": {"tenant": "other"}},
+        {"uri": f"{uri}one.jsonl", "options": {"model": "gpt-x"}},
+        {"url": "one"},
+    ]
+    headers = [("job", b"nightly"), ("tier", b"standard")]
+    house.produce([Said(orjson.dumps(good), headers=headers), *(Said(orjson.dumps(one)) for one in bad)], topic)
+
+    for group in ("one", "two"):
+        named = house.settings(
+            requests={}, jobs={topic: "team"}, uri_prefixes={"team": (uri,)}, group=group + house.name
+        )
+        with house.running(house.door(named)):
+            until(lambda name=named.group: house.committed(0, group=name, topic=topic) == 6, "all offsets committed")
+        (inputs / "one.jsonl").write_bytes(
+            request("later") + b"\n"
+        )  # the job reads what it was accepted with, or fails
+
+    (job,) = house.jobs()
+    assert (job.tenant, job.tier, job.metadata) == ("team", Tier.BULK, {"who": "me", "job": "nightly"})
+    letters = sorted(letter.reason_code for letter in house.letters())
+    assert letters == ["forbidden_uri", "input_error", "invalid_request", "invalid_request", "model_not_found"]
+    assert len(house.consume(house.deadletter, 10)) == 10, "each reading told of them"

@@ -1,0 +1,202 @@
+"""Members that come, go and are killed while records flow: nothing lost or doubled, no offset ahead of storage."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kafka import KafkaConsumer
+
+from pipeline.ingest.intake import Intake, JobDraft
+from pipeline.ingest.kafka.consumer import KafkaDoor
+from pipeline.ingest.kafka.partition import Work
+from pipeline.jobs.submit import Submitted
+from pipeline.ports import World
+from tests.pipeline.ingest.kafka.kafka_harness import PATIENCE, KafkaHouse, Said, child, request, until
+from tests.servers.kafka import KafkaBroker
+
+PARTITIONS = 4
+ALL = set(range(PARTITIONS))
+
+
+@pytest.fixture
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, partitions=PARTITIONS)
+    house.make_topics(house.deadletter)
+    yield house
+    house.close()
+
+
+class Stream:
+    """Records that are produced on all partitions until the test has seen enough."""
+
+    def __init__(self, house: KafkaHouse, every: float) -> None:
+        self._house = house
+        self._every = every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.sent = [0] * PARTITIONS
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def names(self) -> list[str]:
+        return sorted(f"p{number}-{count}" for number, sent in enumerate(self.sent) for count in range(sent))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            said = []
+            for number in range(PARTITIONS):
+                said += [Said(request(f"p{number}-{self.sent[number] + n}"), b"k", (), number) for n in range(5)]
+                self.sent[number] += 5
+            self._house.produce(said)
+
+
+def check_offsets(house: KafkaHouse) -> None:
+    """Offsets first, then storage: what is committed must be durable by then, jobs and all."""
+    committed = [house.committed(number) or 0 for number in range(PARTITIONS)]
+    jobs = len(house.jobs())
+    batches = house.batches()
+    for number, offset in enumerate(committed):
+        mine = [batch for batch in batches if batch.partition == number]
+        durable = max((batch.last + 1 for batch in mine), default=0)
+        assert offset <= durable, f"partition {number}: committed {offset}, durable {durable}"
+        assert offset in {0, *(batch.last + 1 for batch in mine)}, "committed in the middle of a batch"
+    behind = sum(batch.last + 1 <= committed[batch.partition] for batch in batches)
+    assert jobs >= behind, "an offset was committed before its batch's job stood"
+
+
+def held(door: KafkaDoor) -> set[int]:
+    """The partitions in a door's hands."""
+    return {place.partition for place in [*door._partitions, *door._unplaced]}
+
+
+def rebalance(house: KafkaHouse, times: int, every: float, seed: int) -> Stream:
+    """One steady member; others join, leave in order or are killed, in turn.
+
+    Each turn waits until the group has formed, with and without the other. A member that leaves while it forms is more
+    than the tests' broker can take (see `tests.servers.kafka`): afterwards nobody in the group is given anything.
+    """
+    chance = random.Random(seed)
+    steady = house.door()
+    with Stream(house, every) as stream, house.running(steady):
+        until(lambda: held(steady) == ALL and steady.counts.records > 0, "the first member reads")
+        for turn in range(times):
+            cut = chance.randint(3, 20)
+            if turn % 3 == 2:
+                killed = child(house, "never", batch_records=cut)
+                until(lambda: 0 < len(held(steady)) < PARTITIONS, "another has joined")
+                time.sleep(0.5 + chance.random())
+                killed.kill()
+                killed.wait()
+            else:
+                other = house.door(house.settings(batch_records=cut))
+                with house.running(other):
+                    until(lambda other=other: _share(steady, other), "another has joined")  # type: ignore[misc]
+                    time.sleep(chance.random() * 0.7)
+            until(lambda: held(steady) == ALL, "it has gone")
+            if turn % 5 == 0:
+                check_offsets(house)
+    assert steady.counts.rebalances > 2 * times
+    with house.running(house.door()):
+        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == stream.sent, "all is committed")
+    return stream
+
+
+def _share(one: KafkaDoor, other: KafkaDoor) -> bool:
+    """Whether each has some of the partitions, and the two have all."""
+    return bool(held(one) and held(other)) and held(one) | held(other) == ALL and not held(one) & held(other)
+
+
+def check_taken(house: KafkaHouse, stream: Stream) -> None:
+    assert house.lines() == stream.names()
+    check_offsets(house)
+    for number in range(PARTITIONS):
+        ends = [(batch.first, batch.last) for batch in house.batches() if batch.partition == number]
+        assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])]
+
+
+@pytest.mark.slow
+def test_given_members_that_come_and_go_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+    check_taken(house, rebalance(house, times=3, every=0.3, seed=1))
+
+
+class Held(Intake):
+    """Takes nothing in before it is let."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.let = threading.Event()
+
+    def accept(self, draft: JobDraft) -> Submitted:
+        assert self.let.wait(PATIENCE)
+        return super().accept(draft)
+
+
+def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then_its_offset_is_committed_first(
+    house: KafkaHouse,
+) -> None:
+    settings = house.settings()
+    intake, stop = Held(house.world), threading.Event()
+    door = house.door(settings, intake)
+
+    def follow() -> None:
+        """Another member, which only wants its share."""
+        options = settings.consumer_options() | {"client_id": "other"}
+        with closing(KafkaConsumer(house.requests, **options)) as other:
+            while not stop.is_set():
+                other.poll(timeout_ms=100)
+
+    def working() -> list[Work]:
+        return [part.work for part in door._partitions.values() if part.work and part.work.kind == "store"]
+
+    thread = threading.Thread(target=follow)
+    house.produce([Said(request(f"a{number}-{n}"), partition=number) for n in range(5) for number in range(PARTITIONS)])
+    with house.stepping(door) as step_until:
+        step_until(lambda: len(working()) == PARTITIONS, "all partitions are being stored")
+        intake.let.set()
+        thread.start()
+        until(lambda: all(work.future.done() for work in working()), "all are stored, and the door hasn't looked")
+        assert not any(house.committed(number) for number in range(PARTITIONS))
+        time.sleep(settings.session_timeout)  # by now the client has heard that it is to join again
+        door.step()
+        until(lambda: [house.committed(number) for number in range(PARTITIONS)] == [5] * PARTITIONS, "committed", 2.0)
+        stop.set()
+    thread.join()
+
+
+@pytest.mark.exhaustive
+def test_given_fifty_rebalances_when_records_flow_then_each_is_taken_once(house: KafkaHouse) -> None:
+    check_taken(house, rebalance(house, times=25, every=0.5, seed=2))  # each member that comes also goes
+
+
+def test_given_the_broker_dies_and_comes_back_when_records_flow_then_none_is_lost(
+    durable_kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
+) -> None:
+    house = KafkaHouse(durable_kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, partitions=PARTITIONS)
+    house.make_topics(house.deadletter)
+    with house.running(house.door()):
+        for life in range(2):
+            house.produce([Said(request(f"a{life}-{n}"), partition=n % PARTITIONS) for n in range(40)])
+            durable_kafka_broker.kill()
+            time.sleep(0.5)
+            durable_kafka_broker.start()
+        house.produce([Said(request(f"b{n}"), partition=n % PARTITIONS) for n in range(40)])
+        until(lambda: [house.committed(n) for n in range(PARTITIONS)] == [30] * PARTITIONS, "all is committed")
+
+    assert house.lines() == sorted(
+        [f"a{life}-{n}" for life in range(2) for n in range(40)] + [f"b{n}" for n in range(40)]
+    )
+    house.close()

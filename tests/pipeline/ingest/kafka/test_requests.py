@@ -1,0 +1,238 @@
+"""The Kafka door on a real broker: what is produced becomes jobs, once, whatever it is and however often it comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kafka import TopicPartition
+
+from pipeline.ingest.intake import Intake, JobDraft
+from pipeline.ingest.kafka.micro_batches import Place, batch_key
+from pipeline.ingest.kafka.records import Record
+from pipeline.jobs.submit import Submitted
+from pipeline.ports import ObjectStore
+from schemas.jobs.job import Tier
+from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
+from tests.servers.kafka import KafkaBroker
+
+
+@pytest.fixture
+def house(kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path) -> Iterator[KafkaHouse]:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root")
+    house.make_topics(house.requests, partitions=2)
+    house.make_topics(house.deadletter)
+    yield house
+    house.close()
+
+
+class Gate:
+    """The real intake, behind a gate that a test opens and closes: how much room there is."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self.open = threading.Event()
+
+    def accept(self, draft: JobDraft) -> Submitted:
+        return self._intake.accept(draft)
+
+    def room_for(self, tenant: str) -> bool:
+        return self.open.is_set()
+
+
+class SlowStore:
+    """A store whose creations of batches take long."""
+
+    def __init__(self, store: ObjectStore, seconds: float) -> None:
+        self._store = store
+        self._seconds = seconds
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def create(self, key: str, data: bytes | Path) -> bool:
+        if key.startswith("intake/kafka/") and key.endswith(".json"):
+            time.sleep(self._seconds)
+        return self._store.create(key, data)
+
+
+def test_given_records_of_several_kinds_when_they_come_then_each_kind_is_a_job_and_offsets_follow(
+    house: KafkaHouse,
+) -> None:
+    bulk = [("tier", b"bulk"), ("job", b"nightly")]
+    house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(20)])
+    house.produce([Said(request(f"b{n}"), headers=bulk) for n in range(5)])
+
+    with house.running(house.door()):
+        until(lambda: house.committed(0) == 15 and house.committed(1) == 10, "offsets committed")
+
+    assert house.lines() == sorted([f"a{n}" for n in range(20)] + [f"b{n}" for n in range(5)])
+    jobs = house.jobs()
+    assert {job.tenant for job in jobs} == {"team"}
+    nightly = [job for job in jobs if job.tier is Tier.BULK]
+    assert {job.metadata["job"] for job in nightly} == {"nightly"}
+    assert [(batch.partition, batch.last) for batch in house.batches()][-1] == (1, 9)
+
+
+def test_given_all_was_taken_when_another_group_reads_it_again_then_no_job_is_new(house: KafkaHouse) -> None:
+    house.produce([Said(request(f"a{n}")) for n in range(30)])
+    with house.running(house.door()):
+        until(lambda: house.committed(0) == 30, "first reading")
+    before = [job.id for job in house.jobs()]
+
+    other = house.settings(group=f"{house.name}-other", batch_records=7)
+    with house.running(house.door(other)):
+        until(lambda: house.committed(0, group=other.group) == 30, "second reading")
+
+    assert [job.id for job in house.jobs()] == before
+    assert len(house.lines()) == 30
+
+
+def test_given_two_consumers_that_both_think_the_partition_theirs_when_they_read_at_once_then_each_row_is_once(
+    house: KafkaHouse,
+) -> None:
+    one = house.settings(group=f"{house.name}-one", batch_records=10)
+    two = house.settings(group=f"{house.name}-two", batch_records=13)
+    with house.running(house.door(one)), house.running(house.door(two)):
+        for start in range(0, 60, 20):
+            house.produce([Said(request(f"a{n}")) for n in range(start, start + 20)])
+        for settings in (one, two):
+            until(lambda group=settings.group: house.committed(0, group=group) == 60, "both are through")
+
+    assert house.lines() == sorted(f"a{n}" for n in range(60))
+    ends = [(batch.first, batch.last) for batch in house.batches()]
+    assert [first for first, _ in ends] == [0, *(last + 1 for _, last in ends[:-1])], "batches overlap or leave gaps"
+
+
+def test_given_poison_when_it_comes_between_good_records_then_it_is_a_dead_letter_and_the_others_are_taken(
+    house: KafkaHouse,
+) -> None:
+    poison = {
+        "not-utf8": Said(b'{"custom_id": "\xff"}', b"k1", [("trace", b"\x00\xff")]),
+        "not-json": Said(b'{"custom_id": ', b"k2"),
+        "no-object": Said(b"[1, 2]", b"k3"),
+        "tombstone": Said(None, b"k4"),
+        "bad-tier": Said(request("x"), b"k5", [("tier", b"interactive")]),
+        "bad-reply": Said(request("y"), b"k6", [("reply_to", b"elsewhere")]),
+        "too-large": Said(request("z", text="x" * 300_000), b"k7"),
+        "unknown-model": Said(request("m"), b"k8", [("model", b"gpt-x")]),
+    }
+    house.produce([Said(request("a")), *poison.values(), Said(request("b"))])
+
+    with house.running(house.door(house.settings(most_value_bytes=200_000))):
+        until(lambda: house.committed(0) == len(poison) + 2, "all offsets committed")
+
+    assert house.lines() == ["a", "b"]
+    letters = {letter.record_key(): letter for letter in house.letters()}
+    assert letters.keys() == {said.key for said in poison.values()}
+    assert letters[b"k1"].record_headers() == [("trace", b"\x00\xff")]
+    assert letters[b"k8"].reason_code == "model_not_found"
+    messages = {message.key: message for message in house.consume(house.deadletter, len(poison))}
+    assert messages[b"k1"].value == poison["not-utf8"].value
+    assert messages[b"k7"].value == poison["too-large"].value
+    headers = dict(messages[b"k5"].headers)
+    assert headers["tier"] == b"interactive"
+    assert headers["tokenmill-deadletter-code"] == b"bad_header"
+    assert headers["tokenmill-deadletter-offset"] == b"5"
+
+
+def test_given_the_dead_letters_topic_does_not_answer_when_poison_comes_then_the_object_counts_and_reading_goes_on(
+    house: KafkaHouse,
+) -> None:
+    house.produce([Said(b"nonsense", b"k1"), Said(request("a"))])
+    house.sender.close()
+    unreachable = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
+    house.sender = unreachable.sender
+    settings = house.settings(deadletter_patience=0.2)
+
+    with house.running(house.door(settings)):
+        until(lambda: house.committed(0) == 2, "the partition goes on")
+
+    assert [letter.record_key() for letter in house.letters()] == [b"k1"]
+    assert house.lines() == ["a"]
+
+
+def test_given_a_producer_that_sends_again_when_it_does_in_a_batch_later_and_to_another_consumer_then_it_is_one_request(
+    house: KafkaHouse,
+) -> None:
+    house.produce([Said(request("a")), Said(request("b")), Said(request("a"))])
+    with house.running(house.door()):
+        until(lambda: house.committed(0) == 3, "the first batch")
+        house.produce([Said(request("b")), Said(request("c"))])
+        until(lambda: house.committed(0) == 5, "a later batch")
+    with house.running(house.door()):  # it knows what the other one stored
+        house.produce([Said(request("c")), Said(request("c", text="another body")), Said(request("d"))])
+        until(lambda: house.committed(0) == 8, "another consumer")
+
+    assert house.lines() == ["a", "b", "c", "c", "d"]
+    assert sum(batch.resent for batch in house.batches()) == 3
+
+
+def test_given_no_room_for_the_tenant_when_records_come_then_the_partition_waits_without_leaving_the_group(
+    house: KafkaHouse,
+) -> None:
+    gate = Gate(Intake(house.world))
+    door = house.door(intake=gate)
+    with house.running(door):
+        until(lambda: door.counts.rebalances == 1 and door.counts.pauses >= 2, "paused")
+        house.produce([Said(request(f"a{n}"), partition=n % 2) for n in range(10)])
+        time.sleep(house.settings().session_timeout + 0.3)  # longer than the session's timeout
+        assert house.jobs() == []
+        gate.open.set()
+        until(lambda: house.committed(0) == 5 and house.committed(1) == 5, "resumed")
+
+    assert len(house.lines()) == 10
+    assert door.counts.rebalances == 1
+
+
+def test_given_storage_slower_than_the_poll_interval_when_records_come_then_the_member_stays_and_all_are_taken(
+    kafka_broker: KafkaBroker, unique_name: Callable[[], str], tmp_path: Path
+) -> None:
+    house = KafkaHouse(kafka_broker.bootstrap, unique_name(), tmp_path / "root", lambda store: SlowStore(store, 1.6))  # type: ignore[return-value,arg-type]
+    house.make_topics(house.requests, house.deadletter)
+    house.produce([Said(request(f"a{n}")) for n in range(20)])
+    door = house.door(house.settings(batch_records=10, session_timeout=1.0, max_poll_interval=1.1))
+
+    with house.running(door):
+        until(lambda: house.committed(0) == 20, "all stored")
+
+    assert door.counts.rebalances == 1, "it was taken for dead while it stored"
+    assert len(house.lines()) == 20
+    house.close()
+
+
+def test_given_a_log_that_was_cut_when_the_client_goes_back_then_the_door_begins_again_and_doubles_nothing(
+    house: KafkaHouse,
+) -> None:
+    house.produce([Said(request(f"a{n}")) for n in range(9)])
+    door = house.door(house.settings(batch_records=4))
+    with house.stepping(door) as step_until:
+        step_until(lambda: door.counts.batches == 3, "all stored")
+        door._consumer.seek(TopicPartition(house.requests, 0), 4)  # as its reset does, out of range
+        house.produce([Said(request("late"))])
+        step_until(lambda: "late" in house.lines(), "read again")
+
+    assert house.lines() == sorted([*(f"a{n}" for n in range(9)), "late"])
+    assert house.committed(0) == 10
+
+
+def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_records_are_not_taken_for_the_old_ones(
+    house: KafkaHouse,
+) -> None:
+    house.produce([Said(request("new"))])
+    settings = house.settings(epoch="e1")
+    door = house.door(settings)
+    handler = house.handlers(settings, Intake(house.world))[house.requests]
+    place = Place("e1", house.requests, 0, "team")
+    handler.begin(place, 0)
+    handler.store(place, 0, [Record(0, 0, b"k", request("old"))])
+    assert house.store.info(batch_key(place, 0)) is not None
+
+    with house.running(door):
+        until(lambda: door.counts.failures > 1, "refused, again and again")
+
+    assert house.lines() == ["old"]
+    assert house.committed(0) in (None, 1)

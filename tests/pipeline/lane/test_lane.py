@@ -1,0 +1,226 @@
+"""One answer as its caller sees it, the paths of a call that a real server hardly shows, and what the wire refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.lane.client import CallSettings, LaneCalls, answer
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.protocol import LANE_OVERRUN, LaneSettings, LaneStream
+from pipeline.runtime.availability import ServiceUnavailable
+from schemas.jobs.job import Tier
+from schemas.workers.lane import (
+    EndEvent,
+    ErrorEvent,
+    HandBackEvent,
+    LaneEvent,
+    LaneRequest,
+    Position,
+    TokensEvent,
+    event_json,
+    read_event,
+    read_request,
+    request_json,
+)
+from tests.pipeline.simulation import START, SimulatedClock
+
+REQUEST = LaneRequest("r1", "m", {"messages": [{"role": "user", "content": "é\u2028\x00"}], "seed": 2**63})
+
+
+def tokens(sequence: int, *ids: int, attempt: int = 1, choice: int = 0) -> TokensEvent:
+    return TokensEvent("r1", attempt, sequence, choice, ids, text="x")
+
+
+# -- an answer
+
+
+def test_events_of_other_attempts_and_repeats_do_not_count() -> None:
+    stream = LaneStream(REQUEST)
+    assert stream.accept(tokens(0, 1)) is not None
+    assert stream.accept(tokens(0, 1)) is None
+    stream.again()
+    assert stream.accept(tokens(1, 9)) is None, "of the attempt before"
+    assert stream.accept(tokens(0, 2, attempt=2)) is not None
+    assert stream.again().tokens == ((1, 2),)
+
+
+def test_the_next_attempt_knows_the_tokens_of_every_choice() -> None:
+    stream = LaneStream(LaneRequest("r1", "m", {}, tokens=((7,), (8,))))
+    stream.accept(tokens(0, 1, 2, choice=3))
+    stream.accept(tokens(1, 3, choice=1))
+    again = stream.again()
+    assert (again.attempt, again.tokens) == (2, ((7,), (8, 3), (), (1, 2)))
+    assert Position(1, 10**9) < stream.position < Position(2, 0)
+
+
+def test_missing_events_end_the_answer_with_an_error() -> None:
+    stream = LaneStream(REQUEST)
+    stream.accept(tokens(0, 1))
+    last = stream.accept(tokens(3, 1))
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, stream.ended) == (LANE_OVERRUN, True)
+    assert stream.accept(tokens(1, 1)) is None
+
+
+# -- a call
+
+
+class BrokenLane:
+    """Fails as often as told, then is a lane in memory."""
+
+    def __init__(self, lane: MemoryLane, failures: int) -> None:
+        self._lane = lane
+        self.failures = failures
+
+    def _fail(self) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ServiceUnavailable("redis://host: can't")
+
+    def send(self, request: LaneRequest) -> None:
+        self._fail()
+        self._lane.send(request)
+
+    def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
+        self._fail()
+        return self._lane.read(after, 0)
+
+    def cancel(self, request: LaneRequest) -> None:
+        self._fail()
+        self._lane.cancel(request)
+
+    def lost(self, requests: Collection[LaneRequest]) -> frozenset[str]:
+        self._fail()
+        return self._lane.lost(requests)
+
+
+def test_a_lane_that_is_away_for_a_while_is_waited_for() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock)
+    events = answer(BrokenLane(lane, failures=5), REQUEST, clock, CallSettings(give_up=30, look=0.5))
+    worker = lane.worker("w")
+    lane.send(REQUEST)  # as an answer lost on its way back: the request had come through
+    assert worker.take(["m"], 1, 0) == [REQUEST]
+    worker.emit([tokens(0, 1), EndEvent("r1", 1, 1, {"id": "x"})])
+    assert [event.kind for event in events] == ["tokens", "end"]
+    assert clock.monotonic() == pytest.approx(2.0)
+
+
+def test_a_lane_that_stays_away_ends_the_call_with_an_error() -> None:
+    clock = SimulatedClock()
+    (last,) = answer(BrokenLane(MemoryLane(clock), 10**9), REQUEST, clock, CallSettings(give_up=10, look=0.5))
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.message) == ("lane_unavailable", "redis://host: can't")
+    assert 10 <= clock.monotonic() < 12
+
+
+def test_a_full_lane_ends_the_call_at_once() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock, LaneSettings(most_waiting=0))
+    (last,) = answer(lane, REQUEST, clock)
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == ("lane_full", 429)
+
+
+def test_a_request_that_is_lost_too_often_ends_with_an_error_but_handing_back_costs_no_attempt() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock, LaneSettings(lifetime=1.0))
+    calls = LaneCalls(LookingLane(lane, clock), clock, CallSettings(attempts=2, patience=1.0, look=0.5))
+    assert calls.start(REQUEST)
+    assert not calls.start(REQUEST), "it is there already"
+    events: list[LaneEvent] = []
+    for attempt in range(1, 6):  # handed back by one worker after the other,
+        worker = lane.worker(f"w{attempt}")
+        assert [one.attempt for one in worker.take(["m"], 1, 0)] == [attempt]
+        worker.emit([tokens(0, attempt, attempt=attempt), HandBackEvent("r1", attempt, 1)])
+        events += [*calls.turn(), *calls.turn()]
+    assert [event.kind for event in events] == ["tokens"] * 5
+    for attempt in (6, 7):  # then lost with two
+        worker = lane.worker(f"w{attempt}")
+        (taken,) = worker.take(["m"], 1, 0)
+        assert (taken.attempt, len(taken.tokens[0])) == (attempt, 5)
+        worker.emit([TokensEvent("r1", attempt, 0)])
+        clock.sleep(2.0)
+        events += [event for _ in range(8) for event in calls.turn()]
+    assert isinstance(events[-1], ErrorEvent)
+    assert (events[-1].code, len(calls)) == ("worker_lost", 0)
+
+
+def test_between_two_reads_there_is_a_pause_for_each_call_and_what_comes_meanwhile_comes_together() -> None:
+    clock = SimulatedClock()
+    lane = MemoryLane(clock)
+    calls = LaneCalls(BrokenLane(lane, failures=0), clock, CallSettings(each=0.1))
+    for number in range(3):
+        calls.start(replace(REQUEST, id=f"r{number}"))
+    assert list(calls.turn()) == []
+    worker = lane.worker("w")
+    assert len(worker.take(["m"], 3, 0)) == 3
+    told = [TokensEvent(f"r{number}", 1, sequence, 0, (1,)) for sequence in range(2) for number in range(3)]
+    worker.emit(told)
+    assert sorted(calls.turn(), key=told.index) == told
+    assert clock.monotonic() == pytest.approx(0.3)
+    assert list(calls.turn()) == []
+    assert clock.monotonic() == pytest.approx(0.6)
+
+
+class LookingLane(BrokenLane):
+    """A lane in memory, where a look takes its time."""
+
+    def __init__(self, lane: MemoryLane, clock: SimulatedClock) -> None:
+        super().__init__(lane, 0)
+        self._clock = clock
+
+    def read(self, after: Mapping[str, Position], timeout: float) -> list[LaneEvent]:
+        self._clock.sleep(timeout)
+        return super().read(after, 0)
+
+
+# -- the wire
+
+
+def test_requests_and_events_survive_the_wire() -> None:
+    request = LaneRequest(
+        "r-1.x_Y",
+        "m",
+        {"a": [1, {"b": None}], "big": 2**70},
+        url="/v1/embeddings",
+        tier=Tier.STANDARD,
+        tenant="t",
+        attempt=2,
+        deadline=START + timedelta(seconds=1),
+        tokens=((1, 2), ()),
+    )
+    for one in (request, REQUEST):
+        assert read_request(request_json(one)) == one
+    for event in (
+        TokensEvent("r1", 1, 0, 2, (1,), "\ud7ff", {"content": []}),
+        EndEvent("r1", 1, 1, {"x": 1.5}),
+        ErrorEvent("r1", 1, 1, "c", "m", 503, "max_tokens"),
+        HandBackEvent("r1", 1, 1),
+    ):
+        assert read_event(event_json(event)) == event
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"id": "a/b", "model": "m", "body": {}}',
+        b'{"id": "a", "model": "m", "body": []}',
+        b'{"id": "a", "model": "m", "body": {}, "run": 1}',
+        b'{"id": "a", "model": "m", "body": {}, "attempt": 0}',
+        b'{"id": "a", "model": "m", "body": {}, "tokens": [[-1]]}',
+        b'{"id": "a", "model": "m", "body": {}, "deadline": "2026-01-01T00:00:00"}',
+        b'{"id": "a", "model": "m", "body": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001,
+    ],
+)
+def test_what_is_no_request_is_refused(wire: bytes) -> None:
+    with pytest.raises(ValidationError):
+        read_request(wire)

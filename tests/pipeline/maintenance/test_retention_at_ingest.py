@@ -1,0 +1,76 @@
+"""Removing what doors have left: tickets of tasks, and dead letters."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from pipeline.ingest.celery.tasks import CeleryTasks, TaskRefused
+from pipeline.ingest.dead_letters import DeadLetters, LetterSource, NoSuchLetter
+from pipeline.ingest.intake import Intake
+from pipeline.ledger.ledger import JOBS, JobLedger
+from pipeline.maintenance.retention import Collector, Kind, RetentionSettings
+from pipeline.ports import World
+from schemas.jobs.inputs import InputRef
+from schemas.models import CatalogEntry
+from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
+from tests.pipeline.made_jobs import PIN, end_job
+
+DAY = 86_400.0
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}
+
+
+def pin_nothing(uri: str) -> InputRef:
+    raise AssertionError(uri)
+
+
+def test_given_old_tickets_when_collected_then_those_go_that_nobody_can_need(world: World) -> None:
+    world.store.create("catalog/x.json", CatalogEntry(pin=PIN, max_model_len=9).to_json())
+    tasks = CeleryTasks(world, Intake(world), pin_nothing)
+    ended, opened = (tasks.submit("team", task, [[LINE]], {}) for task in ("ended", "open"))
+    with pytest.raises(TaskRefused, match="model_not_found"):
+        tasks.submit("team", "refused", [[LINE]], {"model": "gpt-x"})
+    end_job(JobLedger(world.store, f"{JOBS}{ended}/"), world.clock.now())
+    world.clock.sleep(29 * DAY)
+    assert tasks.submit("team", "new", [[LINE]], {}) not in (ended, opened)
+    assert Collector(world).run().objects == {}
+
+    world.clock.sleep(1 * DAY)
+    would = Collector(world, dry_run=True).run().objects
+    assert would == {Kind.TICKET: 2, Kind.BATCH: 1}, "of what was refused the lines, too"
+    for nth in range(1, 60):
+        with suppress(Killed):
+            Collector(replace(world, store=WatchedStore(world.store, dies_at(nth)))).run()
+    assert Collector(world).run().objects == {}
+    left = [info.key.rpartition("-")[2] for info in world.store.list("intake/celery/")]
+    assert (len(left), left.count("task.json")) == (5, 2), "the ended job's lines, and all of the others"
+    assert tasks.submit("team", "open", [[LINE]], {}) == opened
+    for job in (ended, opened):
+        (file,) = JobLedger(world.store, f"{JOBS}{job}/").job().input.files
+        assert world.store.info(file.uri.removeprefix("memory:")) is not None
+
+
+def test_given_old_dead_letters_when_collected_then_they_go_if_that_is_asked_for(world: World) -> None:
+    letters = DeadLetters(world)
+    future = world.clock.now() + timedelta(days=365)  # by the source's own clock
+    for place in ("a", "b"):
+        letter = letters.record(LetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
+        letters.replay(letter, lambda *_: "sent again")
+        world.clock.sleep(10 * DAY)
+    assert Collector(world).run().objects == {}
+    kept = RetentionSettings(letters=timedelta(days=20))
+    assert Collector(world, kept, dry_run=True).run().objects == {Kind.LETTER: 3}
+    assert Collector(world, kept).run().objects == {Kind.LETTER: 3}
+    assert [found.letter.position for found in letters.letters()] == ["b"]
+
+    world.clock.sleep(10 * DAY)
+    for nth in range(1, 30):
+        with suppress(Killed):
+            Collector(replace(world, store=WatchedStore(world.store, dies_at(nth))), kept).run()
+        for found in letters.letters():  # while it goes it says so
+            with suppress(NoSuchLetter):
+                assert letters.original(found.letter) == b"original"
+    assert list(world.store.list("deadletters/")) == []

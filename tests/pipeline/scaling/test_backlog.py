@@ -1,0 +1,193 @@
+"""How much waits for each model, and how CloudWatch is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.ingest.intake import Intake, JobDraft
+from pipeline.inputs.open import pin_uri
+from pipeline.ledger.ledger import JOB, JOBS
+from pipeline.models.catalog import Catalog
+from pipeline.ports import WorkerState, World
+from pipeline.runtime.availability import ServiceUnavailable
+from pipeline.scaling.backlog import BacklogFigures, BacklogLook, ModelBacklog
+from pipeline.scaling.cloudwatch import CloudWatch
+from pipeline.scaling.open_work import OpenJob, OpenWork
+from schemas.jobs.job import Job
+from schemas.jobs.job_options import JobOptions
+from schemas.jobs.outcome import JobStatus
+from schemas.models import CatalogEntry, ModelPin
+from tests.servers.moto import MotoServer
+
+MODEL = ModelPin(name="m", source="m", digest="sha256:" + "a" * 64, dtype="float32")
+OTHER = ModelPin(name="other", source="o", digest="sha256:" + "b" * 64, dtype="float32")
+LINE = (
+    b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", '
+    b'"body": {"model": "%s", "prompt": "x", "max_tokens": 10}}\n'
+)
+
+
+class House:
+    """A root on a folder, with two models in its catalog."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = FolderStore(folder / "root")
+        self.world = World(self.store, SystemClock(), SystemRandomness(), self.store.scratch)
+        self.heartbeats = MemoryHeartbeats(self.world.clock, lifetime=60.0)
+        self.folder = folder
+        for pin in (MODEL, OTHER):
+            Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
+        self.look = BacklogLook(self.world, self.heartbeats, assumed=100.0)
+
+    def submit(self, name: str, *models: str) -> Job:
+        """A job whose rows name these models."""
+        path = self.folder / f"{name}.jsonl"
+        path.write_bytes(b"".join(LINE % (row, models[row % len(models)].encode()) for row in range(400)))
+        options = JobOptions(model=models[0]) if len(models) == 1 else JobOptions()
+        return Intake(self.world).accept(JobDraft(pin_uri(str(path)), options, "default", name)).job
+
+    def beat(self, name: str, pin: ModelPin, speed: float | None) -> None:
+        self.heartbeats.beat(WorkerState(name, frozenset({pin.key}), tokens_per_second=speed))
+
+    def of(self, model: str) -> ModelBacklog:
+        return next(found for found in self.look.look().models if found.model == model)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_given_no_job_and_no_worker_then_each_model_of_the_catalog_has_nothing_left(house: House) -> None:
+    figures = house.look.look()
+    assert figures.open_jobs == 0
+    assert [(found.model, found.tokens, found.workers, found.seconds) for found in figures.models] == [
+        ("m", 0, 0, 0.0),
+        ("other", 0, 0, 0.0),
+    ]
+
+
+def test_given_a_job_and_nobody_to_do_it_then_its_seconds_are_those_of_an_assumed_worker(house: House) -> None:
+    job = house.submit("one", "m")
+    assert house.look.look().open_jobs == 1
+    assert house.of("m").tokens == job.input.size // 4
+    assert house.of("m").seconds == pytest.approx(job.input.size // 4 / 100)
+    assert house.of("other").tokens == 0
+
+
+def test_given_workers_that_measured_then_seconds_are_by_their_mean_and_not_by_their_number(house: House) -> None:
+    tokens = house.submit("one", "m").input.size // 4
+    house.beat("w1", MODEL, 500.0)
+    house.beat("w2", MODEL, 300.0)
+    house.beat("w3", MODEL, None)  # has only just been started
+    house.beat("w4", OTHER, 9_000.0)
+
+    found = house.of("m")
+
+    assert (found.workers, found.tokens_per_second) == (3, 400.0)
+    assert found.seconds == pytest.approx(tokens / 400)
+
+
+def test_given_workers_that_went_then_their_speed_is_remembered(house: House) -> None:
+    house.submit("one", "m")
+    house.beat("w1", MODEL, 500.0)
+    assert house.of("m").workers == 1
+    house.heartbeats.leave("w1")
+    assert (house.of("m").workers, house.of("m").tokens_per_second) == (0, 500.0)
+
+
+def test_given_a_job_of_two_models_then_it_waits_for_both(house: House) -> None:
+    tokens = house.submit("both", "m", "other").input.size // 4
+    assert (house.of("m").tokens, house.of("other").tokens) == (tokens, tokens)
+
+
+def test_given_a_job_that_nobody_took_up_then_it_is_open_and_validating(house: House) -> None:
+    job = house.submit("one", "m")
+    assert OpenWork(house.store).look().jobs == [OpenJob(job, JobStatus.VALIDATING, job.input.size // 4)]
+
+
+def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_them(house: House) -> None:
+    job = house.submit("one", "m")
+    file = job.input.files[0]
+    many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
+    house.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
+    (found,) = OpenWork(house.store).look().jobs
+    assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
+
+
+def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House) -> None:
+    house.submit("one", "m")
+    house.submit("two", "m")
+    assert not OpenWork(house.store).look().more
+    found = OpenWork(house.store, max_jobs=1).look()
+    assert (len(found.jobs), found.more) == (1, True)
+    assert len(OpenWork(house.store, max_jobs=None).look().jobs) == 2
+
+
+@pytest.fixture
+def cloudwatch(s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    return s3_server.client("cloudwatch")
+
+
+def told(client: Any, namespace: str, name: str, **dimensions: str) -> float | None:
+    """The largest value of the last minutes."""
+    now = datetime.now(UTC)
+    answer = client.get_metric_statistics(
+        Namespace=namespace,
+        MetricName=name,
+        Dimensions=[{"Name": key, "Value": value} for key, value in dimensions.items()],
+        StartTime=now - timedelta(minutes=10),
+        EndTime=now + timedelta(minutes=10),
+        Period=3600,
+        Statistics=["Maximum"],
+    )
+    values = [float(point["Maximum"]) for point in answer["Datapoints"]]
+    return max(values) if values else None
+
+
+def test_given_figures_when_cloudwatch_is_told_then_it_has_them_by_installation_and_model(
+    cloudwatch: Any, unique_name: Callable[[], str]
+) -> None:
+    space = unique_name()
+    figures = BacklogFigures(3, (ModelBacklog("m", 5_000, 2, 100.0), ModelBacklog("owner/name", 0, 0, 10.0)))
+
+    CloudWatch(space, "here", "us-east-1").put(figures)
+
+    assert told(cloudwatch, space, "OpenJobs", Installation="here") == 3
+    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="m") == 50
+    assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m") == 5_000
+    assert told(cloudwatch, space, "Workers", Installation="here", Model="m") == 2
+    assert told(cloudwatch, space, "TokensPerSecond", Installation="here", Model="m") == 100
+    assert told(cloudwatch, space, "BacklogSeconds", Installation="here", Model="owner/name") == 0
+    assert told(cloudwatch, space, "BacklogSeconds", Installation="elsewhere", Model="m") is None
+
+
+def test_given_more_values_than_one_request_takes_then_all_are_told(
+    cloudwatch: Any, unique_name: Callable[[], str]
+) -> None:
+    space = unique_name()
+    figures = BacklogFigures(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
+    CloudWatch(space, "here", "us-east-1").put(figures)
+    assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
+
+
+def test_given_no_cloudwatch_when_it_is_told_then_the_error_is_of_a_server_that_is_away(
+    cloudwatch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    with pytest.raises(ServiceUnavailable, match="can't tell the backlog"):
+        CloudWatch("space", "here", "us-east-1").put(BacklogFigures(0, ()))

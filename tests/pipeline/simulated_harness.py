@@ -1,0 +1,92 @@
+"""One job's whole pipeline in a simulated world, and a good worker that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.worker_client.protocol import ShardWork
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.outcome import Manifest
+from tests.pipeline.made_jobs import MODELS, computed, plan_by_hand, report
+from tests.pipeline.simulation import ChaoticQueue, MemoryStore
+
+LIFETIME = 10.0
+"""Seconds of silence after which a worker counts as dead."""
+
+
+@dataclass
+class House:
+    """One job's pipeline in a simulated world."""
+
+    world: World
+    ledger: JobLedger
+    queue: ChaoticQueue = field(default_factory=ChaoticQueue)
+    settings: DispatchSettings = field(default_factory=DispatchSettings)
+    figures: DispatchFigures = field(default_factory=DispatchFigures)
+
+    def __post_init__(self) -> None:
+        self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)
+        self.dispatcher = Dispatcher(
+            self.world, self.queue, self.heartbeats, settings=self.settings, figures=self.figures
+        )
+
+    def client(self, name: str, *, deaf: bool = False) -> ShardClient:
+        """A worker's; a deaf one hears of no other, as when Redis was emptied."""
+        heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME) if deaf else self.heartbeats
+        return ShardClient(
+            name,
+            self.world,
+            lambda _: self.ledger,
+            self.queue,
+            heartbeats,
+            self.dispatcher.finished,
+            models=MODELS,
+        )
+
+
+def finish(house: House, client: ShardClient) -> Manifest:
+    """One good worker brings the job to its end, at the latest when lost messages are put again (`most_patience`)."""
+    for _ in range(200):
+        house.dispatcher.tick()
+        if house.dispatcher.finished():
+            break
+        while (work := client.take(0)) is not None:
+            client.begin(work)
+            client.commit(work, computed(work), report(work))
+        house.world.clock.sleep(1.0)
+    manifest = house.ledger.manifest()
+    assert manifest is not None, "the job never ended"
+    return manifest
+
+
+def taken(house: House, shards: Sequence[Sequence[int]], worker: str) -> tuple[ShardClient, ShardWork]:
+    """A job of these shards, and a worker that has the first of them in its hands."""
+    plan_by_hand(house.ledger, house.world, shards)
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client(worker)
+    work = client.take(0)
+    assert work is not None
+    return client, work
+
+
+def broken_store(house: House) -> MemoryStore:
+    store = house.world.store
+    assert isinstance(store, MemoryStore)
+    return store
+
+
+def commit_all(house: House) -> None:
+    plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]], rejected=[5])
+    house.dispatcher.add(house.ledger)
+    house.dispatcher.tick()
+    client = house.client("w")
+    while (work := client.take(0)) is not None:
+        client.begin(work)
+        client.commit(work, computed(work), report(work))

@@ -1,0 +1,207 @@
+"""The processes of a simulated history: planners, dispatchers and workers, each the real parts over simulated ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import Order, submit
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.runtime.inline_executor import InTurn
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.inputs import InputRef
+from schemas.jobs.job import Closing, JobSettings
+from schemas.requests.limits import PlanSettings
+from tests.simulation import model
+from tests.simulation.disk import Device, ProcessDisk
+from tests.simulation.machine import START, Machine, Process, ProcessClock, ProcessRandomness
+from tests.simulation.ports import Broker, ProcessHeartbeats, ProcessQueue, ProcessStore
+from tests.simulation.scenario import Scenario
+from tests.simulation.threads import SecondThread, timer_of
+from tests.simulation.watch import Watch, row_of
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
+
+JOB = "job-1"
+PREFIX = f"jobs/{JOB}/"
+IDLE_SECONDS = 0.5
+"""A worker that has nothing to do looks so often: sleeping longer than asked is what machines do."""
+
+
+@dataclass
+class Office:
+    """What one life of a process has in its hands."""
+
+    process: Process
+    world: World
+    ledger: JobLedger
+    queue: ProcessQueue
+    heartbeats: ProcessHeartbeats
+
+
+@dataclass
+class House:
+    """Everything that the processes of one history share.
+
+    Attributes:
+        input: the job's, pinned.  acknowledged: objects that some process was told to stand.
+        starting_anew: a door was told to forget the job, and has not done so yet; it is alone then, as a lock sees to.
+        over: planners and dispatchers have come to their end, so the workers may go.
+    """
+
+    scenario: Scenario
+    machine: Machine
+    device: Device
+    broker: Broker
+    input: InputRef
+    acknowledged: set[str]
+    watch: Watch
+    starting_anew: bool = False
+
+    def build(self) -> None:
+        """Add the processes to the machine."""
+        chance = self.machine.chance
+        for number in range(self.scenario.planners):
+            self.machine.add(
+                "planner" + "-again" * number, self.plan, chance.choice((0.0, 0.05, 5.0)) if number else 0.0
+            )
+        for number in range(self.scenario.dispatchers):
+            self.machine.add(f"dispatcher{number}", self.dispatch)
+        for number in range(self.scenario.workers):
+            self.machine.add(f"worker{number}", self.work)
+
+    @property
+    def over(self) -> bool:
+        return all(process.done for process in self.machine.processes if not process.name.startswith("worker"))
+
+    @contextmanager
+    def office(self, process: Process, idle: float = 0.0) -> Iterator[Office]:
+        """Open the store, as a process does when it begins."""
+        disk = ProcessDisk(self.device, process)
+        with FolderStore(self.device.root, disk=disk) as folder:
+            store = ProcessStore(folder, process, self.acknowledged, self.watch)
+            randomness = ProcessRandomness(self.scenario.seed, process)
+            world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
+            queue, heartbeats = ProcessQueue(self.broker, process, self.watch), ProcessHeartbeats(self.broker, process)
+            yield Office(process, world, JobLedger(store, PREFIX), queue, heartbeats)
+
+    def order(self) -> Order:
+        """What every door orders."""
+        scenario = self.scenario
+        settings = PlanSettings(
+            segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=scenario.shard_tokens
+        )
+        deadline = self.scenario.deadline
+        return Order(
+            input=self.input,
+            models=(model.PIN,),
+            settings=JobSettings(plan=settings),
+            deadline=None if deadline is None else START + timedelta(seconds=deadline),
+        )
+
+    def plan(self, process: Process) -> None:
+        """A door and its planner: the first segment, then the rest. Each life counts tokens in its own way, so plans
+        that race are different ones."""
+        self._wait_for_the_lock(process)
+        with self.office(process) as office:
+            job = submit(self.order(), office.ledger, office.world, job_id=JOB, fresh=self.starting_anew).job
+            self.starting_anew = False
+            longer = (process.life + len(process.name)) % 3
+            plan_job(office.ledger, job, office.world, lambda text: len(text) << longer, most_segments=1)
+            plan_job(office.ledger, job, office.world)
+
+    def dispatch(self, process: Process) -> None:
+        """A dispatcher, until the job has ended."""
+        self._wait_for_the_lock(process)
+        with self.office(process, idle=0.2) as office:
+            settings = DispatchSettings(
+                backlog=self.scenario.backlog, patience=5.0, sweep_every=6.0, cache_every=1.0, tick_every=0.5, grace=8.0
+            )
+            dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
+            while office.ledger.find_job() is None:
+                office.world.clock.sleep(1.0)
+            dispatcher.add(office.ledger)
+            dispatcher.run(cast(Any, _Never()))
+
+    def work(self, process: Process) -> None:
+        """A worker, until the others have ended."""
+        self._wait_for_the_lock(process)
+        with self.office(process, idle=IDLE_SECONDS) as office:
+            client = ShardClient(
+                f"{process.name}-{process.life}",
+                office.world,
+                lambda _: office.ledger,
+                office.queue,
+                office.heartbeats,
+                lambda: self.over,
+                models=(model.PIN.key,),
+            )
+            settings = WorkerSettings(
+                max_open_shards=self.scenario.max_open_shards, checkpoint_seconds=self.scenario.checkpoint_seconds
+            )
+            facts = model.EngineFacts(self.scenario.max_num_seqs, self.scenario.step_seconds)
+            poisonous = self.scenario.poisonous
+            loaded = model.load(process, facts, lambda request: poisonous.get(row_of(request)), self.watch)
+            process.threaded = self.scenario.threaded
+            helper = SecondThread(process) if process.threaded else InTurn()
+            heart = SecondThread(process) if process.threaded else InTurn()
+            worker = ShardWorker(
+                loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                heartbeat_timer=timer_of(process) if process.threaded else None,
+            )  # fmt: skip
+            try:
+                worker.run(cast(Any, _Asked(process)))
+            finally:
+                if isinstance(helper, SecondThread):
+                    self.watch.waited(process, helper.longest)
+                heart.shutdown(cancel_futures=True)
+                helper.shutdown(cancel_futures=True)
+
+    def cancel(self, process: Process) -> None:
+        """A user who has had enough."""
+        self._wait_for_the_lock(process)
+        with self.office(process) as office:
+            while office.ledger.find_job() is None:
+                office.world.clock.sleep(1.0)
+            if office.ledger.manifest() is None:
+                office.ledger.create_closing(Closing(kind="cancel", at=office.world.clock.now()))
+
+    def _wait_for_the_lock(self, process: Process) -> None:
+        """While a job is being forgotten, nobody else is at it."""
+        while self.starting_anew and process.name != "planner":
+            process.sleep(1.0)
+
+    def sweep(self, process: Process) -> None:
+        """The same order once more, after the end."""
+        with self.office(process) as office:
+            submit(self.order(), office.ledger, office.world, job_id=JOB)
+
+
+class _Never:
+    def is_set(self) -> bool:
+        return False
+
+
+class _Asked:
+    """Set once the process was asked to end."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def is_set(self) -> bool:
+        return self._process.stopping
+
+
+def input_file(folder: Path, scenario: Scenario) -> Path:
+    """The job's input as a file."""
+    path = folder / "in.jsonl"
+    path.write_text("".join(line.text + "\n" for line in scenario.lines))
+    return path

@@ -1,0 +1,278 @@
+"""The processes of a root's history: intakes, consumers, foremen, workers, announcers, collectors and users, each the
+real parts over simulated ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.egress.publisher import Announcer, AnnouncerSettings
+from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.ingest.intake import Intake, IntakeSettings
+from pipeline.inputs.open import PinnedInput, open_pinned
+from pipeline.ledger.ledger import JobLedger
+from pipeline.maintenance.retention import Collector, RetentionSettings
+from pipeline.models.catalog import Catalog
+from pipeline.ports import PipelineError, World
+from pipeline.runtime.inline_executor import InTurn
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.inputs import InputRef
+from schemas.models import CatalogEntry, ModelPin
+from schemas.requests.limits import PlanSettings
+from tests.simulation import model
+from tests.simulation.disk import Device, ProcessDisk
+from tests.simulation.machine import Machine, Process, ProcessClock, ProcessRandomness
+from tests.simulation.root.ingest import Consumer, Events, Inbox
+from tests.simulation.root.oracle import RootOracle
+from tests.simulation.root.ports import (
+    Broker,
+    RootHeartbeats,
+    RootLease,
+    RootMessages,
+    RootQueue,
+    RootStore,
+)
+from tests.simulation.root.scenario import MODELS, RootScenario
+from tests.simulation.root.watch import RootWatch
+from tests.simulation.threads import SecondThread, timer_of
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
+
+IDLE_SECONDS = 0.5
+"""Whoever has nothing to do looks so often."""
+
+SETTLE = 6.0
+"""Seconds of heartbeats without a break, before silence means anything: two of them."""
+
+PINS = {
+    name: ModelPin(name=name, source=name, digest=f"sha256:{number}", dtype="float32")
+    for number, name in enumerate(MODELS, start=1)
+}
+
+
+@dataclass
+class Office:
+    """What one life of a process has in its hands."""
+
+    process: Process
+    world: World
+    broker: Broker
+    watch: RootWatch
+
+    def ledger(self, job: str) -> JobLedger:
+        """The job of this id."""
+        return JobLedger(self.world.store, f"jobs/{job}/")
+
+    @property
+    def queue(self) -> RootQueue:
+        return RootQueue(self.broker, self.process, self.watch)
+
+    @property
+    def heartbeats(self) -> RootHeartbeats:
+        return RootHeartbeats(self.broker, self.process)
+
+
+@dataclass
+class RootHouse:
+    """Everything that the processes of one history share.
+
+    Attributes:
+        bucket: the store, where it is one; else each process opens the folder, as on a machine.
+        oracle: says when all has ended.
+    """
+
+    scenario: RootScenario
+    machine: Machine
+    device: Device
+    bucket: FolderStore | None
+    broker: Broker
+    oracle: RootOracle
+    watch: RootWatch
+
+    def build(self) -> None:
+        """Add the processes to the machine."""
+        scenario, add = self.scenario, self.machine.add
+        if len(set(scenario.worker_models)) > 1:  # else the first jobs wait for the first worker
+            add("catalog", self.publish)
+        delays = (0.0, 0.0, 0.3, 4.0)
+        for number in range(scenario.intakes):
+            add(f"intake{number}", self.take_in(number), self.machine.chance.choice(delays))
+        if scenario.records:
+            for number in range(scenario.intakes):
+                add(f"consumer{number}", self.consume)
+        for number in range(scenario.foremen):
+            add(f"foreman{number}", self.lead)
+        for number, name in enumerate(scenario.worker_models):
+            add(f"worker{number}", self.work(PINS[name]), self.machine.chance.choice(delays))
+        for number in range(scenario.announcers):
+            add(f"announcer{number}", self.announce)
+        for number in range(scenario.collectors):
+            add(f"collector{number}", self.collect)
+
+    @contextmanager
+    def office(self, process: Process, idle: float = 0.0) -> Iterator[Office]:
+        """Open the store, as a process does when it begins."""
+        with ExitStack() as closing:
+            folder = self.bucket
+            if folder is None:
+                disk = ProcessDisk(self.device, process)
+                folder = closing.enter_context(FolderStore(self.device.root, disk=disk))
+            store = RootStore(folder, self.broker, process, self.watch)
+            randomness = ProcessRandomness(self.scenario.seed, process)
+            world = World(store, ProcessClock(process, idle), randomness, folder.scratch)
+            yield Office(process, world, self.broker, self.watch)
+
+    def stop(self, process: Process) -> Any:
+        """Set when the process was asked to end, or all has ended."""
+        return cast(Any, _Stop(process, lambda: process.stopping or self.oracle.over))
+
+    def publish(self, process: Process) -> None:
+        """Workers of yesterday have told which models there are."""
+        with self.office(process) as office:
+            for name in self.scenario.worker_models:
+                Catalog(office.world.store).publish(CatalogEntry(pin=PINS[name], max_model_len=model.CONTEXT))
+
+    def intake(self, office: Office) -> Intake:
+        """What doors make jobs with. How jobs are cut was changed at some time: those that stand are what they are."""
+        scenario, changed = self.scenario, office.process.life % 2
+        plan = PlanSettings(
+            segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=100_000
+        )
+        caps = IntakeSettings().caps
+        return Intake(office.world, IntakeSettings(plan=plan, caps=caps, default_max_tokens=4_096 + changed))
+
+    def take_in(self, number: int) -> Callable[[Process], None]:
+        """The doors of dropped files, one for each tenant's place."""
+
+        def run(process: Process) -> None:
+            with self.office(process) as office:
+                if len(set(self.scenario.worker_models)) > 1:
+                    self._wait_for_models(office)
+                intake = self.intake(office)
+                tenants = sorted({drop.tenant for drop in self.scenario.drops})
+                inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
+                doors = {tenant: DropDoor(inbox, intake, office.world) for tenant, inbox in inboxes.items()}
+                events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
+                watch = WatchSettings(sweep_every=20.0, pause=1.0)
+                DropWatch(list(doors.values()), office.world, watch, events).run(self.stop(process))
+
+        return run
+
+    def consume(self, process: Process) -> None:
+        """One of a group's consumers; it happens that two have the partition."""
+        with self.office(process) as office:
+            if len(set(self.scenario.worker_models)) > 1:
+                self._wait_for_models(office)
+            records, messages = self.scenario.records, RootMessages(self.broker, process)
+            Consumer(records, office.world, self.intake(office), messages, self.broker, process).run(self.stop(process))
+
+    def lead(self, process: Process) -> None:
+        """A dispatcher: plans and hands out what is open."""
+        with self.office(process, idle=IDLE_SECONDS) as office:
+            settings = DispatchSettings(
+                backlog=self.scenario.backlog, patience=20.0, settle=SETTLE, sweep_every=6.0, cache_every=1.0,
+                grace=8.0, isolate=True,
+            )  # fmt: skip
+            dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
+            process.threaded = self.scenario.threaded
+            planners = SecondThread(process) if process.threaded else InTurn()
+            foreman = Foreman(
+                office.world, dispatcher, self.open_input,
+                ForemanSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
+                RootLease(self.broker, process), planners,
+            )  # fmt: skip
+            foreman.run(self.stop(process))
+
+    def work(self, pin: ModelPin) -> Callable[[Process], None]:
+        """A worker that owns a model."""
+
+        def run(process: Process) -> None:
+            with self.office(process, idle=IDLE_SECONDS) as office:
+                scenario = self.scenario
+                Catalog(office.world.store).publish(CatalogEntry(pin=pin, max_model_len=model.CONTEXT))
+                client = ShardClient(
+                    f"{process.name}-{process.life}", office.world, office.ledger, office.queue, office.heartbeats,
+                    lambda: False, models=(pin.key,),
+                )  # fmt: skip
+                settings = WorkerSettings(
+                    max_open_shards=scenario.max_open_shards, checkpoint_seconds=scenario.checkpoint_seconds
+                )
+                facts = model.EngineFacts(scenario.max_num_seqs, scenario.step_seconds)
+                loaded = model.load(process, facts, self.oracle.poison_of, self.watch, pin)
+                process.threaded = scenario.threaded
+                helper = SecondThread(process) if process.threaded else InTurn()
+                heart = SecondThread(process) if process.threaded else InTurn()
+                worker = ShardWorker(
+                    loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
+                    heartbeat_timer=timer_of(process) if process.threaded else None,
+                )  # fmt: skip
+                try:
+                    worker.run(self.stop(process))
+                finally:
+                    heart.shutdown(cancel_futures=True)
+                    helper.shutdown(cancel_futures=True)
+                    client.close()
+
+        return run
+
+    def announce(self, process: Process) -> None:
+        """Tells topics of all jobs."""
+        with self.office(process) as office:
+            settings = AnnouncerSettings(all_jobs=True, every=1.0, sweep_every=40.0, rows_at_once=3)
+            Announcer(office.world, RootMessages(self.broker, process), settings).run(self.stop(process))
+
+    def collect(self, process: Process) -> None:
+        """Removes what nobody needs any more, now and then."""
+        with self.office(process) as office:
+            stop = self.stop(process)
+            while not stop.is_set():
+                self.collect_once(office)
+                stop.wait(15.0)
+
+    def collect_once(self, office: Office) -> None:
+        """One collection."""
+        kept = self.scenario.kept
+        outputs = None if kept is None else timedelta(seconds=kept)
+        try:
+            Collector(office.world, RetentionSettings(outputs=outputs)).run()
+        except PipelineError:
+            self.machine.counters["collections that failed"] += 1
+
+    def open_input(self, pinned: InputRef) -> PinnedInput:
+        """The input, where it really lies."""
+        files = tuple(file.model_copy(update={"uri": str(self.oracle.place_of(file.uri))}) for file in pinned.files)
+        return open_pinned(pinned.model_copy(update={"files": files}))
+
+    def _wait_for_models(self, office: Office) -> None:
+        """Until all are told of: which model a row may name depends on it."""
+        wanted = set(self.scenario.worker_models)
+        while True:
+            try:
+                if {entry.pin.name for entry in Catalog(office.world.store).entries()} >= wanted:
+                    return
+            except PipelineError:
+                self.machine.counters["looks at the catalog that failed"] += 1
+            office.world.clock.sleep(1.0)
+
+
+class _Stop:
+    """`threading.Event`, as the parts use it."""
+
+    def __init__(self, process: Process, asked: Callable[[], bool]) -> None:
+        self._process = process
+        self._asked = asked
+
+    def is_set(self) -> bool:
+        return self._asked()
+
+    def wait(self, timeout: float) -> bool:
+        self._process.point("clock.sleep")
+        self._process.sleep(timeout)
+        return self._asked()

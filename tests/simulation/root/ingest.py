@@ -1,0 +1,171 @@
+"""What stands outside of the doors: places where files lie, events that tell of them, and a partition of records.
+
+The doors themselves are the real ones. Events come once, twice or thrice, to one intake or to several, early, late or
+never; an event is forgotten once it is settled, and comes again to who died before that. The partition hands its
+records to any consumer that asks: what the group should see to (one consumer at a time) can't be relied on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+
+from pipeline.adapters.kafka.connection import KafkaConnection
+from pipeline.ingest.files.source import Drop as Dropped
+from pipeline.ingest.files.source import DropDoor, Entry, PinnedDrop
+from pipeline.ingest.intake import Intake
+from pipeline.ingest.kafka.dead_letters import KafkaLetters
+from pipeline.ingest.kafka.micro_batches import Place
+from pipeline.ingest.kafka.records import Record
+from pipeline.ingest.kafka.requests import RequestBatches
+from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ports import PipelineError, World
+from schemas.jobs.inputs import InputFile, InputFormat, InputRef
+from tests.simulation.machine import START, Process
+from tests.simulation.root.ports import Broker, RootMessages
+from tests.simulation.root.scenario import KAFKA_TENANT, Drop, RecordLine
+from tests.simulation.scenario import Line
+
+DROPS = "/drops/"
+"""Where the dropped files lie, for who is told."""
+
+TOPIC = "requests"
+
+
+def content(lines: Sequence[Line]) -> bytes:
+    """A file of these lines."""
+    return "".join(line.text + "\n" for line in lines).encode()
+
+
+def uri_of(drop: Drop) -> str:
+    """The file, as jobs name it."""
+    return f"{DROPS}{drop.tenant}/{drop.name}"
+
+
+class Inbox:
+    """`Inbox` of one tenant: files that come to be at their time, whole."""
+
+    door = "bucket"
+
+    def __init__(self, tenant: str, drops: Sequence[Drop], process: Process) -> None:
+        self.tenant = tenant
+        self._drops = {drop.name: drop for drop in drops if drop.tenant == tenant}
+        self._process = process
+
+    def entries(self) -> Iterator[Entry]:
+        self._process.point("drops.list")
+        there = [drop for drop in self._drops.values() if drop.at <= self._process.machine.now]
+        return iter([self._entry(drop) for drop in there])
+
+    def look(self, name: str, version: str | None = None) -> Dropped | None:
+        self._process.point("drops.look", name)
+        drop = self._drops.get(name)
+        if drop is None or drop.at > self._process.machine.now:
+            return None
+        metadata = {"tier": drop.tier}
+        if drop.model is not None:
+            metadata["model"] = drop.model
+        if drop.deadline is not None:
+            metadata["deadline"] = f"{drop.deadline:.0f}s"
+        return Dropped(self._entry(drop), START + timedelta(seconds=drop.at), "v1", "e1", metadata)
+
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        return None
+
+    def pin(self, drop: Dropped, kind: InputFormat) -> PinnedDrop:
+        self._process.point("drops.pin", drop.entry.name)
+        found = self._drops[drop.entry.name]
+        uri = uri_of(found)
+        file = InputFile(uri=uri, size=drop.entry.size, version="v1", etag="e1")
+        return PinnedDrop(InputRef(uri=uri, format=kind, files=(file,)), (uri, "v1"))
+
+    def uri(self, name: str) -> str:
+        return f"{DROPS}{self.tenant}/{name}"
+
+    def _entry(self, drop: Drop) -> Entry:
+        return Entry(drop.name, len(content(drop.lines)), "s1")
+
+
+class Events:
+    """`Polls` of one intake.
+
+    Args:
+        settled: events that were told and are forgotten, as (drop, number); shared by all lives.
+    """
+
+    def __init__(
+        self, intake: int, drops: Sequence[Drop], doors: Mapping[str, DropDoor], process: Process,
+        settled: set[tuple[str, int]],
+    ) -> None:  # fmt: skip
+        self._mine = [
+            (at, drop, number) for drop in drops for number, (at, whose) in enumerate(drop.told) if whose == intake
+        ]
+        self._doors = doors
+        self._process = process
+        self._settled = settled
+
+    def poll(self) -> int | None:
+        process = self._process
+        due = [
+            one for one in self._mine if one[0] <= process.machine.now and (one[1].name, one[2]) not in self._settled
+        ]
+        if not due:
+            process.sleep(1.0)
+            return 0
+        _, drop, number = process.machine.chance.choice(due)
+        if self._doors[drop.tenant].take(drop.name, "v1").settled:
+            process.point("door.settle", drop.name)
+            self._settled.add((drop.name, number))
+        else:
+            process.sleep(1.0)
+        return 1
+
+
+class Consumer:
+    """Reads the partition from the committed offset on, has batches stored, and commits what is durable."""
+
+    def __init__(
+        self, records: Sequence[RecordLine], world: World, intake: Intake, messages: RootMessages, broker: Broker,
+        process: Process,
+    ) -> None:  # fmt: skip
+        settings = KafkaDoorSettings(KafkaConnection(("broker:9092",)))
+        letters = KafkaLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+        self._batches = RequestBatches(world, intake, letters, settings)
+        self._place = Place("cluster", TOPIC, 0, KAFKA_TENANT)
+        self._records = [(one.at, as_record(offset, one)) for offset, one in enumerate(records)]
+        self._broker = broker
+        self._process = process
+        self._world = world
+        self._most = 1 + (process.life + len(process.name)) % 3
+
+    def run(self, stop: threading.Event) -> None:
+        """Until told to stop."""
+        position: int | None = None
+        while not stop.is_set():
+            try:
+                if position is None:
+                    position = self._batches.begin(self._place, self._broker.committed)
+                position = self._step(position)
+            except PipelineError:
+                position = None
+                self._world.clock.sleep(1.0)
+
+    def _step(self, position: int) -> int:
+        machine = self._process.machine
+        there = [record for at, record in self._records if at <= machine.now and record.offset >= position]
+        if not there:
+            self._world.clock.sleep(1.0)
+            return position
+        end = self._batches.store(self._place, position, there[: self._most])
+        self._process.point("kafka.commit", f"{end}")
+        self._broker.committed = end
+        self._process.point("kafka.committed")
+        return end
+
+
+def as_record(offset: int, one: RecordLine) -> Record:
+    """As it lies in the topic."""
+    headers = () if one.tier is None else (("tier", one.tier.encode()),)
+    value = one.line.text.encode()
+    return Record(offset, int((START.timestamp() + one.at) * 1000), f"key-{offset}".encode(), value, headers)

@@ -1,0 +1,118 @@
+"""What a person reads while a run goes on and when it has ended."""
+
+from __future__ import annotations
+
+import io
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from schemas.jobs.outcome import Counts, JobStatus, Manifest, Usage
+from tests.waiting import HANG_SECONDS
+from tokenmill.local.progress import ProgressDisplay, RunSnapshot, describe
+from tokenmill.local.summary import last_line, summary_table
+from tokenmill.output import duration, size
+
+RUNNING = RunSnapshot(
+    phase="computing",
+    total=200,
+    done=60,
+    before=10,
+    failed=2,
+    prompt_tokens=4000,
+    cached_tokens=1000,
+    output_tokens=2000,
+    expected_tokens=6000,
+    seconds=10.0,
+)
+
+
+def test_given_a_snapshot_when_described_then_rates_hits_and_eta_are_what_they_should_be() -> None:
+    line = describe(RUNNING)
+
+    assert "60/200 rows (2 failed)" in line
+    assert "400 tok/s in" in line
+    assert "200 tok/s out" in line
+    assert "25 % of input cached" in line
+    wanted = 50 / 190 * (10 * 140 / 50) + 140 / 190 * (10 * 4000 / 2000)  # by rows, and by tokens
+    assert RUNNING.eta == pytest.approx(wanted)
+    assert f"about {wanted:.1f} s left" in line
+
+
+def test_given_nothing_computed_yet_when_described_then_only_the_phase_is_told() -> None:
+    assert describe(RunSnapshot("loading the model", total=200, done=50)) == "loading the model"
+
+
+@pytest.mark.parametrize(("seconds", "output", "done"), [(0.5, 100, 3), (5.0, 0, 3), (5.0, 100, 2)])
+def test_given_too_little_to_go_by_when_asked_for_the_eta_then_there_is_none(
+    seconds: float, output: int, done: int
+) -> None:
+    snapshot = RunSnapshot("computing", 10, done, before=2, output_tokens=output, expected_tokens=500, seconds=seconds)
+
+    assert snapshot.eta is None
+
+
+def test_given_no_terminal_when_shown_then_plain_lines_come_and_a_phase_is_said_once() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    snapshots = [RunSnapshot("planning"), RunSnapshot("planning"), RUNNING]
+
+    with ProgressDisplay(console, lambda: snapshots.pop(0) if len(snapshots) > 1 else snapshots[0], interval=0.01):
+        until = time.monotonic() + HANG_SECONDS
+        while "60/200" not in text.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "planning"
+    assert lines.count("planning") == 1
+    assert "60/200 rows" in lines[1]
+
+
+def test_given_a_terminal_when_shown_then_one_live_line_is_drawn_and_gone_at_the_end() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=160)
+
+    with ProgressDisplay(console, lambda: RUNNING):
+        pass
+
+    assert "60/200 rows" in text.getvalue()
+    assert text.getvalue().endswith("\x1b[2K")  # the line is erased: what follows is the summary
+
+
+def test_given_a_manifest_when_summed_up_then_rows_tokens_speed_and_cost_are_there() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    manifest = Manifest(
+        job="j",
+        status=JobStatus.COMPLETED,
+        counts=Counts(total=1200, succeeded=1190, failed=10),
+        usage=Usage(prompt=40_000, cached=10_000, completion=5_000, repeated=7),
+        created_at=now,
+        finished_at=now + timedelta(seconds=90),
+        wall_seconds=90.0,
+        engine_seconds=80.0,
+        tokens_per_second=62.5,
+        total_tokens_per_second=562.5,
+        price_per_hour=2.0,
+        cost=0.05,
+    )
+    text = io.StringIO()
+    Console(file=text, width=100).print(summary_table(manifest))
+
+    shown = {" ".join(line.split()) for line in text.getvalue().splitlines()}
+    assert {"rows 1,200", "failed 10", "input tokens 40,000", "cached 10,000 (25 %)", "repeated 7"} <= shown
+    assert {"output tokens/s 62", "wall time 1 min 30 s", "cost 0.0500 (at 2 an hour)"} <= shown
+    assert last_line(manifest.counts, Path("out")) == "out/results: 1,190 of 1,200 rows succeeded, 10 failed"
+
+
+def test_given_amounts_when_written_for_people_then_units_fit() -> None:
+    assert [size(n) for n in (999, 98_362_432, 2.5e12)] == ["999 B", "98.4 MB", "2.5 TB"]
+    assert [duration(s) for s in (0.04, 9.96, 75, 7320, 200_000)] == [
+        "40 ms",
+        "10.0 s",
+        "1 min 15 s",
+        "2 h 02 min",
+        "2.3 days",
+    ]

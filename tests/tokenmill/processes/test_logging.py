@@ -1,0 +1,61 @@
+"""Logs as documents: ours, and what libraries say in their own way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.tokenmill.command_processes import ROOT
+
+PROGRAM = """
+import logging, pathlib, warnings
+import structlog
+from tokenmill.processes.logging import log_to_stderr
+
+tell = log_to_stderr(logging.INFO, FORMAT, "worker")
+logger = structlog.get_logger("x")
+logger.debug("too little to tell")
+logger.info("shard taken", job="job-1", rows=3, where=pathlib.Path("a"), kinds={1: {"b"}})
+with structlog.contextvars.bound_contextvars(trace_id="t", span_id="s"):
+    logger.warning("two\\nlines", text='"quoted" \\u2028 \\udc80')
+try:
+    raise ValueError("wrong")
+except ValueError:
+    logging.getLogger("kafka.client").exception("a library's error %s", 7)
+logging.getLogger("kafka.client").info("too little to tell")
+warnings.warn("old", DeprecationWarning, stacklevel=1)
+tell("working for root")
+"""
+
+
+def said(log_format: str) -> list[str]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "always", "-c", PROGRAM.replace("FORMAT", repr(log_format))],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stdout == ""
+    return ended.stderr.splitlines()
+
+
+def test_given_json_then_every_line_is_a_document_whoever_said_it() -> None:
+    lines = [json.loads(line) for line in said("json")]
+    assert all({"timestamp", "level", "event"} <= line.keys() and line["command"] == "worker" for line in lines)
+    taken, two, error, old, up = lines
+    assert (taken["event"], taken["job"], taken["rows"], taken["where"]) == ("shard taken", "job-1", 3, "a")
+    assert taken["kinds"] == {"1": "{'b'}"}
+    assert two["text"] == '"quoted" \u2028 \udc80'
+    assert (two["event"], two["level"], two["trace_id"], two["span_id"]) == ("two\nlines", "warning", "t", "s")
+    assert (error["event"], error["level"], error["logger"]) == ("a library's error 7", "error", "kafka.client")
+    assert "ValueError: wrong" in error["exception"]
+    assert "DeprecationWarning: old" in old["event"]
+    assert (up["event"], up["message"]) == ("up", "working for root")
+    assert "trace_id" not in up
+
+
+def test_given_text_then_it_is_as_people_read_it() -> None:
+    lines = said("text")
+    assert lines[0].startswith("timestamp='")
+    assert "level='info' event='shard taken' job='job-1' rows=3" in lines[0]
+    assert lines[-1] == "working for root"

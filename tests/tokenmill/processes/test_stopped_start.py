@@ -1,0 +1,162 @@
+"""SIGTERM while a long-running command starts: it ends soon and in order, with exit code 0, whatever it was about."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.adapters.folder.store import FolderStore
+from tests.servers.redis import RedisServer
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[3]
+LONGEST = 4.0
+"""Seconds in which a start is over on most machines."""
+SOON = 30.0
+"""Seconds for an end in order, on a machine that has other things to do."""
+RAISED = "signal.raise_signal(signal.SIGTERM)"
+WRAPPED = """
+class Late:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGTERM)
+class Made:
+    late = Late()
+"""
+"""Python 3.11 raises a RuntimeError in the place of what a `__set_name__` has raised."""
+FINALIZED = """
+class Late:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+Late()
+"""
+"""Python swallows what a finalizer has raised, and prints a traceback."""
+PARTS = ("serve", "worker", "dispatcher", "intake", "gateway")
+
+TOLD = """
+import runpy, signal, sys
+def tell(event, details):
+    if event == {event!r} and (not {name!r} or details[0] == {name!r}) and not done:
+        done.append(event)
+        exec({how!r}, globals())
+done = []
+sys.addaudithook(tell)
+runpy.run_module("tokenmill", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def arguments(place: Path, model_folder: Path) -> Callable[[str], list[str]]:
+    """A command with all that it needs."""
+    engine = ["--model", f"tiny={model_folder}", "--dtype", "float32", "--threads", "1"]
+
+    def make(part: str) -> list[str]:
+        where = ["--data", "root"] if part == "serve" else ["--root", "root"]
+        port = ["--port", "0"] if part in ("serve", "gateway") else []
+        return [part, *where, *port, *(engine if part in ("serve", "worker") else [])]
+
+    return make
+
+
+@pytest.fixture
+def variables(place: Path, redis_server: RedisServer) -> dict[str, str]:
+    (place / "root").mkdir()
+    return {
+        **os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{place}", "OMP_NUM_THREADS": "1",
+        "TOKENMILL_REDIS_URL": redis_server.url, "TOKENMILL_CELERY__QUEUES": '{"tokenmill": "default"}',
+    }  # fmt: skip
+
+
+@pytest.fixture
+def start(place: Path, variables: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a program in a session of its own; its log is at `place / "log"`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*program: str) -> subprocess.Popen[bytes]:
+        with (place / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *program], cwd=place, env=variables, stdout=log, stderr=log, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def check_end(process: subprocess.Popen[bytes], place: Path) -> str:
+    """It ends soon and in order, and leaves no process and no half-written file; what it said."""
+    code, said = process.wait(SOON), (place / "log").read_text()
+    assert code == 0, said
+    assert "Traceback" not in said
+    assert "error" not in said
+    assert "told to stop" in said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    FolderStore(place / "root").close()  # removes what those who are dead have begun
+    assert not list((place / "root").glob(".tmp/*"))
+    assert not list((place / "root").glob("jobs/*"))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("part", "event", "name", "how"),
+    [
+        ("dispatcher", "import", "tokenmill.cli", RAISED),
+        ("intake", "import", "typer", RAISED),
+        ("gateway", "import", "tokenmill.commands.serve", RAISED),
+        ("worker", "import", "torch", RAISED),
+        ("worker", "import", "safetensors", RAISED),
+        ("dispatcher", "import", "redis", RAISED),
+        ("dispatcher", "fcntl.flock", None, RAISED),
+        ("gateway", "socket.bind", None, RAISED),
+        ("serve", "socket.bind", None, RAISED),
+        ("dispatcher", "import", "schemas.jobs.job", WRAPPED),
+        ("dispatcher", "import", "tokenmill.cli", FINALIZED),
+        ("dispatcher", "fcntl.flock", None, FINALIZED),
+    ],
+)
+def test_given_the_word_at_a_moment_of_the_start_then_nothing_is_begun(
+    place: Path, arguments: Any, start: Any, part: str, event: str, name: str | None, how: str
+) -> None:
+    (place / "told.py").write_text(TOLD.format(event=event, name=name, how=how))
+    said = check_end(start("-m", "told", *arguments(part)), place)
+    assert "serving" not in said
+    assert "working for" not in said
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc tells when a process listens for SIGTERM")
+@pytest.mark.parametrize("part", PARTS)
+def test_given_the_word_as_soon_as_it_listens_and_at_any_time_from_then_then_it_ends_with_0(
+    place: Path, arguments: Any, start: Any, part: str
+) -> None:
+    for told_after in (0.0, random.Random().uniform(0.0, LONGEST)):
+        process = start("-m", "tokenmill", *arguments(part))
+        wait_for(lambda process=process: listens(process), "it doesn't listen")
+        time.sleep(told_after)
+        process.send_signal(signal.SIGTERM)
+        print(f"told after {told_after:.3f} s")
+        check_end(process, place)
+
+
+def listens(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process has a handler for SIGTERM."""
+    assert process.poll() is None, "it has ended"
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)

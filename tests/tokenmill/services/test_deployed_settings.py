@@ -1,0 +1,65 @@
+"""Settings of the deployed form, seen in real processes: what CloudWatch is told, how long connections idle."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.servers.moto import MotoServer
+from tests.servers.redis import RedisServer
+from tests.tokenmill.services.test_gateway import Processes
+from tests.waiting import HANG_SECONDS, wait_for
+
+
+@pytest.fixture
+def processes(tmp_path: Path, redis_server: RedisServer) -> Iterator[Processes]:
+    made = Processes(tmp_path, TOKENMILL_ROOT=str(tmp_path / "root"), TOKENMILL_REDIS_URL=redis_server.url)
+    yield made
+    made.close()
+
+
+def test_given_a_namespace_when_a_dispatcher_runs_then_cloudwatch_hears_of_it(
+    processes: Processes, s3_server: MotoServer, unique_name: Callable[[], str]
+) -> None:
+    space = unique_name()
+    processes.start(
+        "-m", "tokenmill", "dispatcher",
+        AWS_ENDPOINT_URL=s3_server.endpoint, AWS_DEFAULT_REGION="us-east-1", AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="testtest",
+        TOKENMILL_CLOUDWATCH__NAMESPACE=space, TOKENMILL_CLOUDWATCH__INSTALLATION="it",
+    )  # fmt: skip
+    heard = wait_for(lambda: s3_server.client("cloudwatch").list_metrics(Namespace=space)["Metrics"], "no word")
+    assert heard == [
+        {"Namespace": space, "MetricName": "OpenJobs", "Dimensions": [{"Name": "Installation", "Value": "it"}]}
+    ]
+
+
+def idles_for(url: str, patience: float) -> float | None:
+    """Seconds after an answer until the server hangs up; None: it didn't within `patience`."""
+    place = urlsplit(url)
+    with socket.create_connection((place.hostname, place.port), timeout=patience) as connection:
+        connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        begun = time.monotonic()
+        try:
+            while connection.recv(4096):
+                pass
+        except TimeoutError:
+            return None
+        return time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_given_how_long_connections_may_idle_when_a_gateway_serves_then_it_keeps_them_so_long(
+    processes: Processes,
+) -> None:
+    serve = ("-m", "tokenmill", "gateway", "--port", 0)
+    short = processes.start(*serve, TOKENMILL_GATEWAY__KEEP_ALIVE_SECONDS="1")
+    long = processes.start(*serve)
+    assert idles_for(processes.url(short), HANG_SECONDS) is not None
+    assert idles_for(processes.url(long), 3) is None

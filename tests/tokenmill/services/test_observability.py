@@ -1,0 +1,293 @@
+"""Prometheus watches real processes: dashboards have what they ask for, alerts fire when something breaks, and end.
+
+`make observability`. Each time in the rules is taken 60 times shorter, and the half hour that work may wait. What can't
+be brought about from outside (a cache that is too small) is tried by promtool alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from kafka import KafkaProducer
+from kafka.admin import KafkaAdminClient, NewTopic
+
+from tests.cluster.cluster import NULL_WORKER
+from tests.infra.test_watching import NAMES, PROMETHEUS
+from tests.servers.kafka import KafkaBroker
+from tests.servers.process import MissingServer, free_port
+from tests.servers.prometheus import PrometheusServer
+from tests.servers.redis import RedisServer
+from tests.tokenmill import dashboards
+from tests.tokenmill.command_processes import Processes
+from tests.waiting import HANG_SECONDS, wait_for
+
+pytestmark = pytest.mark.exhaustive
+
+FASTER = 60
+BY_PROMTOOL_ALONE = {"TokenmillCacheTooSmall"}
+"""The scheduler keeps more back the more it had to compute again, so a small cache alone doesn't bring it about."""
+
+SECONDS = 90
+PARTS = ("gateway", "dispatcher", "intake", "worker", "rival", "other", "autoscaler")
+
+
+def hurried(rules: str) -> str:
+    """The rules, with each time so many times shorter."""
+
+    def shorter(found: re.Match[str]) -> str:
+        seconds = int(found[2]) * {"s": 1, "m": 60, "h": 3600}[found[3]]
+        return f"{found[1]}{max(1, round(seconds / FASTER))}s"
+
+    waits = re.sub(
+        r"(waiting_seconds\{[^}]*\}\)* > )(\d+)", lambda found: f"{found[1]}{round(int(found[2]) / FASTER)}", rules
+    )
+    return re.sub(r"(for: |\[)(\d+)([smh])\b", shorter, waits)
+
+
+def test_given_rules_then_all_their_times_become_shorter() -> None:
+    made = hurried("for: 30m\nexpr: rate(x[5m]) / increase(y[1h]) > 6 * 3600\nfor: 2m")
+    assert made == "for: 30s\nexpr: rate(x[5s]) / increase(y[60s]) > 6 * 3600\nfor: 2s"
+    assert hurried('expr: max(oldest_waiting_seconds{tier="standard"}) > 1800') == (
+        'expr: max(oldest_waiting_seconds{tier="standard"}) > 30'
+    )
+
+
+class House:
+    """An installation on a folder, Redis and Kafka, each process with a port for its figures, and who watches it."""
+
+    def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path) -> None:
+        self.kafka, self.model = kafka, model
+        self.ports = {name: free_port() for name in PARTS}
+        self.prefix = f"o{secrets.token_hex(4)}"
+        (place / "root").mkdir()
+        self.processes = Processes(
+            place,
+            TOKENMILL_ROOT=str(place / "root"),
+            TOKENMILL_REDIS_URL=redis.url,
+            TOKENMILL_KAFKA__BOOTSTRAP=f'["{kafka.bootstrap}"]',
+            TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
+            TOKENMILL_KAFKA__SESSION_TIMEOUT="2",
+            TOKENMILL_KAFKA__IDEMPOTENCE="false",
+        )
+        admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+        names = ("requests", "jobs", "results", "events", "deadletter")
+        admin.create_topics([NewTopic(f"{self.prefix}.{name}", 1, 1) for name in names])
+        admin.close()
+        self.numbers: dict[str, int] = {}
+        targets = {
+            f"tokenmill-{job}": [f"127.0.0.1:{self.ports[name]}" for name in names]
+            for job, names in {
+                "gateway": ["gateway"], "dispatcher": ["dispatcher"], "intake": ["intake"],
+                "worker": ["worker", "other"], "autoscaler": ["autoscaler"],
+            }.items()
+        }  # fmt: skip
+        self.watching = PrometheusServer(
+            place / "prometheus", targets, hurried((PROMETHEUS / "alerts.yml").read_text())
+        )
+        try:
+            self.watching.start()
+        except MissingServer as error:
+            pytest.skip(f"NOT TESTED HERE: {error}")
+
+    def start(self, name: str, *program: object) -> None:
+        self.numbers[name] = self.processes.start(*program, TOKENMILL_METRICS__PORT=str(self.ports[name]))
+
+    def start_worker(self, step_ms: int, rows: int = 128, name: str = "worker") -> None:
+        options = ("--model", f"tiny={self.model}", "--step-ms", step_ms, "--max-num-seqs", rows)
+        self.start(name, *NULL_WORKER, *options)
+
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        self.signal(name, number)
+        self.processes.running[self.numbers[name]].wait(HANG_SECONDS)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes.running[self.numbers[name]].send_signal(number)
+
+    @property
+    def url(self) -> str:
+        return self.processes.url(self.numbers["gateway"])
+
+    def chat(self, tokens: int = 4, **how: Any) -> int:
+        """Ask, and read to the end; the status."""
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens} | how
+        with httpx2.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=HANG_SECONDS) as answer:
+            answer.read()
+            return answer.status_code
+
+    def batch(self, lines: list[str], **how: Any) -> str:
+        """Send a batch; its id."""
+        data = "\n".join(lines).encode()
+        file = httpx2.post(
+            f"{self.url}/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"}, timeout=60
+        )
+        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        made = httpx2.post(f"{self.url}/v1/batches", json=asked | how, timeout=HANG_SECONDS)
+        assert made.status_code == 200, made.text
+        return str(made.json()["id"])
+
+    def is_firing(self, *names: str, seconds: float = SECONDS) -> None:
+        left = set(names)
+        try:
+            wait_for(lambda: not left.difference_update(self.watching.firing()) and not left, "")
+        except TimeoutError:
+            raise AssertionError(f"{left} don't fire") from None
+        print(f"fired: {', '.join(names)}")
+
+    def workers(self) -> int:
+        """That live and serve the null worker's model, by the dispatcher."""
+        told = self.watching.ask('tokenmill_workers{model="tiny"}')
+        return int(told[0]["value"][1]) if told else 0
+
+    def has_no_backlog(self) -> None:
+        """Wait until all jobs have ended."""
+        wait_for(lambda: not self.watching.ask("sum(tokenmill_backlog_tokens) > 0"), "jobs don't end")
+
+    def is_silent(self, *names: str, seconds: float = SECONDS) -> None:
+        wait_for(lambda: not set(names) & self.watching.firing(), f"{names} still fire")
+        print(f"ended: {', '.join(names)}")
+
+
+def row(name: str, tokens: int, content: str = "hello") -> str:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": f"{content} {name}"}], "max_tokens": tokens}
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+@pytest.fixture
+def house(place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path) -> Iterator[House]:
+    made = House(place, redis_server, kafka_broker, model_folder)
+    yield made
+    made.watching.close()
+    made.processes.close()
+
+
+class Again:
+    """Does something again and again beside the test, in some threads; mistakes are the test's."""
+
+    def __init__(self, what: Callable[[], object], threads: int = 1, pause: float = 0.05) -> None:
+        self._stop = threading.Event()
+        self._what, self._pause = what, pause
+        self._errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._pause):
+                self._what()
+        except Exception as error:  # noqa: BLE001 - raised again at the end
+            self._errors.append(error)
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+
+def test_dashboards_have_what_they_ask_for_and_alerts_fire_and_end(house: House) -> None:
+    fired: set[str] = set()
+
+    def incident(*names: str) -> None:
+        house.is_firing(*names)
+        fired.update(names)
+
+    # Nothing but a gateway and an intake: nobody dispatches, and who asks is told that no model is there.
+    house.start("gateway", "-m", "tokenmill", "gateway", "--port", 0)
+    house.start("intake", "-m", "tokenmill", "intake")
+    assert house.chat() == 503
+    with Again(house.chat):
+        incident("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
+    house.start("dispatcher", "-m", "tokenmill", "dispatcher", "--price-per-hour", "2.5")
+    house.start_worker(20)
+    house.start("autoscaler", "-m", "tokenmill", "autoscale", "--adapter", "http", "--interval", 1)
+    engine = ("--dtype", "float32", "--threads", 1, "--speculate", "ngram")
+    house.start("other", "-m", "tokenmill", "worker", "--model", f"other={house.model}", *engine)
+    wait_for(lambda: house.chat() == 200, "no worker answers")
+    house.is_silent("TokenmillNobodyDispatches", "TokenmillGatewayErrors", "TokenmillProcessDown")
+
+    # All is well: each panel has what it asks for, but for those that say when they are empty.
+    house.batch([row(f"w{number}", 40) for number in range(600)])
+    small = Again(lambda: house.batch([row("small", 4)]), pause=4)
+    guessed = Again(lambda: house.chat(60, model="other", temperature=0))
+    with Again(lambda: house.chat(20, stream=True)), small, guessed:
+        for text in dashboards.variables():
+            assert house.watching.ask(text), text
+        answers = dashboards.Answers(house.watching, dashboards.questions())
+        count = len(answers.left)
+        wait_for(lambda: not any(one.seldom is None for one in answers.look()), str(answers.left))
+        wait_for(lambda: not any("guess" in one.seldom for one in answers.look() if one.seldom), str(answers.left))
+
+    # What comes in is wrong: half the rows of some jobs, another job as a whole, a record.
+    house.has_no_backlog()
+    bad = [row(f"r{number}", 4) for number in range(5)] + ["not json"] * 5
+    house.batch(bad)
+    producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
+    producer.send(f"{house.prefix}.requests", b"not json").get(HANG_SECONDS)
+    producer.close()
+    with Again(lambda: house.batch(bad, tokenmill={"on_invalid": "row"}), pause=1):
+        incident("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
+    house.is_silent("TokenmillRowsFail", "TokenmillJobsFail", "TokenmillDeadLetters")
+
+    # Two workers share a job; one stands still until the other has its shards, and then goes on.
+    house.start_worker(20, name="rival")
+    wait_for(lambda: house.workers() == 2, "there are no two workers")
+    house.batch([row(f"t{number}", 120) for number in range(3_000)])
+    time.sleep(5)
+    house.signal("worker", signal.SIGSTOP)
+    wait_for(lambda: house.workers() == 1, "it isn't missed")
+    time.sleep(3)
+    house.signal("worker", signal.SIGCONT)
+    incident("TokenmillWorkRepeats")
+    house.end("rival")
+    house.is_silent("TokenmillWorkRepeats", seconds=180)
+    house.has_no_backlog()
+
+    # The worker of a job is killed; another lives, and can't take its shards, which wait.
+    house.batch([row(f"k{number}", 60) for number in range(3_000)])
+    wait_for(lambda: house.watching.ask('sum(tokenmill_shards{state="held"}) > 0'), "no shard is held")
+    house.end("worker", signal.SIGKILL)
+    incident("TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits")
+    answers.look()
+    house.start_worker(1)
+    house.is_silent(
+        "TokenmillProcessDown", "TokenmillNoWorkers", "TokenmillWorkStalls", "TokenmillStandardWorkWaits", seconds=180
+    )
+    house.has_no_backlog()
+
+    # Steps become slow, and rows few: streams begin late, stutter, requests with little time fail, and a job that the
+    # worker of before would have done in seconds has hours before it.
+    house.end("worker")
+    house.start_worker(700, rows=1)
+    house.batch([row(f"s{number}", 120) for number in range(3_000)])
+    impatient = {"tokenmill": {"timeout": 1}}
+    slow = ("TokenmillSlowFirstTokens", "TokenmillSlowTokens", "TokenmillAnswersFail", "TokenmillBacklogTooLong")
+    with Again(lambda: house.chat(4, stream=True), threads=4), Again(lambda: house.chat(4, **impatient), threads=2):
+        incident(*slow)
+    house.end("worker")
+    house.start_worker(1)
+    house.is_silent(*slow, seconds=180)
+    house.has_no_backlog()
+
+    # Nothing is left to do; then one of the two models has something.
+    incident("TokenmillIdleWorkers")
+    idle = 'ALERTS{alertname="TokenmillIdleWorkers",alertstate="firing",model="tiny"}'
+    wait_for(lambda: house.watching.ask(idle), "it doesn't fire for each model")
+    with Again(house.chat):
+        wait_for(lambda: not house.watching.ask(idle), "it fires on")
+    assert fired | BY_PROMTOOL_ALONE == set(NAMES)
+    assert {one.panel for one in answers.left} == dashboards.OF_RELEASES
+    print(f"{count - len(answers.left)} of {count} questions of dashboards had an answer; the others ask for releases")

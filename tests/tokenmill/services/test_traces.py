@@ -1,0 +1,298 @@
+"""One trace from the door to the worker's steps, received as OTLP from real processes; and their logs as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from celery import Celery
+from kafka import KafkaConsumer, KafkaProducer
+from kafka.admin import KafkaAdminClient, NewTopic
+
+from tests.cluster.cluster import NULL_WORKER
+from tests.pipeline.gateway.webhooks.receiver import Receiver
+from tests.servers.kafka import KafkaBroker
+from tests.servers.otlp import OtlpReceiver, Received, tracing
+from tests.servers.redis import RedisServer
+from tests.tokenmill.command_processes import ROOT, Processes
+from tests.waiting import HANG_SECONDS, wait_for
+from tokenmill.errors import UserError
+from tokenmill.processes.tracing import traces_of, wants_traces
+
+SECRET = "a-word-of-a-prompt"
+BELONGING = {"worker": "shard committed", "gateway": "request", "intake": "task_taken"}
+"""Lines that belong to a span."""
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+SERVER, CLIENT, CONSUMER = 2, 3, 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, False),
+        (ENDPOINT, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x/v1/traces"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "True"}, False),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+    ],
+)
+def test_given_opentelemetrys_variables_then_they_say_whether_there_are_traces(
+    environment: dict[str, str], wanted: bool
+) -> None:
+    assert wants_traces(environment) is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "otlp or none"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "http/protobuf"),
+    ],
+)
+def test_given_what_cannot_be_had_then_the_variable_and_what_is_right_are_named(
+    name: str, value: str, right: str
+) -> None:
+    with pytest.raises(UserError, match=f"{name} .*{value}.*{right}"):
+        wants_traces(ENDPOINT | {name: value})
+
+
+def sent_for() -> tuple[str, str]:
+    """A trace that begins elsewhere: its id, and the header."""
+    trace = secrets.token_hex(16)
+    return trace, f"00-{trace}-{secrets.token_hex(8)}-01"
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    tracing("opentelemetry.exporter.otlp.proto.http")
+    made = OtlpReceiver()
+    yield made
+    made.close()
+
+
+class House:
+    """All of an installation on a folder, Redis and Kafka, with traces and JSON logs."""
+
+    def __init__(self, place: Path, redis: RedisServer, kafka: KafkaBroker, model: Path, otlp: OtlpReceiver) -> None:
+        self.place, self.redis, self.kafka = place, redis, kafka
+        self.hook = Receiver()
+        hook = {"url": self.hook.url(), "secret": "whsec_" + "c2VjcmV0" * 4, "events": ["batch.completed"]}
+        hooks = {"endpoints": {"default": [hook]}, "allow_private": True, "allow_http": True}
+        self.prefix = f"t{secrets.token_hex(4)}"
+        self.processes = Processes(
+            place,
+            TOKENMILL_ROOT=str(place / "root"),
+            TOKENMILL_REDIS_URL=redis.url,
+            TOKENMILL_KAFKA__BOOTSTRAP=f'["{kafka.bootstrap}"]',
+            TOKENMILL_KAFKA__TOPIC_PREFIX=self.prefix,
+            TOKENMILL_KAFKA__SESSION_TIMEOUT="2",
+            TOKENMILL_KAFKA__BATCH_SECONDS="0.3",
+            TOKENMILL_KAFKA__IDEMPOTENCE="false",
+            TOKENMILL_CELERY__QUEUES=f'{{"{self.prefix}": "default"}}',
+            TOKENMILL_GATEWAY__WEBHOOKS=json.dumps(hooks),
+            TOKENMILL_TRACING__STEP_SECONDS="0.05",
+            TOKENMILL_LOG_FORMAT="json",
+            OTEL_EXPORTER_OTLP_ENDPOINT=otlp.endpoint,
+            OTEL_BSP_SCHEDULE_DELAY="100",
+            OTEL_RESOURCE_ATTRIBUTES="deployment.environment.name=test",
+        )
+        (place / "root").mkdir()
+        admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+        names = ("requests", "jobs", "results", "events", "deadletter")
+        admin.create_topics([NewTopic(f"{self.prefix}.{name}", 1, 1) for name in names])
+        admin.close()
+        worker = (*NULL_WORKER, "--model", f"tiny={model}", "--step-ms", 20)
+        self.numbers = {
+            "worker": self.processes.start(*worker),
+            "gateway": self.processes.start("-m", "tokenmill", "gateway", "--port", 0),
+            "dispatcher": self.processes.start("-m", "tokenmill", "dispatcher"),
+            "intake": self.processes.start("-m", "tokenmill", "intake"),
+        }
+        self.url = self.processes.url(self.numbers["gateway"])
+        wait_for(lambda: httpx2.get(f"{self.url}/v1/models").json()["data"], "no worker is up")
+
+    def post(self, path: str, body: dict[str, Any], traceparent: str) -> Any:
+        answer = httpx2.post(f"{self.url}{path}", json=body, headers={"traceparent": traceparent}, timeout=HANG_SECONDS)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def end(self) -> None:
+        for process in self.processes.running:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(HANG_SECONDS) for process in self.processes.running] == [0] * len(self.processes.running)
+
+    def close(self) -> None:
+        self.processes.close()
+        self.hook.kill()
+
+
+@pytest.fixture
+def house(
+    place: Path, redis_server: RedisServer, kafka_broker: KafkaBroker, model_folder: Path, receiver: OtlpReceiver
+) -> Iterator[House]:
+    made = House(place, redis_server, kafka_broker, model_folder, receiver)
+    yield made
+    made.close()
+
+
+def line(name: str) -> bytes:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": f"{SECRET} {name}"}], "max_tokens": 20}
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
+
+
+def of_trace(trace: str) -> Any:
+    return lambda span: span.trace == trace
+
+
+def below(span: Received, above: Received) -> bool:
+    return (span.trace, span.parent) == (above.trace, above.span)
+
+
+@pytest.mark.slow
+def test_given_a_trace_at_any_door_then_it_reaches_the_workers_shard_and_whoever_is_told(
+    house: House, receiver: OtlpReceiver
+) -> None:
+    # HTTP: a batch, with the webhook of its end.
+    trace, parent = sent_for()
+    upload = httpx2.post(f"{house.url}/v1/files", files={"file": ("in.jsonl", line("a"))}, data={"purpose": "batch"})
+    batch = {"input_file_id": upload.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    made = house.post("/v1/batches", batch, parent).json()
+    door = receiver.wait("POST /v1/batches", of_trace(trace))
+    assert (door.service, door.kind, door.parent) == ("tokenmill-gateway", SERVER, parent.split("-")[2])
+    shard = check_job(receiver, trace, made["id"], door)
+    step = receiver.wait("engine step", lambda span: below(span, shard))
+    assert step.attributes["tokenmill.step.rows"] == 1
+    assert 0 < step.attributes["tokenmill.step.tokens"] < 200
+    hook = receiver.wait("webhook", of_trace(trace))
+    assert house.hook.received[0].headers["traceparent"].split("-")[1:3] == [trace, hook.span]
+
+    # HTTP: a caller who waits, over the lane.
+    trace, parent = sent_for()
+    chat = json.loads(line("b"))["body"]
+    answer = house.post("/v1/chat/completions", chat | {"stream": True}, parent)
+    assert answer.text.rstrip().endswith("[DONE]")
+    door = receiver.wait("POST /v1/chat/completions", of_trace(trace))
+    check_lane(receiver, door)
+
+    # Kafka: records of one trace, and what is told of them.
+    trace, parent = sent_for()
+    producer = KafkaProducer(bootstrap_servers=house.kafka.bootstrap, enable_idempotence=False)
+    producer.send(f"{house.prefix}.requests", line("c"), headers=[("traceparent", parent.encode())]).get(HANG_SECONDS)
+    door = receiver.wait("kafka batch", of_trace(trace))
+    assert (door.kind, door.parent) == (CONSUMER, parent.split("-")[2])
+    assert door.attributes["messaging.batch.message_count"] == 1
+    check_job(receiver, trace, door.attributes["tokenmill.job.id"], door)
+    results = KafkaConsumer(
+        f"{house.prefix}.results", bootstrap_servers=house.kafka.bootstrap, auto_offset_reset="earliest",
+        group_id=None, consumer_timeout_ms=30_000,
+    )  # fmt: skip
+    assert dict(next(results).headers)["traceparent"].decode().split("-")[1:3] == [trace, door.span]
+    results.close()
+    # Of two traces: linked with both.
+    for name, (_, one) in (("d", first := sent_for()), ("e", second := sent_for())):
+        producer.send(f"{house.prefix}.requests", line(name), headers=[("traceparent", one.encode())])
+    producer.flush(30)
+    door = receiver.wait("kafka batch", lambda span: len(span.links) == 2 or span.trace in (first[0], second[0]))
+    if door.links:  # else the two came in two batches
+        assert {trace for trace, _ in door.links} == {first[0], second[0]}
+    producer.close()
+
+    # Celery: a job, and an answer.
+    caller = Celery("a-caller", broker=house.redis.url, backend=house.redis.url, set_as_current=False)
+    trace, parent = sent_for()
+    how = {"queue": house.prefix, "headers": {"traceparent": parent}}
+    job = caller.send_task("tokenmill.submit", args=[[json.loads(line("f"))]], **how).get(timeout=HANG_SECONDS)
+    door = receiver.wait("tokenmill.submit", of_trace(trace))
+    check_job(receiver, trace, job, door)
+    trace, parent = sent_for()
+    how["headers"] = {"traceparent": parent}
+    told = caller.send_task("tokenmill.generate", args=[json.loads(line("g"))["body"]], **how).get(timeout=HANG_SECONDS)
+    assert "choices" in told
+    check_lane(receiver, receiver.wait("tokenmill.generate", of_trace(trace)))
+    caller.close()
+
+    house.end()
+    check_nothing_is_told(house, receiver)
+    check_logs(house)
+
+
+def check_job(receiver: OtlpReceiver, trace: str, job_id: str, door: Received) -> Received:
+    """From the door to the shard; which is given back."""
+    job = receiver.wait("job", of_trace(trace))
+    assert below(job, door)
+    assert job.service == "tokenmill-dispatcher"
+    assert job.attributes["tokenmill.job.id"] == job_id
+    assert (job.attributes["tokenmill.job.status"], job.attributes["tokenmill.rows"]) == ("completed", 1)
+    assert below(receiver.wait("plan", of_trace(trace)), job)
+    shard = receiver.wait("shard", of_trace(trace))
+    assert below(shard, job)
+    assert (shard.service, shard.attributes["tokenmill.job.id"]) == ("tokenmill-worker", job_id)
+    assert (shard.attributes["tokenmill.outcome"], shard.attributes["tokenmill.rows"]) == ("committed", 1)
+    assert job.began <= shard.began < shard.ended
+    return shard
+
+
+def check_lane(receiver: OtlpReceiver, door: Received) -> None:
+    """From the door over the lane to the worker."""
+    lane = receiver.wait("lane", of_trace(door.trace))
+    assert (below(lane, door), lane.kind, lane.error) == (True, CLIENT, None)
+    work = receiver.wait("generate", of_trace(door.trace))
+    assert (below(work, lane), work.service, work.kind) == (True, "tokenmill-worker", SERVER)
+    assert (work.events, work.attributes["tokenmill.tokens.completion"]) == (("first token",), 20)
+
+
+def check_nothing_is_told(house: House, receiver: OtlpReceiver) -> None:
+    """No word of a prompt, and nothing secret."""
+    assert receiver.raw
+    for body in receiver.raw:
+        assert SECRET.encode() not in body
+        assert b"whsec_" not in body
+        assert house.redis.url.encode() not in body
+
+
+def check_logs(house: House) -> None:
+    """Each line of each process is a document, and those that belong to a span say so."""
+    for command, number in house.numbers.items():
+        lines = house.processes.log(number).read_text().splitlines()
+        documents = [json.loads(one) for one in lines]
+        assert documents
+        assert all({"timestamp", "level", "event", "command"} <= one.keys() for one in documents), documents[0]
+        assert {one["command"] for one in documents} == {command}
+        assert SECRET not in "".join(lines)
+        if (event := BELONGING.get(command)) is not None:
+            told = [one for one in documents if one["event"] == event]
+            assert [one for one in told if len(one.get("trace_id", "")) == 32], (command, told)
+
+
+def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.close()
+    for name, value in {"ENDPOINT": receiver.endpoint, "TIMEOUT": "1"}.items():
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", value)
+    with traces_of("worker") as traces:
+        assert traces.on
+        traces.begin("lost").end()
+
+
+def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_path: Path) -> None:
+    told = "import sys, tokenmill.commands.serve, tokenmill.gateway, pipeline.intake, pipeline.lane_caller\n"
+    told += "from tokenmill.tracing import traces_of\n"
+    told += "with traces_of('worker') as traces: print(traces.on, [n for n in sys.modules if 'opentelemetry.sdk' in n])"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", told], env=plain | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "False []\n"

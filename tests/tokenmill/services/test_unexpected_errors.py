@@ -1,0 +1,235 @@
+"""An exception of a class that nothing catches by name, planted in each part of the processes: it costs one turn of
+that part. The process goes on, the exception is counted, and the next turn works. docs/reliability.md has the table.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from pipeline import metric_collectors
+from pipeline.dispatcher.controller import Foreman
+from pipeline.dispatcher.dispatcher import Dispatcher
+from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.egress.publisher import Announcer
+from pipeline.egress.release_events import ReleaseNews
+from pipeline.gateway.batches.finalizer import Finalizer
+from pipeline.gateway.files.service import Files
+from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.inference.lane_bridge import LaneBridge
+from pipeline.gateway.webhooks.service import Notifier, NotifierSettings
+from pipeline.ingest.celery.generate import GenerateCalls
+from pipeline.ingest.celery.worker import CeleryDoor
+from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.kafka.consumer import KafkaDoor, KafkaDoorStopped
+from pipeline.lane.client import CallSettings, LaneCalls
+from pipeline.maintenance.retention import Collector
+from pipeline.models.rollout_controller import ReleaseKeeper
+from pipeline.observability.samples import Told
+from pipeline.ports import Message
+from pipeline.runtime.supervision import supervise
+from pipeline.scaling.autoscaler import Autoscaler
+from pipeline.scaling.backlog import BacklogLook
+from schemas.settings.settings import RetentionOptions, Settings
+from tokenmill.processes.runtime import Part, run_together, wait_for_stop
+from tokenmill.processes.signals import Stop
+from tokenmill.root import Root, open_root
+from tokenmill.services import dispatcher as service
+from tokenmill.services import intake as doors
+from tokenmill.services import spot_interruption as spot_notice
+from tokenmill.services.backends import Hints, hints_in_process
+
+GUARD_SECONDS = 240
+"""Against hanging only."""
+
+
+class Unforeseen(Exception):
+    """A mistake of ours, of a class that nothing catches by name."""
+
+
+class NoMessages:
+    """Sends nothing: there is nothing to send."""
+
+    most_bytes = 1_000_000
+
+    def send(self, messages: Sequence[Message]) -> None:
+        raise AssertionError("nothing has happened that could be sent")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    (tmp_path / "root").mkdir()
+    with capture_logs(), open_root(str(tmp_path / "root"), Settings()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def hints(root: Root) -> Hints:
+    return hints_in_process(root)
+
+
+class Planted:
+    """Raises the first time it is called, and is then what it replaces, or only waits (`waits`)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, waits: bool) -> None:
+        self.works = threading.Event()
+        self._real = getattr(where, name)
+        self._raised = False
+        planted = self
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            if not planted._raised:
+                planted._raised = True
+                raise Unforeseen("planted")
+            result = (None,) if waits else planted._real(*arguments, **more)
+            planted.works.set()
+            if waits:
+                planted.over.wait(GUARD_SECONDS)
+            return result
+
+        self.over = threading.Event()
+        monkeypatch.setattr(where, name, call)
+
+
+Make = Callable[[Root, Hints], Part]
+
+
+def housekeeping(root: Root, hints: Hints) -> Part:
+    settings = Settings(retention=RetentionOptions(every=timedelta(seconds=0.01)))
+    return service.housekeeping_part(root, hints, settings)
+
+
+def autoscaler(root: Root, hints: Hints) -> Part:
+    options = Settings().autoscale.model_copy(update={"every_seconds": 0.01})
+    return Autoscaler(root.world, BacklogLook(root.world, hints.heartbeats, None), hints.heartbeats, options, []).run
+
+
+def finalizer(root: Root, _hints: Hints) -> Part:
+    return Finalizer(root.world, Files(root.world, ThreadPoolExecutor(1)), 0.01).run
+
+
+def webhooks(root: Root, _hints: Hints) -> Part:
+    class Nobody:
+        async def send(self, *_: Any) -> None:
+            raise AssertionError("there is nobody to notify")
+
+    return Notifier(root.world, [], Nobody(), NotifierSettings(every=0.01)).run  # type: ignore[arg-type]
+
+
+def lane_calls(root: Root, hints: Hints) -> Part:
+    clock = root.world.clock
+    return LaneBridge(hints.lane, clock, CallSettings(look=0.01), HttpFigures(clock)).run
+
+
+def kafka(root: Root, _hints: Hints) -> Part:
+    options = {"bootstrap": ("127.0.0.1:1",)}
+    return doors.door_parts(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
+
+
+def celery(root: Root, _hints: Hints) -> Part:
+    settings = Settings(celery={"queues": {"q": "default"}}, broker_url="redis://127.0.0.1:1/0")  # type: ignore[arg-type]
+    return doors.door_parts(root, settings)["celery"]
+
+
+PARTS: dict[str, tuple[Any, str, Make]] = {
+    "dispatcher": (Dispatcher, "tick", lambda root, hints: service.dispatcher_part(
+        root, hints, Settings(), DispatchFigures())),
+    "job controller": (Foreman, "_look", lambda root, hints: service.dispatcher_part(
+        root, hints, Settings(), DispatchFigures())),
+    "drops": (DropDoor, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
+    "housekeeping": (Collector, "run", housekeeping),
+    "autoscaler": (Autoscaler, "once", autoscaler),
+    "releases": (ReleaseKeeper, "look", lambda root, _: ReleaseKeeper(root.world).run),
+    "release news": (ReleaseNews, "look", lambda root, _: ReleaseNews(root.world.store, NoMessages(), "t").run),
+    "announcer": (Announcer, "look", lambda root, _: Announcer(root.world, NoMessages()).run),
+    "finalizer": (Finalizer, "look", finalizer),
+    "webhooks": (Notifier, "_find", webhooks),
+    "spot notice": (spot_notice, "ask", lambda *_: spot_notice.watch_for_notice),
+    "lane calls": (LaneCalls, "wait", lane_calls),
+    "kafka": (KafkaDoor, "step", kafka),
+    "celery": (CeleryDoor, "_serve", celery),
+}  # fmt: skip
+WAITING = ("kafka", "celery", "spot notice")
+"""Parts whose next turn would ask a server that isn't there: it is seen that it comes."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_part(
+    root: Root, hints: Hints, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    where, name, make = PARTS[part]
+    planted = Planted(monkeypatch, where, name, waits=part in WAITING)
+    stop, others = Stop(), threading.Event()
+
+    def another(stop: threading.Event) -> None:
+        stop.wait(GUARD_SECONDS)
+        others.set()
+
+    together = ThreadPoolExecutor(1).submit(
+        run_together, stop, root.world, wait_for_stop, {part: make(root, hints), "another": another}
+    )
+    try:
+        assert planted.works.wait(GUARD_SECONDS), "there was no next turn"
+        assert not together.done()
+        assert not others.is_set()
+    finally:
+        planted.over.set()
+        stop.set()
+        together.result(GUARD_SECONDS)
+    assert sum(root.world.errors.counts().values()) == 1
+    told = Told()
+    metric_collectors.unforeseen(root.world.errors)(told)
+    assert sum(float(str(value)) for value in told.values["tokenmill_unforeseen_errors_total"].values()) == 1
+
+
+def test_given_tasks_whose_callers_wait_when_one_look_fails_then_the_next_one_works(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part within Celery's that looks after `tokenmill.generate`."""
+    planted = Planted(monkeypatch, GenerateCalls, "run", waits=True)
+    stop = threading.Event()
+    calls = GenerateCalls.__new__(GenerateCalls)
+    thread = threading.Thread(target=supervise, args=("celery generate", lambda _: calls.run(stop), stop, root.world))
+    thread.start()
+    try:
+        assert planted.works.wait(GUARD_SECONDS)
+    finally:
+        planted.over.set()
+        stop.set()
+        thread.join(GUARD_SECONDS)
+    assert root.world.errors.counts() == {"celery generate": 1}
+
+
+def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
+    root: Root, hints: Hints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(_door: KafkaDoor) -> None:
+        raise KafkaDoorStopped("kafka: no valid offset")
+
+    monkeypatch.setattr(KafkaDoor, "step", stopped)
+    with pytest.raises(KafkaDoorStopped, match="no valid offset"):
+        run_together(Stop(), root.world, wait_for_stop, {"kafka": kafka(root, hints)})
+
+
+def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
+    """The loss of what the process is for: a worker's engine."""
+
+    def lost(_stop: threading.Event) -> None:
+        raise Unforeseen("the engine is gone")
+
+    ended = threading.Event()
+
+    def other(stop: threading.Event) -> None:
+        stop.wait(GUARD_SECONDS)
+        ended.set()
+
+    with pytest.raises(Unforeseen):
+        run_together(Stop(), root.world, lost, {"other": other})
+    assert ended.is_set()

@@ -1,0 +1,152 @@
+"""The order in which requests are prepared: tenants in turn, and slow preparations beside quick ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.workers.lane import LaneRequest
+from workers.lane.preparation import LARGE_BYTES, MAX_PASSED, PreparationQueue, is_large
+
+HANG_SECONDS = 120.0
+"""A wait as long as this has failed."""
+
+
+def request(name: str, tenant: str = "a", size: int = 1, attempt: int = 1) -> LaneRequest:
+    return LaneRequest(name, "m", {"prompt": "x" * size}, tenant=tenant, attempt=attempt)
+
+
+class Preparation:
+    """Prepares on threads of its own; a request whose name is in `held` is in preparation until it is let go."""
+
+    def __init__(self, *held: str, threads: int = 2) -> None:
+        self.held = {name: threading.Event() for name in held}
+        self.begun: list[str] = []
+        self.changed = threading.Condition()
+        self.queue = PreparationQueue(self._prepare, threads)
+        self.threads = [threading.Thread(target=self.queue.work, daemon=True) for _ in range(threads)]
+
+    def _prepare(self, prepared: LaneRequest) -> None:
+        with self.changed:
+            self.begun.append(prepared.id)
+            self.changed.notify_all()
+        if prepared.id in self.held:
+            assert self.held[prepared.id].wait(HANG_SECONDS)
+
+    def wait_for(self, *names: str) -> None:
+        """Until these have begun."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(names) <= set(self.begun), HANG_SECONDS), self.begun
+
+    @contextmanager
+    def running(self) -> Iterator[Preparation]:
+        for thread in self.threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            for event in self.held.values():
+                event.set()
+            self.queue.close()
+            for thread in self.threads:
+                thread.join(HANG_SECONDS)
+            assert not self.queue.busy
+
+
+def test_one_tenants_slow_requests_leave_a_thread_to_others() -> None:
+    with Preparation("slow 0", "slow 1").running() as made:
+        # Given requests of one tenant that take for ever,
+        for number in range(4):
+            made.queue.put(request(f"slow {number}"))
+        made.wait_for("slow 0")
+        # then those of others are prepared meanwhile, and none of its own beside the first.
+        for number in range(5):
+            made.queue.put(request(f"quick {number}", "b"))
+        made.wait_for(*(f"quick {number}" for number in range(5)))
+        assert "slow 1" not in made.begun
+        made.held["slow 0"].set()
+        made.wait_for("slow 1")
+
+
+def test_large_requests_of_many_tenants_leave_a_thread_to_small_ones() -> None:
+    with Preparation("large a", "large b").running() as made:
+        for tenant in "ab":
+            made.queue.put(request(f"large {tenant}", tenant, LARGE_BYTES + 1))
+        made.wait_for("large a")
+        made.queue.put(request("small", "c"))
+        made.wait_for("small")
+        assert "large b" not in made.begun
+        made.held["large a"].set()
+        made.wait_for("large b")
+
+
+def prepared_in_order(*requests: LaneRequest) -> list[str]:
+    """The order on one thread, when all of them wait."""
+    made = Preparation(threads=1)
+    for one in requests:
+        made.queue.put(one)
+    with made.running():
+        made.wait_for(*(one.id for one in requests))
+    return made.begun
+
+
+def test_a_large_request_lets_small_ones_pass_so_many_times() -> None:
+    small = [request(f"s{number}") for number in range(MAX_PASSED + 2)]
+    order = prepared_in_order(request("large", size=LARGE_BYTES + 1), *small)
+    names = [one.id for one in small]
+    assert order == [*names[:MAX_PASSED], "large", *names[MAX_PASSED:]]
+
+
+@given(st.lists(st.sampled_from("aaabcd"), max_size=30))
+def test_tenants_take_turns_and_each_keeps_its_order(tenants: list[str]) -> None:
+    order = prepared_in_order(*(request(f"{tenant}{number}", tenant) for number, tenant in enumerate(tenants)))
+    for tenant in set(tenants):
+        numbers = [int(name[1:]) for name in order if name[0] == tenant]
+        assert numbers == sorted(numbers)
+        # No other tenant is served twice while this one waits.
+        places = [at for at, name in enumerate(order) if name[0] == tenant]
+        for before, after in zip([-1, *places], places, strict=False):
+            between = [name[0] for name in order[before + 1 : after]]
+            assert len(set(between)) == len(between), order
+
+
+def test_what_is_not_wanted_any_more_is_not_prepared() -> None:
+    made = Preparation(threads=1)
+    for name in ("r0", "r1", "r2"):
+        made.queue.put(request(name))
+    made.queue.put(request("big", size=LARGE_BYTES + 1))
+    gone = made.queue.discard({("r1", 1), ("r2", 2), ("big", 1)})
+    assert {one.id for one in gone} == {"r1", "big"}
+    with made.running():
+        made.wait_for("r0", "r2")
+    assert made.begun == ["r0", "r2"]
+
+
+def test_closing_returns_what_waits_and_lets_what_is_prepared_end() -> None:
+    with Preparation("first", threads=1).running() as made:
+        made.queue.put(request("first"))
+        made.wait_for("first")
+        made.queue.put(request("second"))
+        assert [one.id for one in made.queue.close()] == ["second"]
+        assert made.queue.busy
+    assert made.begun == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("body", "large"),
+    [
+        ({"prompt": "x" * 1_000}, False),
+        ({"prompt": "x" * (LARGE_BYTES + 1)}, True),
+        ({"messages": [{"role": "user", "content": "x" * 100}] * 1_000}, True),
+        ({"prompt": [1] * LARGE_BYTES}, True),
+        ({"schema": {f"p{number}": {"type": "string"} for number in range(5_000)}}, True),
+        ({}, False),
+    ],
+)
+def test_what_a_body_holds_says_whether_it_is_large(body: dict[str, object], large: bool) -> None:
+    assert is_large(body) is large

@@ -1,0 +1,592 @@
+"""A worker on the lane: answers beside shards' rows are those that the same rows would get, and each request ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.engine import Engine
+from engine.models.base import ModelSpec
+from engine.plan import CacheGroup, RowState, StepOutput, StepPlan
+from engine.request import Choice, Completion, FinishReason, PartialChoice
+from engine.runner.null_runner import NullRunner
+from pipeline.adapters.system import SystemClock
+from pipeline.lane.client import CallSettings, answer
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.protocol import START, LaneSettings
+from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
+from schemas.jobs.job import Tier
+from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
+from tests.waiting import HANG_SECONDS
+from workers.errors import BrokenEngineError
+from workers.lane.requests import LaneReader, LaneRules
+from workers.lane.responses import LaneAnswer
+from workers.lane.server import LaneServer, LaneServing
+from workers.model.loaded_model import LoadedModel
+from workers.shards.worker import ShardWorker, WorkerSettings
+from workers.text.tokenizer import Tokenizer
+from workers.translation.requests import ModelLimits
+from workers.translation.responses import Envelope, ResponseBuilder
+
+SPEC = ModelSpec(
+    architecture="none", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, hidden_size=8, vocab_size=400,
+    max_position=512, windows=(None,), eos_token_ids=(2,), num_parameters=0, dtype=torch.float32,
+)  # fmt: skip
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CALL = CallSettings(patience=0.2, look=0.02)
+CLOCK = SystemClock()
+
+
+class SlowRunner:
+    """The null runner, whose steps take their time, and fail while `fails` says so."""
+
+    def __init__(self, rows: RowState, step_seconds: float) -> None:
+        self._null = NullRunner(rows, SPEC.vocab_size)
+        self._rows = rows
+        self.step_seconds = step_seconds
+        self.steps = 0
+        self.fails: Callable[[Sequence[Sequence[int]]], bool] = lambda prompts: False
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.steps += 1
+        time.sleep(self.step_seconds)
+        prompts = [self._rows.token_ids[row, : self._rows.prompt_len[row]].tolist() for row in plan.rows.tolist()]
+        if self.fails(prompts):
+            raise RuntimeError("the device said no")
+        return self._null.execute(plan)
+
+
+@pytest.fixture
+def host(byte_level: Tokenizer) -> Any:
+    """Makes a model whose steps cost only time: (model, runner)."""
+
+    def host(max_num_seqs: int = 8, step_seconds: float = 0.001) -> tuple[LoadedModel, SlowRunner]:
+        made: list[SlowRunner] = []
+
+        def runner(scheduler: Any) -> SlowRunner:
+            made.append(SlowRunner(scheduler.rows, step_seconds))
+            return made[0]
+
+        config = EngineConfig(cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=max_num_seqs))
+        engine = Engine(config, SPEC, (CacheGroup((0,), None, 800),), SPEC.max_position, runner)
+        limits = ModelLimits(SPEC.max_position, SPEC.vocab_size, SPEC.eos_token_ids)
+        model = LoadedModel("tiny", "tiny", engine, byte_level, limits, "float32", max_num_seqs, digest="sha256:1")
+        return model, made[0]
+
+    return host
+
+
+class Endless:
+    """Shards from a list, and never the last."""
+
+    def __init__(self, shards: Sequence[ShardWork] = ()) -> None:
+        self.left = list(shards)
+
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> ShardWork | None:
+        return self.left.pop(0) if self.left else None
+
+    def finished(self) -> bool:
+        return False
+
+
+class Worker:
+    """A worker on threads."""
+
+    def __init__(
+        self, kit: Any, model: LoadedModel, lane: MemoryLane, name: str, shards: Sequence[ShardWork], **serving: Any
+    ) -> None:
+        self.sink = kit.MemorySink()
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        rules, of_lane = LaneRules(caps={Tier.STANDARD: 300}), serving.pop("of_lane", LANE_SETTINGS)
+        server = LaneServer(
+            model, lane.worker(name), CLOCK, rules, LaneServing(**{"tell_seconds": 0.01} | serving), of_lane
+        )
+
+        def run() -> None:
+            try:
+                with server.running(self.stop) as beside:
+                    ShardWorker(
+                        model, Endless(shards), self.sink, CLOCK, WorkerSettings(checkpoint_seconds=0.05), beside=beside
+                    ).run(self.stop)
+            except BaseException as error:  # noqa: BLE001 - looked at by the test
+                self.error = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.stop.set()
+        self.thread.join(HANG_SECONDS)
+        assert not self.thread.is_alive()
+
+
+LANE_SETTINGS = LaneSettings(lifetime=0.6)
+
+
+@pytest.fixture
+def lane() -> MemoryLane:
+    return MemoryLane(CLOCK, LANE_SETTINGS)
+
+
+@pytest.fixture
+def work(kit: Any, lane: MemoryLane) -> Iterator[Callable[..., Worker]]:
+    """Starts a worker with this model: (model, name, shards)."""
+    workers: list[Worker] = []
+
+    def work(
+        model: LoadedModel,
+        name: str = "w1",
+        shards: Sequence[ShardWork] = (),
+        on: MemoryLane | None = None,
+        **serving: Any,
+    ) -> Worker:
+        workers.append(Worker(kit, model, on or lane, name, shards, **serving))
+        return workers[-1]
+
+    yield work
+    for worker in workers:
+        worker.end()
+    for worker in workers:
+        assert worker.error is None, worker.error
+
+
+def request(model: LoadedModel, body: dict[str, Any], name: str = "r1", **more: Any) -> LaneRequest:
+    url = COMPLETIONS if "prompt" in body else CHAT
+    return LaneRequest(name, model.pin().key, body, **{"url": url, "tier": Tier.STANDARD, **more})
+
+
+def told(lane: MemoryLane, asked: LaneRequest) -> list[LaneEvent]:
+    return list(answer(lane, asked, CLOCK, CALL))
+
+
+def response(events: Sequence[LaneEvent]) -> dict[str, Any]:
+    assert isinstance(events[-1], EndEvent), events[-1]
+    return events[-1].response
+
+
+def text_of(events: Sequence[LaneEvent], choice: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.choice == choice)
+
+
+def as_rows(kit: Any, model: LoadedModel, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a shard with these bodies would answer."""
+    sink = kit.MemorySink()
+    ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK).run()
+    return [json.loads(row.response) for row in sink.parts[1]]
+
+
+def alike(body: dict[str, Any]) -> dict[str, Any]:
+    """Of a response what doesn't depend on when and as what it was asked for."""
+    usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return {"object": body["object"], "model": body["model"], "choices": body["choices"], "usage": usage}
+
+
+def bodies(kit: Any) -> list[dict[str, Any]]:
+    greedy = {"temperature": 0, "max_tokens": 40}
+    return [
+        kit.chat("Hello", **greedy),
+        kit.completion("The quick", **greedy),
+        kit.chat("dice", n=3, seed=5, temperature=1.2, max_tokens=25),
+        kit.chat("naïve 日本語", logprobs=True, top_logprobs=2, **greedy),
+        kit.completion("scored", logprobs=2, echo=True, max_tokens=0),
+        kit.completion("again", echo=True, **greedy),
+        kit.chat("stops", stop=["e", "ab"], n=2, seed=9, max_tokens=40),
+    ]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> LoadedModel:
+    """A real model: sampling, stop strings and log-probabilities are its own."""
+    config = EngineConfig(
+        dtype="float32", threads=1, cache=CacheConfig(block_size=16, num_blocks=200),
+        schedule=ScheduleConfig(max_num_seqs=8),
+    )  # fmt: skip
+    return LoadedModel.load(model_folder, name="tiny", config=config)
+
+
+def test_answers_are_those_of_the_same_rows_and_the_text_comes_in_pieces(
+    loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    asked = bodies(kit)
+    rows = as_rows(kit, loaded, asked)
+    work(loaded)
+    for number, (body, row) in enumerate(zip(asked, rows, strict=True)):
+        events = told(lane, request(loaded, body, f"r{number}"))
+        assert alike(response(events)) == alike(row), body
+        for choice in row["choices"]:
+            whole = choice["message"]["content"] if "message" in choice else choice["text"]
+            assert text_of(events, choice["index"]) == whole.removeprefix("again" if body.get("echo") else "") or (
+                body.get("max_tokens") == 0
+            )
+        ids = [event.sequence for event in events]
+        assert ids == list(range(len(ids)))
+        tokens = [event for event in events if isinstance(event, TokensEvent)]
+        assert sum(len(event.tokens) for event in tokens) <= row["usage"]["completion_tokens"]
+        if body.get("logprobs") is True:
+            told_logprobs = [entry for event in tokens if event.logprobs for entry in event.logprobs["content"]]
+            assert told_logprobs == row["choices"][0]["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_an_attempt_goes_on_behind_the_tokens_of_another(
+    loaded: LoadedModel, kit: Any, lane: MemoryLane, work: Any, number: int
+) -> None:
+    work(loaded)
+    body = bodies(kit)[number]
+    first = told(lane, request(loaded, body, f"a{number}"))
+    told_tokens: dict[int, list[int]] = {}
+    text: dict[int, str] = {}
+    for event in first:
+        if isinstance(event, TokensEvent):
+            told_tokens.setdefault(event.choice, []).extend(event.tokens)
+    # Given that the caller has some of the tokens of each choice, or all of them, when it asks another worker,
+    for part in (1, 2, 7, 10**6):
+        known = tuple(tuple(told_tokens.get(choice, ())[:part]) for choice in range(body.get("n", 1)))
+        again = told(lane, request(loaded, body, f"b{number}-{part}", attempt=2, tokens=known))
+        # then it gets the others, and the same response.
+        seeded = body.get("seed") is not None or body.get("temperature") == 0
+        if seeded:
+            assert alike(response(again)) == alike(response(first))
+        for choice in range(body.get("n", 1)):
+            more = [t for e in again if isinstance(e, TokensEvent) and e.choice == choice for t in e.tokens]
+            assert [*known[choice], *more] == told_tokens.get(choice, [])
+            text[choice] = text_of(again, choice)
+            assert text_of(first, choice).endswith(text[choice])
+
+
+@pytest.mark.parametrize(
+    ("body", "url", "code", "status"),
+    [
+        ({"prompt": "x", "max_tokens": 301}, COMPLETIONS, "invalid_request", 400),
+        ({"prompt": "x", "max_tokens": 299, "stop_token_ids": [4_000]}, COMPLETIONS, "invalid_request", 400),
+        ({"prompt": "x " * 600, "max_tokens": 5}, COMPLETIONS, "context_length_exceeded", 400),
+        ({"prompt": "x", "tools": [{}]}, COMPLETIONS, "unsupported_parameter", 400),
+        ({"prompt": "x", "stream": True}, COMPLETIONS, "unsupported_parameter", 400),
+        ({"messages": [{"role": "tool", "content": "x"}]}, CHAT, "invalid_request", 400),
+        ({"input": "x"}, "/v1/embeddings", "unsupported_url", 400),
+        ({"prompt": [399, 400]}, COMPLETIONS, "invalid_request", 400),
+    ],
+)
+def test_what_a_row_would_be_refused_for_is_refused(
+    host: Any, lane: MemoryLane, work: Any, body: dict[str, Any], url: str, code: str, status: int
+) -> None:
+    model, _ = host()
+    work(model)
+    (last,) = told(lane, request(model, {"model": "tiny", **body}, url=url))
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == (code, status), last.message
+
+
+def test_tokens_that_no_model_has_are_refused(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    model, _ = host()
+    work(model)
+    (last,) = told(lane, request(model, kit.chat(), attempt=2, tokens=((10**9,),)))
+    assert isinstance(last, ErrorEvent)
+    assert last.code == "invalid_request"
+
+
+def test_a_standard_request_is_admitted_in_the_next_step_although_bulk_fills_the_batch(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    model, runner = host(max_num_seqs=4, step_seconds=0.02)
+    job = kit.make_job().model_copy(update={"tier": Tier.BULK})
+    rows = [kit.chat(f"bulk {row}", max_tokens=200, ignore_eos=True) for row in range(20)]
+    worker = work(model, shards=[kit.make_work(rows, job=job)])
+    wait_until(lambda: runner.steps > 10)
+    assert model.engine.num_running == 4
+    began, steps = time.monotonic(), runner.steps
+    events = answer(lane, request(model, kit.chat("quick", max_tokens=6, ignore_eos=True)), CLOCK, CALL)
+    first = next(events)
+    print(f"first token after {1000 * (time.monotonic() - began):.0f} ms, {runner.steps - steps} steps of 20 ms")
+    assert isinstance(first, TokensEvent)
+    assert runner.steps - steps <= 5
+    assert isinstance(list(events)[-1], EndEvent)
+    worker.stop.set()
+    worker.thread.join(HANG_SECONDS)
+    assert worker.sink.released == [1], "the shard is given back, not lost"
+
+
+def test_another_tenants_chat_is_answered_beside_a_flood(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    # Given more requests of one tenant than the worker has room for, whose answers take hundreds of steps,
+    model, runner = host(max_num_seqs=4, step_seconds=0.002)
+    work(model)
+    chat = kit.chat("quick", max_tokens=2, ignore_eos=True)
+    before = request(model, chat, "before", tenant="b", tier=Tier.INTERACTIVE)
+    assert isinstance(told(lane, before)[-1], EndEvent)
+    for number in range(30):
+        body = kit.chat("long", max_tokens=300, ignore_eos=True, n=8)
+        lane.send(request(model, body, f"flood {number}", tenant="a", tier=Tier.INTERACTIVE))
+    wait_until(lambda: model.engine.num_running == 3)
+    # when another one asks, then it is answered before any of these ends.
+    for number in range(3):
+        steps = runner.steps
+        asked = request(model, chat, f"r{number}", tenant="b", tier=Tier.INTERACTIVE)
+        assert isinstance(told(lane, asked)[-1], EndEvent)
+        assert runner.steps - steps < 250
+    for number in range(30):
+        lane.cancel(request(model, {}, f"flood {number}", tenant="a"))
+
+
+def test_a_request_that_is_slow_to_prepare_holds_up_its_own_tenant_only(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host()
+    go_on, prepare = threading.Event(), LaneReader.prepare
+
+    def slow(self: LaneReader, asked: LaneRequest) -> Any:
+        assert asked.id != "slow" or go_on.wait(HANG_SECONDS)
+        return prepare(self, asked)
+
+    monkeypatch.setattr(LaneReader, "prepare", slow)
+    work(model)
+    body = kit.chat("x", max_tokens=2)
+    for name in ("slow", "behind", "cancelled"):
+        lane.send(request(model, body, name, tenant="a"))
+    for number in range(3):
+        assert isinstance(told(lane, request(model, body, f"r{number}", tenant="b"))[-1], EndEvent)
+    lane.cancel(request(model, body, "cancelled", tenant="a"))
+    assert lane.read({"behind": START}, 0) == []
+    go_on.set()
+    for name in ("slow", "behind"):
+        wait_until(lambda name=name: isinstance((lane.read({name: START}, 0) or [None])[-1], EndEvent))
+
+
+def test_what_waits_to_be_prepared_is_handed_back_when_the_worker_ends(
+    host: Any, kit: Any, lane: MemoryLane, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = host()
+    begun, go_on, prepare = threading.Event(), threading.Event(), LaneReader.prepare
+
+    def slow(self: LaneReader, asked: LaneRequest) -> Any:
+        begun.set()
+        assert go_on.wait(HANG_SECONDS)
+        return prepare(self, asked)
+
+    monkeypatch.setattr(LaneReader, "prepare", slow)
+    worker = work(model, grace=0.0)
+    for name in ("first", "second"):
+        lane.send(request(model, kit.chat("x", max_tokens=2), name))
+    assert begun.wait(HANG_SECONDS)
+    worker.stop.set()
+    wait_until(lambda: isinstance((lane.read({"second": START}, 0) or [None])[-1], HandBackEvent))
+    go_on.set()
+    wait_until(lambda: bool(lane.read({"first": START}, 0)))
+
+
+def test_many_are_answered_at_once(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    model, _ = host(max_num_seqs=4)
+    work(model)
+    asked = [request(model, kit.chat(f"{n}", max_tokens=20, ignore_eos=True), f"r{n}") for n in range(50)]
+    alone = [alike(body) for body in as_rows(kit, host()[0], [one.body for one in asked])]
+    for one in asked:
+        lane.send(one)
+    found = {}
+    until = time.monotonic() + HANG_SECONDS
+    while len(found) < len(asked) and time.monotonic() < until:
+        for event in lane.read({one.id: START for one in asked if one.id not in found}, 0.1):
+            if isinstance(event, EndEvent):
+                found[event.request] = alike(event.response)
+    assert [found[one.id] for one in asked] == alone
+
+
+@pytest.mark.parametrize("learnt_by", [LaneServing(tell_seconds=0.01), LaneServing(tell_seconds=60.0)])
+def test_a_cancel_frees_the_engine(host: Any, kit: Any, lane: MemoryLane, work: Any, learnt_by: LaneServing) -> None:
+    # Given a worker that tells often and seldom says what it holds, or the other way round, when a caller goes,
+    model, runner = host(step_seconds=0.01)
+    often = learnt_by.tell_seconds < 1
+    work(model, tell_seconds=learnt_by.tell_seconds, of_lane=LaneSettings(lifetime=300.0) if often else LANE_SETTINGS)
+    events = answer(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True)), CLOCK, CALL)
+    next(events)
+    # then it learns that at once all the same.
+    assert model.engine.num_running == 1
+    events.close()  # type: ignore[attr-defined]
+    wait_until(lambda: model.engine.num_running == 0)
+    assert runner.steps < 200, "it was not computed to its end"
+    assert isinstance(told(lane, request(model, kit.chat(max_tokens=3), "r2"))[-1], EndEvent)
+
+
+def test_behind_its_deadline_a_request_ends_with_an_error(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    model, _ = host(step_seconds=0.02)
+    work(model)
+    soon = datetime.now(UTC) + timedelta(seconds=0.5)
+    last = told(lane, request(model, kit.chat(max_tokens=300, ignore_eos=True), deadline=soon))[-1]
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == ("request_timeout", 408)
+    wait_until(lambda: not model.engine.has_work)
+
+
+def test_a_worker_that_is_told_to_stop_finishes_what_it_can_and_another_goes_on_with_the_rest(
+    host: Any, kit: Any, work: Any
+) -> None:
+    lane = MemoryLane(CLOCK, LaneSettings(lifetime=60.0))  # nobody is taken for dead here
+    (one, _), (other, _) = host(step_seconds=0.02), host(step_seconds=0.02)
+    quick = request(one, kit.chat("quick", max_tokens=15, ignore_eos=True), "quick")
+    long = request(one, kit.chat("long", max_tokens=100, ignore_eos=True), "long")
+    alone = [alike(body) for body in as_rows(kit, host()[0], [quick.body, long.body])]
+    first = work(one, "w1", on=lane, grace=0.6)
+    begun = [answer(lane, asked, CLOCK, CALL) for asked in (quick, long)]
+    heard = [[next(events)] for events in begun]
+    work(other, "w2", on=lane)
+    first.stop.set()
+    began = time.monotonic()
+    for events, so_far in zip(begun, heard, strict=True):
+        so_far += list(events)
+    print(f"all ended {time.monotonic() - began:.1f} s after the stop")
+    assert [alike(response(events)) for events in heard] == alone
+    assert {event.attempt for event in heard[0]} == {1}
+    attempts = [event.attempt for event in heard[1]]
+    assert attempts[0] == 1
+    assert attempts[-1] > 1, "what the first still takes while it ends it hands back, too"
+    tokens = [t for event in heard[1] if isinstance(event, TokensEvent) for t in event.tokens]
+    assert len(tokens) == 100, "none twice, none missing"
+    # And it took nothing new meanwhile.
+    assert isinstance(told(lane, request(one, kit.chat("late", max_tokens=3), "late"))[-1], EndEvent)
+
+
+def test_given_a_worker_that_falls_silent_another_answers(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    model, _ = host()
+    silent = lane.worker("silent")
+    asked = request(model, kit.chat("x", max_tokens=30, ignore_eos=True))
+    lane.send(asked)
+    assert silent.take([asked.model], 1, 1.0) == [asked]
+    silent.emit([TokensEvent(asked.id, 1, 0, tokens=(256,), text="?")])
+    work(model)
+    events = told(lane, asked)
+    assert response(events)["usage"]["completion_tokens"] == 30
+    assert {event.attempt for event in events} == {1, 2}
+
+
+def test_a_failed_step_costs_a_request_nothing_and_one_that_fails_again_ends_with_an_error(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    model, runner = host(step_seconds=0.005)
+    worker = work(model)
+    events = answer(lane, request(model, kit.chat("good", max_tokens=60, ignore_eos=True)), CLOCK, CALL)
+    next(events)
+    failures = iter([True])
+    runner.fails = lambda prompts: next(failures, False)
+    assert response(list(events))["usage"]["completion_tokens"] == 60
+    poison = model.tokenizer.encode_batch(["poison"], add_special_tokens=False)[0].tolist()
+    runner.fails = lambda prompts: any(prompt == poison for prompt in prompts)
+    last = told(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
+    assert isinstance(last, ErrorEvent)
+    assert (last.code, last.status) == ("engine_error", 500)
+    assert worker.thread.is_alive()
+    assert isinstance(told(lane, request(model, kit.chat("good"), "r3"))[-1], EndEvent)
+
+
+def test_rows_of_shards_survive_a_request_that_breaks_steps(host: Any, kit: Any, lane: MemoryLane, work: Any) -> None:
+    model, runner = host(step_seconds=0.002)
+    poison = model.tokenizer.encode_batch(["poison"], add_special_tokens=False)[0].tolist()
+    runner.fails = lambda prompts: any(prompt == poison for prompt in prompts)
+    rows = [kit.chat(f"row {row}", max_tokens=60, ignore_eos=True) for row in range(6)]
+    worker = work(model, shards=[kit.make_work(rows)])
+    wait_until(lambda: runner.steps > 5)
+    last = told(lane, request(model, kit.completion("poison", max_tokens=5), "bad"))[-1]
+    assert isinstance(last, ErrorEvent)
+    wait_until(lambda: 1 in worker.sink.parts)
+    assert [row.completion_tokens for row in worker.sink.parts[1]] == [60] * 6
+
+
+def test_given_an_engine_that_fails_with_everything_the_worker_ends_and_another_answers(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    # Given no rows of shards, which would have shown it
+    broken, runner = host()
+    runner.fails = lambda prompts: True
+    worker = Worker(kit, broken, lane, "broken", ())
+    events = answer(lane, request(broken, kit.chat("x", max_tokens=5, ignore_eos=True)), CLOCK, CALL)
+    lane_events: list[LaneEvent] = []
+    caller = threading.Thread(target=lambda: lane_events.extend(events))
+    caller.start()
+    worker.thread.join(HANG_SECONDS)
+    assert isinstance(worker.error, BrokenEngineError)
+    model, _ = host()
+    work(model, "sound")
+    caller.join(HANG_SECONDS)
+    assert not caller.is_alive()
+    assert response(lane_events)["usage"]["completion_tokens"] == 5
+
+
+def test_an_idle_worker_answers_at_once_and_burns_no_processor(
+    host: Any, kit: Any, lane: MemoryLane, work: Any
+) -> None:
+    model, _ = host()
+    work(model)
+    time.sleep(0.2)
+    began, used = time.monotonic(), time.process_time()
+    time.sleep(1.0)
+    share = (time.process_time() - used) / (time.monotonic() - began)
+    began = time.monotonic()
+    next(answer(lane, request(model, kit.chat("now", max_tokens=2)), CLOCK, CALL))
+    first = time.monotonic() - began
+    print(f"idle: {100 * share:.1f} % of a core; first token after {1000 * first:.0f} ms")
+    assert share < 0.1
+    assert first < 0.5
+
+
+def test_what_may_be_the_beginning_of_a_stop_string_is_not_told(host: Any, kit: Any) -> None:
+    model, _ = host()
+    asked = request(model, kit.completion("q", stop=["xyz!", "?"], max_tokens=50))
+    row = LaneReader(model).prepare(asked)
+    ids, last = (model.tokenizer.encode_batch([text], add_special_tokens=False)[0] for text in ("abcxyz", "!"))
+    told_of = LaneAnswer(asked, row, model.tokenizer)
+    early = told_of.grown([PartialChoice(0, ids)])
+    assert text_of(early) == "abc"
+    assert row.request.watcher is not None
+    watcher = row.request.watcher(0)
+    whole = np.concatenate([ids, last])
+    assert [watcher.push(token_id) for token_id in whole.tolist()][-1]
+    completion = Completion(
+        row.request.request_id, (Choice(0, whole, FinishReason.STOP),), len(row.request.prompt_token_ids), 0,
+        len(whole), 0.0, 1.0,
+    )  # fmt: skip
+    envelope = Envelope("j", CLOCK.now(), 1, lambda _: CLOCK.now())
+    late = told_of.ended(row, completion, ResponseBuilder(model.tokenizer), envelope)
+    assert text_of([*early, *late]) == "abc" == response(late)["choices"][0]["text"]
+    # An attempt that goes on with those tokens knows that no more than that was told.
+    again = replace(asked, attempt=2, tokens=(tuple(ids.tolist()),))
+    more = LaneAnswer(again, LaneReader(model).prepare(again), model.tokenizer).grown([PartialChoice(0, last)])
+    assert text_of(more) == "x"
+
+
+def test_a_bug_of_a_thread_ends_the_worker_and_what_it_had_goes_elsewhere(
+    host: Any, kit: Any, lane: MemoryLane
+) -> None:
+    class Broken:
+        """A lane that fails in a way that nobody foresaw."""
+
+        def __init__(self) -> None:
+            self.inner = lane.worker("broken")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def hold(self, requests: Any) -> frozenset[str]:
+            raise ZeroDivisionError
+
+    model, _ = host(step_seconds=0.01)
+    asked = request(model, kit.chat("x", max_tokens=300, ignore_eos=True))
+    lane.send(asked)
+    server = LaneServer(model, Broken(), CLOCK, serving=LaneServing(tell_seconds=0.01), lane_settings=LANE_SETTINGS)
+    with pytest.raises(ZeroDivisionError), server.running(threading.Event()) as beside:
+        ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run()
+
+
+def wait_until(there: Callable[[], Any]) -> None:
+    until = time.monotonic() + HANG_SECONDS
+    while not there():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.01)

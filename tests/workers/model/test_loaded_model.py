@@ -1,0 +1,157 @@
+"""A model is loaded with its tokenizer and with proof of what it is; answers agree with transformers'."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.engine import Engine
+from engine.errors import EngineError
+from schemas.jobs.results import RowStatus
+from workers.errors import WorkerError
+from workers.model.loaded_model import LoadedModel, library_versions, model_digest, model_path
+from workers.model.scoring import score, windows
+from workers.shards.worker import ShardWorker
+
+CONFIG = EngineConfig(
+    dtype="float32", cache=CacheConfig(block_size=16, num_blocks=200), schedule=ScheduleConfig(max_num_seqs=8)
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> LoadedModel:
+    return LoadedModel.load(model_folder, name="tiny", config=CONFIG, aliases=frozenset({"other"}))
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    torch.set_num_threads(threads)
+
+
+def test_a_loaded_model_knows_what_it_is(loaded: LoadedModel, model_folder: Path) -> None:
+    pin = loaded.pin("other")
+    assert (pin.name, pin.source, pin.dtype) == ("other", str(model_folder), "float32")
+    assert pin.digest == model_digest(model_folder)
+    assert loaded.mismatch(pin) is None
+    assert loaded.limits.vocab_size == 400
+    assert loaded.answers_to("tiny")
+    assert loaded.answers_to("other")
+    assert not loaded.answers_to("gpt-4")
+    assert loaded.facts["architecture"]
+    assert (loaded.facts["quantization"], loaded.facts["kv_dtype"]) == ("none", "auto")
+    assert library_versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_model_says_how_it_was_quantized_and_what_serves(model_folder: Path, loaded: LoadedModel) -> None:
+    quantized = LoadedModel.load(
+        model_folder, name="tiny", config=replace(CONFIG, attention="paged-sdpa", quantize="int8")
+    )
+    assert (quantized.facts["quantization"], quantized.facts["attention"]) == ("int8", "paged-sdpa")
+    assert quantized.pin().quantization == "int8"
+    assert quantized.mismatch(quantized.pin()) is None
+    assert quantized.mismatch(loaded.pin()) == "quantization none, but int8 is loaded"
+    native = LoadedModel.load(
+        model_folder, name="tiny", config=replace(CONFIG, instruction_set="avx2", kv_dtype="int8")
+    )
+    assert (native.facts["kv_dtype"], native.facts["attention"]) == ("int8", "native (avx2)")
+    assert native.mismatch(loaded.pin()) == "kv_dtype auto, but int8 is loaded"
+
+
+def test_the_digest_changes_with_what_changes_answers(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(model_folder, folder)
+    same = model_digest(folder)
+    assert same == model_digest(model_folder)
+    (folder / "README.md").write_text("notes")
+    assert model_digest(folder) == same
+    assert model_digest(folder, "{{ messages }}") != same
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert model_digest(folder) != same
+
+
+def test_a_gguf_files_digest_is_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF weights")
+    assert model_digest(file) == "sha256:" + hashlib.sha256(b"GGUF weights").hexdigest()
+    # and a folder that holds just that file is that file
+    assert model_path(tmp_path) == file
+    with pytest.raises(WorkerError, match="holds no model"):
+        model_digest(tmp_path / "gone")
+
+
+def test_what_is_no_model_can_not_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises((EngineError, WorkerError), match=str(tmp_path)):
+        LoadedModel.load(tmp_path, name="x", config=CONFIG)
+
+
+def test_greedy_answers_are_transformers(loaded: LoadedModel, reference: Any, kit: Any) -> None:
+    # Given chat and completion requests, greedy, when a worker answers them
+    prompts = ["The quick brown", "Q: what? A:", "naïve 日本"]
+    bodies = [kit.chat(prompt, max_tokens=12, temperature=0) for prompt in prompts]
+    bodies += [kit.completion(prompt, max_tokens=12, temperature=0) for prompt in prompts]
+    sink = kit.MemorySink()
+    ShardWorker(loaded, kit.ListSource([kit.make_work(bodies)]), sink, kit.FakeClock()).run()
+    # Then each text is what transformers generates from the same conversation
+    for row, body in enumerate(bodies):
+        chat = "messages" in body
+        text = loaded.tokenizer.render_chat(kit.parse(body).messages) if chat else body["prompt"]
+        (ids,) = loaded.tokenizer.encode_batch([text], add_special_tokens=False)
+        prompt = torch.from_numpy(ids.astype(np.int64))[None]
+        whole = reference.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert sink.rows[row].status == RowStatus.SUCCEEDED
+        assert sink.rows[row].text == loaded.tokenizer.decode_answers([ids], [whole[0, len(ids) :].numpy()])[0]
+        assert sink.rows[row].prompt_tokens == len(ids)
+
+
+def test_logprobs_and_echo_through_the_whole_worker(loaded: LoadedModel, reference: Any, kit: Any) -> None:
+    prompt = "The quick brown fox"
+    body = kit.completion(prompt, max_tokens=0, echo=True, logprobs=2)
+    sink = kit.MemorySink()
+    ShardWorker(loaded, kit.ListSource([kit.make_work([body])]), sink, kit.FakeClock()).run()
+    logprobs = json.loads(sink.rows[0].response)["choices"][0]["logprobs"]
+    (ids,) = loaded.tokenizer.encode_batch([prompt], add_special_tokens=False)
+    with torch.no_grad():
+        logits = reference(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    assert logprobs["token_logprobs"][0] is None
+    np.testing.assert_allclose(logprobs["token_logprobs"][1:], expected.numpy(), atol=1e-4)
+    assert all(2 <= len(tops) <= 3 for tops in logprobs["top_logprobs"][1:])
+
+
+def test_perplexity_is_transformers(loaded: LoadedModel, reference: Any) -> None:
+    texts = ["The quick brown fox jumps", "日本語 🎉 and more", "x"]
+    sequences = loaded.tokenizer.encode_batch(texts, add_special_tokens=False)
+    assert isinstance(loaded.engine, Engine)
+    scores = score(loaded.engine, sequences)
+    for ids, result in zip(sequences, scores, strict=True):
+        assert result.tokens == len(ids) - 1
+        if result.tokens:
+            tokens = torch.from_numpy(ids.astype(np.int64))[None]
+            with torch.no_grad():
+                out = reference(tokens, labels=tokens)
+            assert result.perplexity == pytest.approx(float(out.loss.exp()), rel=1e-3)
+            assert result.greedy == int((out.logits[0, :-1].argmax(-1) == tokens[0, 1:]).sum())
+    total = scores[0] + scores[1]
+    assert total.tokens == scores[0].tokens + scores[1].tokens
+
+
+def test_windows_cover_every_token_once() -> None:
+    ids = np.arange(100, dtype=np.int32)
+    assert np.concatenate(list(windows(ids, 32, 32))).tolist() == list(range(100))
+    assert [len(piece) for piece in windows(ids, 32, 16)][-1] >= 16
+    assert [piece.tolist() for piece in windows(ids[:1], 32, 32)] == [[0]]

@@ -1,0 +1,429 @@
+"""Content policies in a worker, in rows of shards and on the lane; answers are forced to be a text."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai.types.chat
+import pytest
+from structlog.testing import capture_logs
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from pipeline.adapters.system import SystemClock
+from pipeline.lane.client import CallSettings, answer
+from pipeline.lane.memory import MemoryLane
+from pipeline.worker_client.protocol import BY_URGENCY
+from schemas.jobs.job import Tier
+from schemas.jobs.results import RowStatus
+from schemas.requests.errors import RowErrorCode
+from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
+from tests.waiting import HANG_SECONDS
+from tests.workers.structured import tool_templates
+from workers.lane.requests import LaneRules
+from workers.lane.server import LaneServer, LaneServing
+from workers.model.loaded_model import LoadedModel
+from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, Prompt, Verdict
+from workers.policies.rules import Rules
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
+
+WORD = "falcon"
+LEAD = "We went up the hill in the morning, and there we saw a "
+TAIL = " circling over the lake" * 15
+FORBIDDEN, FINE = f"{LEAD}{WORD}{TAIL}", f"{LEAD}heron{TAIL}"
+CONFIG = EngineConfig(
+    dtype="float32",
+    threads=1,
+    max_model_len=2048,
+    cache=CacheConfig(block_size=16, num_blocks=600),
+    schedule=ScheduleConfig(max_num_seqs=8),
+)
+CLOCK = SystemClock()
+CALL = CallSettings(patience=5.0, look=0.02)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_models: Any, kit: Any) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("judged") / "tiny"
+    tiny_models.make_tiny_model("llama", folder, vocab_size=420, max_position_embeddings=2048)
+    kit.byte_level_tokenizer().save_pretrained(folder)
+    return LoadedModel.load(folder, name="tiny", config=CONFIG, chat_template=tool_templates.HERMES)
+
+
+@pytest.fixture(autouse=True)
+def _end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.lane.server._TAKE_SECONDS", 0.02)
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> Policies:
+    path = tmp_path / "birds.toml"
+    path.write_text(f"[[rule]]\nname = 'birds'\nkeywords = ['{WORD.upper()}']\n", encoding="utf-8")
+    return Policies((("rules", Rules(path)),))
+
+
+class Breaks:
+    """Judges by raising where it meets the word."""
+
+    fingerprint = "1"
+    window: int | None = len(WORD)
+
+    def before(self, prompt: Prompt) -> Verdict:
+        if any(WORD in text for text in prompt.texts):
+            raise ValueError(prompt.texts[0])
+        return ALLOWED
+
+    def after(self, answer: Answer) -> Verdict:
+        if WORD in answer.text:
+            raise ValueError(answer.text)
+        return ALLOWED
+
+
+class LateBreaks(Breaks):
+    """The same, at the end only."""
+
+    window = None
+
+
+def forced(kit: Any, *texts: str, prompt: str = "Tell me.", **more: Any) -> dict[str, Any]:
+    """A chat whose answer is one of these texts."""
+    body = {"structured_outputs": {"choice": list(texts)}, "temperature": 0, "max_tokens": 800, **more}
+    made: dict[str, Any] = kit.chat(prompt, **body)
+    return made
+
+
+def rows_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], policies: Policies, **settings: Any) -> Any:
+    """The sink of a shard of these."""
+    sink = kit.MemorySink()
+    how = WorkerSettings(policies=policies, **settings)
+    source = kit.ListSource([kit.make_work(bodies)])
+    ShardWorker(model, source, sink, SystemClock(), how, helper=kit.InTurn()).run()
+    return sink
+
+
+def message_of(row: Any) -> Any:
+    """Of the first choice, checked with the official client's own model."""
+    return openai.types.chat.ChatCompletion.model_validate_json(row.response).choices[0].message
+
+
+def test_a_refused_prompt_fails_its_row_before_anything_is_computed(
+    model: LoadedModel, birds: Policies, kit: Any
+) -> None:
+    spelt = model.tokenizer.encode_batch([f"of a {WORD}"], add_special_tokens=False)[0].tolist()
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"for": "a Falcon"}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": f"the {WORD}s"}]
+    asked = {"role": "user", "content": "and?"}
+    bodies: list[Any] = [
+        kit.chat(f"Where is the {WORD}?"),
+        0,
+        kit.completion(f"The {WORD.title()}"),
+        kit.completion(spelt),
+        kit.chat("", messages=[{"role": "user", "content": parts}]),
+        kit.chat("", messages=[{"role": "system", "content": f"No {WORD}."}, asked]),
+        kit.chat("", messages=[asked, {"role": "assistant", "content": None, "tool_calls": [call]}, asked]),
+        kit.chat("", messages=[{**asked, "name": WORD}]),  # which the template doesn't show
+        kit.chat("x", tools=[{"type": "function", "function": {"name": "look", "description": f"for a {WORD}"}}]),
+    ]
+    before = model.engine.stats()
+    with capture_logs() as logs:
+        sink = rows_of(kit, model, bodies, birds)
+    after = model.engine.stats()
+    assert (after.computed, after.generated, after.steps) == (before.computed, before.generated, before.steps)
+    assert set(sink.rows) == set(range(len(bodies)))
+    for row in sink.rows.values():
+        assert (row.status, row.status_code) == (RowStatus.FAILED, 400)
+        assert row.error_code is RowErrorCode.CONTENT_FILTER
+        assert row.error_message == (
+            f"line {row.row + 1} of the input: the prompt is refused by content policy 'rules', rule 'birds'; "
+            "change the prompt"
+        )
+        assert row.text is row.response is None
+    told = [log for log in logs if log["event"] == "content refused"]
+    assert [log["row"] for log in told] == [f"job-1/{row}" for row in range(len(bodies)) if row != 1]
+    assert WORD not in repr(logs).lower()
+
+
+def test_rows_beside_a_refused_one_are_answered_as_without_policies(
+    model: LoadedModel, birds: Policies, kit: Any
+) -> None:
+    bodies = [kit.chat(f"row {n}", seed=n, max_tokens=20, logprobs=True) for n in range(6)]
+    plain = rows_of(kit, model, bodies, NO_POLICIES)
+    judged = rows_of(kit, model, [*bodies[:3], kit.chat(WORD), *bodies[3:]], birds)
+    texts = [judged.rows[row].text for row in (0, 1, 2, 4, 5, 6)]
+    assert texts == [plain.rows[row].text for row in range(6)]
+    assert [judged.rows[row].status for row in range(7)].count(RowStatus.FAILED) == 1
+    assert judged.reports[1].engine["content_policies"] == f"rules ({birds.fingerprint})"
+    assert "content_policies" not in plain.reports[1].engine
+
+
+def test_a_refused_answer_is_withheld_and_its_row_has_succeeded(model: LoadedModel, birds: Policies, kit: Any) -> None:
+    sink = rows_of(
+        kit,
+        model,
+        [
+            forced(kit, FORBIDDEN, logprobs=True),
+            0,
+            forced(kit, FINE),
+            kit.completion("Once", structured_outputs={"choice": [FORBIDDEN]}, echo=True, logprobs=1, max_tokens=800),
+            kit.chat("long", max_tokens=600, ignore_eos=True),  # the others are logged before it ends
+        ],
+        birds,
+        checkpoint_seconds=0.1,
+    )
+    for row in (sink.rows[0], sink.rows[1]):
+        assert (row.status, row.status_code, row.finish_reason) == (RowStatus.SUCCEEDED, 200, "content_filter")
+        assert (row.text, row.error_code) == ("", None)
+        assert (message_of(row).content, message_of(row).tool_calls) == (None, None)
+        assert row.completion_tokens > 100, "what was computed is counted"
+    assert sink.rows[2].text == FINE
+    assert sink.rows[2].finish_reason == "stop"
+    (choice,) = json.loads(sink.rows[3].response)["choices"]
+    assert choice == {"index": 0, "text": "", "logprobs": None, "finish_reason": "content_filter"}
+    kept = repr([point.finished["response"].to_pylist() for point in sink.checkpoints[1]])
+    assert "heron" in kept
+    assert WORD not in kept
+
+
+def test_of_several_choices_those_are_withheld_that_are_refused(model: LoadedModel, birds: Policies, kit: Any) -> None:
+    body = forced(kit, f"the {WORD}", "the heron", n=8, temperature=2, seed=3)
+    response = json.loads(rows_of(kit, model, [body], NO_POLICIES).rows[0].response)
+    said = [choice["message"]["content"] for choice in response["choices"]]
+    assert set(said) == {f"the {WORD}", "the heron"}
+    judged = json.loads(rows_of(kit, model, [body], birds).rows[0].response)
+    for text, choice in zip(said, judged["choices"], strict=True):
+        reason, content = ("content_filter", None) if WORD in text else ("stop", text)
+        assert (choice["finish_reason"], choice["message"]["content"]) == (reason, content)
+
+
+def tool_call(kit: Any, text: str, **more: Any) -> dict[str, Any]:
+    """A chat whose answer is a call with this text as its argument; the prompt spells it otherwise."""
+    argument = {"type": "string", "pattern": f"^{text.replace(WORD, f'[{WORD[0]}]{WORD[1:]}')}$"}
+    schema = {"type": "object", "properties": {"t": argument}, "required": ["t"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "say", "parameters": schema}}]
+    made: dict[str, Any] = kit.chat(
+        "x", tools=tools, tool_choice="required", parallel_tool_calls=False,
+        temperature=0, max_tokens=800, **more,
+    )  # fmt: skip
+    return made
+
+
+def test_what_a_call_says_is_judged(model: LoadedModel, birds: Policies, kit: Any) -> None:
+    sink = rows_of(kit, model, [tool_call(kit, FORBIDDEN), tool_call(kit, FINE)], birds)
+    assert (sink.rows[0].finish_reason, message_of(sink.rows[0]).tool_calls) == ("content_filter", None)
+    (call,) = message_of(sink.rows[1]).tool_calls
+    assert json.loads(call.function.arguments) == {"t": FINE}
+
+
+@pytest.mark.parametrize("policy", [Breaks(), LateBreaks()])
+def test_a_policy_that_raises_fails_the_row_and_the_worker_goes_on(
+    model: LoadedModel, kit: Any, policy: Breaks
+) -> None:
+    with capture_logs() as logs:
+        bodies = [kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN), forced(kit, FINE)]
+        sink = rows_of(kit, model, bodies, Policies((("mine", policy),)))
+    for row, what in ((0, "prompt"), (1, "answer")):
+        failed = sink.rows[row]
+        assert (failed.status, failed.status_code) == (RowStatus.FAILED, 500)
+        assert failed.error_code is RowErrorCode.ENGINE_ERROR
+        assert f"content policy 'mine' could not judge the {what} (ValueError)" in failed.error_message
+        assert failed.text is failed.response is None
+    assert sink.rows[2].text == FINE
+    assert [log["row"] for log in logs if log["event"] == "content policy failed"] == ["job-1/0", "job-1/1"]
+    assert WORD not in repr(logs)
+
+
+def test_texts_to_embed_are_judged(embedding_model: Path, birds: Policies, kit: Any) -> None:
+    embeds = LoadedModel.load(embedding_model, name="tiny", config=EngineConfig(threads=1))
+    ids = embeds.tokenizer.encode_batch([WORD], add_special_tokens=False)[0].tolist()
+    assert WORD in embeds.tokenizer.decode(ids)
+    bodies = [{"model": "tiny", "input": given} for given in ("a heron", ["a", f"a {WORD}"], [ids])]
+    sink = rows_of(kit, embeds, bodies, birds)
+    codes = [sink.rows[row].error_code for row in range(3)]
+    refused = RowErrorCode.CONTENT_FILTER
+    assert codes == [None, refused, refused]
+
+
+class Endless:
+    """No shards, and never the last."""
+
+    def take(self, timeout: float, tiers: Sequence[Tier] = BY_URGENCY) -> None:
+        return None
+
+    def finished(self) -> bool:
+        return False
+
+
+Ask = Callable[..., list[LaneEvent]]
+
+
+@contextmanager
+def served(kit: Any, model: LoadedModel, policies: Policies) -> Iterator[Ask]:
+    """A worker on a lane of its own: gives the events of a body's answer."""
+    lane, stop = MemoryLane(CLOCK), threading.Event()
+    serving = LaneServing(tell_seconds=0.0, tell_each_seconds=0.0)
+    server = LaneServer(model, lane.worker("w"), CLOCK, LaneRules(policies=policies), serving)
+
+    def run() -> None:
+        with server.running(stop) as beside:
+            ShardWorker(model, Endless(), kit.MemorySink(), CLOCK, beside=beside).run(stop)
+
+    def ask(body: dict[str, Any], **more: Any) -> list[LaneEvent]:
+        url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        request = LaneRequest(f"r{time.monotonic_ns()}", model.pin().key, body, url=url, **more)
+        return list(answer(lane, request, CLOCK, CALL))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield ask
+    finally:
+        stop.set()
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive()
+    assert not model.engine.has_work
+
+
+def text_of(events: Sequence[LaneEvent], choice: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, TokensEvent) and event.choice == choice)
+
+
+def end_of(events: Sequence[LaneEvent]) -> EndEvent:
+    assert isinstance(events[-1], EndEvent), events[-1]
+    return events[-1]
+
+
+def check_cut(text: str) -> None:
+    """As much was told as could be, and nothing of the word."""
+    assert LEAD.startswith(text)
+    assert len(text) > len(LEAD) - 20
+
+
+def test_a_stream_ends_before_the_word_and_nothing_more_is_computed(
+    model: LoadedModel, birds: Policies, kit: Any
+) -> None:
+    with served(kit, model, NO_POLICIES) as ask:
+        plain = end_of(ask(forced(kit, FORBIDDEN)))
+        assert plain.policies is None
+    blocks = model.engine.stats().free_blocks
+    with served(kit, model, birds) as ask, capture_logs() as logs:
+        events = ask(forced(kit, FORBIDDEN, logprobs=True, top_logprobs=2))
+        end = end_of(events)
+        stats = model.engine.stats()
+        assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, blocks)
+    check_cut(text_of(events))
+    (choice,) = end.response["choices"]
+    assert choice["finish_reason"] == "content_filter"
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert choice["logprobs"] is None
+    assert end.policies == birds.fingerprint
+    tokens = [event for event in events if isinstance(event, TokensEvent)]
+    spelt = "".join(entry["token"] for event in tokens for entry in (event.logprobs or {"content": []})["content"])
+    assert spelt == text_of(events), "log-probabilities spell no more than the text"
+    told = model.tokenizer.decode([token for event in tokens for token in event.tokens])
+    assert told == text_of(events)
+    used, whole = (one.response["usage"]["completion_tokens"] for one in (end, plain))
+    print(f"{used} of {whole} tokens were computed")
+    assert used < whole / 2
+    assert [log["rule"] for log in logs if log["event"] == "content refused"] == ["birds"]
+    assert WORD not in repr(logs).lower()
+
+
+@pytest.mark.parametrize("stop", [None, f"{WORD} c", "lake"])
+def test_what_is_allowed_is_told_as_without_policies(
+    model: LoadedModel, birds: Policies, kit: Any, stop: str | None
+) -> None:
+    # A stop string may hold the word: it is cut off, so nobody is told of it.
+    body = forced(kit, FINE if stop is None else FORBIDDEN.replace(WORD, "heron") if stop == "lake" else FORBIDDEN)
+    body |= {"logprobs": True, "n": 2} | ({} if stop is None else {"stop": [stop]})
+    del body["structured_outputs"]["choice"][1:]
+    told = []
+    for policies in (NO_POLICIES, birds):
+        with served(kit, model, policies) as ask:
+            events = ask(body)
+        lines = [event.logprobs["content"] for event in events if isinstance(event, TokensEvent) and event.logprobs]
+        told.append((end_of(events).response["choices"], text_of(events), text_of(events, 1), len(lines) > 0))
+    assert told[0] == told[1]
+    assert told[0][1] == (FINE if stop is None else LEAD if stop != "lake" else f"{LEAD}heron circling over the ")
+
+
+def test_one_choice_ends_and_the_others_go_on(model: LoadedModel, birds: Policies, kit: Any) -> None:
+    with served(kit, model, NO_POLICIES) as ask:
+        for seed in range(1, 20):
+            body = forced(kit, FORBIDDEN, FINE, n=6, temperature=2, seed=seed)
+            whole = end_of(ask(body)).response
+            said = [choice["message"]["content"] for choice in whole["choices"]]
+            if set(said) == {FORBIDDEN, FINE}:
+                break
+        else:
+            pytest.fail("no seed gives both")
+    with served(kit, model, birds) as ask:
+        events = ask(body)
+    judged = end_of(events).response
+    for text, choice in zip(said, judged["choices"], strict=True):
+        if text == FORBIDDEN:
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("content_filter", None)
+            check_cut(text_of(events, choice["index"]))
+        else:
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", FINE)
+            assert text_of(events, choice["index"]) == FINE
+    used, before = (response["usage"]["completion_tokens"] for response in (judged, whole))
+    assert used < before - 200 * said.count(FORBIDDEN)
+
+
+def test_a_call_is_told_up_to_the_word_and_no_further(model: LoadedModel, birds: Policies, kit: Any) -> None:
+    with served(kit, model, birds) as ask:
+        events = ask(tool_call(kit, FORBIDDEN))
+    (choice,) = end_of(events).response["choices"]
+    assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("content_filter", None)
+    deltas = [call for event in events if isinstance(event, TokensEvent) for call in event.tool_calls or []]
+    arguments = "".join(call["function"].get("arguments", "") for call in deltas)
+    check_cut(json.loads(f'{arguments}"}}')["t"])
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_an_attempt_that_goes_on_tells_the_rest_and_finds_a_word_that_had_begun(
+    model: LoadedModel, birds: Policies, kit: Any, first: str
+) -> None:
+    for text in (FORBIDDEN, FINE):
+        with served(kit, model, birds if first == "with" else NO_POLICIES) as ask:
+            begun = [event for event in ask(forced(kit, text)) if isinstance(event, TokensEvent)]
+        tokens: tuple[int, ...] = tuple(token for event in begun for token in event.tokens)
+        if first == "without":  # the first attempt told the beginning of the word
+            count = next(n for n in range(len(tokens)) if len(model.tokenizer.decode(tokens[:n])) > len(LEAD) + 2)
+            tokens = tokens[:count]
+        told = model.tokenizer.decode(tokens)
+        with served(kit, model, birds) as ask:
+            more = ask(forced(kit, text), attempt=2, tokens=(tokens,))
+        if text == FINE:
+            assert told + text_of(more) == FINE
+            assert end_of(more).response["choices"][0]["message"]["content"] == FINE
+        else:
+            assert text_of(more) == "", "all of it is held back, or was told before"
+            assert end_of(more).response["choices"][0]["finish_reason"] == "content_filter"
+
+
+def test_a_refused_request_and_one_that_can_t_be_judged_end_with_errors(
+    model: LoadedModel, birds: Policies, kit: Any
+) -> None:
+    steps = model.engine.stats().steps
+    with served(kit, model, birds) as ask:
+        (refused,) = ask(kit.chat(f"a {WORD}"))
+    assert isinstance(refused, ErrorEvent)
+    assert (refused.code, refused.status) == ("content_filter", 400)
+    assert model.engine.stats().steps == steps
+    for policy in (Breaks(), LateBreaks()):
+        with served(kit, model, Policies((("mine", policy),))) as ask:
+            for body in (kit.chat(f"a {WORD}"), forced(kit, FORBIDDEN)):
+                *told, last = ask(body)
+                assert isinstance(last, ErrorEvent)
+                assert (last.code, last.status) == ("engine_error", 500)
+                assert last.message.startswith("content policy 'mine' could not judge the ")
+                assert WORD not in text_of(told)
+                assert not (told and policy.window is None), "told before it could be judged"
+            assert text_of(ask(forced(kit, FINE))) == FINE

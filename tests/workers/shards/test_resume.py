@@ -1,0 +1,396 @@
+"""Workers that die, again and again: the next one goes on where the log stands, and the results are those of a run that
+nothing interrupted. The engine, the ledger and the log's bytes are the real ones; a death is an exception that nobody
+catches."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from pipeline.inputs.pinning import pin_input
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import Order, submit
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.results.checkpoints import read_history
+from pipeline.worker_client.protocol import ShardWork
+from schemas.jobs.job import JobSettings, Tier
+from schemas.jobs.outcome import Manifest
+from schemas.models import ModelPin
+from schemas.requests.limits import PlanSettings
+from tests.pipeline.simulated_harness import LIFETIME, House
+from tests.pipeline.simulation import MemoryStore, simulated_world
+from workers.errors import BrokenEngineError
+from workers.model.loaded_model import LoadedModel
+from workers.observability.progress import WorkerProgress
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
+
+ROWS = 24
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 3, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 1.2, "top_p": 0.9, "n": 3, "stop": ["e", "q", "th"]},
+    {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 6},
+    {"temperature": 0, "stop": ["zq", "xx"], "n": 2, "logprobs": True},
+    {"temperature": 1.0, "top_k": 9, "presence_penalty": 0.3, "logprobs": True, "top_logprobs": 0, "n": 2},
+]
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Dies:
+    """A worker's observer that kills it after some turns."""
+
+    def __init__(self, turns: float) -> None:
+        self._left = turns
+
+    def progress(self, progress: WorkerProgress) -> None:
+        self._left -= 1
+        if self._left <= 0 and not progress.stopped:
+            raise Killed
+
+
+class Ticking:
+    """A shard source whose dispatcher looks at the world before each take."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self._house = house
+        self._client = house.client(name)
+
+    def take(self, timeout: float, tiers: Sequence[Tier] = ()) -> ShardWork | None:
+        self._house.dispatcher.tick()
+        return self._client.take(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+@pytest.fixture
+def requests(tmp_path: Path, kit: Any) -> Path:
+    """24 requests of all kinds, four of them copies of others."""
+    lines = []
+    for row in range(ROWS):
+        at = row % 20
+        body = kit.chat(f"tell me {at}", max_tokens=20 + at, **KINDS[at % len(KINDS)])
+        if at % 7 == 3:
+            body = kit.completion(f"once {at}", max_tokens=16, echo=True, logprobs=1, temperature=0.7, seed=at)
+        url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        lines.append(json.dumps({"custom_id": f"id-{row}", "method": "POST", "url": url, "body": body}))
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def load(model_folder: Path) -> Callable[[], LoadedModel]:
+    config = EngineConfig(
+        dtype="float32", max_model_len=128, cache=CacheConfig(block_size=16), schedule=ScheduleConfig(max_num_seqs=8)
+    )
+    return lambda: LoadedModel.load(model_folder, name="tiny", config=config, digest="sha256:1")
+
+
+def begin(tmp_path: Path, source: Path, name: str) -> World:
+    """A planned job in a world of its own."""
+    scratch = tmp_path / name
+    scratch.mkdir()
+    world = simulated_world(scratch)
+    ledger = JobLedger(world.store)
+    settings = JobSettings(plan=PlanSettings(max_shard_rows=7))
+    pin = ModelPin(name="tiny", source="tiny", digest="sha256:1", dtype="float32")
+    job = submit(Order(input=pin_input(source), models=(pin,), settings=settings), ledger, world, job_id="job-1").job
+    plan_job(ledger, job, world)
+    return world
+
+
+def work_on(world: World, model: LoadedModel, turns: float, kit: Any, **settings: Any) -> Manifest | None:
+    """One life of a worker: until the job ends, or it dies after so many turns."""
+    house = House(world, JobLedger(world.store))
+    house.dispatcher.add(house.ledger)
+    source = Ticking(house, "w")
+    how = WorkerSettings(report_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
+    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InTurn())  # type: ignore[arg-type]
+    try:
+        worker.run()
+    except Killed:
+        return None
+    for _ in range(3):
+        world.clock.sleep(LIFETIME + 1)
+        house.dispatcher.tick()
+    return house.ledger.manifest()
+
+
+def rows_of(world: World) -> list[dict[str, Any]]:
+    """What users see, without what may differ: times, attempts, what was cached."""
+    found = []
+    for _, info in JobLedger(world.store).parts():
+        for row in pq.read_table(pa.BufferReader(world.store.read(info.key))).to_pylist():
+            response = json.loads(row["response"])
+            del response["usage"]["prompt_tokens_details"], response["created"]
+            found.append((row["row"], row["custom_id"], row["status"], row["text"], rounded(response)))
+    return sorted(found, key=lambda row: row[0])
+
+
+def rounded(value: Any) -> Any:
+    """Log-probabilities differ in their last digits with the shape of the batch."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+def test_given_deaths_at_any_moment_when_workers_go_on_then_results_are_those_of_an_unbroken_run(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    unbroken = begin(tmp_path, requests, "unbroken")
+    whole = work_on(unbroken, load(), float("inf"), kit)
+    assert whole is not None
+    assert whole.counts.succeeded == ROWS
+    assert whole.usage.repeated == whole.repeated_at_most == 0
+
+    broken, chance, lives = begin(tmp_path, requests, "broken"), random.Random(2), 0
+    while (manifest := work_on(broken, load(), chance.randrange(3, 25), kit)) is None:
+        lives += 1
+        assert lives < 200, "the job gets nowhere"
+
+    assert lives > 3
+    assert rows_of(broken) == rows_of(unbroken)
+    assert manifest.usage.completion == whole.usage.completion
+    assert manifest.usage.repeated == 0, "all was logged after each step, so nothing was sampled twice"
+    assert manifest.repeated_at_most <= lives * 8 * 3
+    left = [info.key for info in broken.store.list("work/")]
+    assert not [key for key in left if key.endswith(tuple("0123456789"))], "checkpoints are removed with the commit"
+
+
+def test_given_a_log_now_and_then_when_workers_die_then_only_what_was_not_logged_is_repeated(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    unbroken, broken = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "broken")
+    whole = work_on(unbroken, load(), float("inf"), kit)
+    assert whole is not None
+    sampled = 0
+    for turns in (9, 14, float("inf")):
+        model = load()
+        # The clock stands still while the engine computes: only the first step of each life is logged.
+        manifest = work_on(broken, model, turns, kit, checkpoint_seconds=1e9)
+        sampled += model.engine.stats().generated
+
+    assert manifest is not None
+    assert rows_of(broken) == rows_of(unbroken)
+    lost = sampled - manifest.usage.completion
+    assert manifest.usage.repeated <= lost <= manifest.repeated_at_most
+    assert lost > 50
+
+
+def test_given_damaged_or_lost_checkpoints_when_going_on_then_what_they_said_is_computed_again(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    unbroken, broken = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "broken")
+    assert work_on(unbroken, load(), float("inf"), kit) is not None
+    assert work_on(broken, load(), 14, kit) is None
+    store = broken.store
+    assert isinstance(store, MemoryStore)
+    keys = [key for key in store.objects if key.startswith("work/") and not key.endswith(".json")]
+    assert len(keys) > 9
+    for at, key in enumerate(keys):
+        if at % 5 == 1:
+            del store.objects[key]
+        elif at % 5 == 3:
+            store.objects[key] = store.objects[key][:-7]
+        elif at == 5:
+            store.objects[key] = b"tmckpt99" + store.objects[key][8:]
+
+    assert work_on(broken, load(), float("inf"), kit) is not None
+    assert rows_of(broken) == rows_of(unbroken)
+
+
+def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts_as_lost(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    unbroken, broken = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "broken")
+    whole = work_on(unbroken, load(), float("inf"), kit)
+    assert whole is not None
+
+    class Stops:
+        """Set once the worker has looked so many times."""
+
+        def __init__(self, looks: int) -> None:
+            self.left = looks
+
+        def is_set(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    for looks in (6, 9, 12):
+        house = House(broken, JobLedger(broken.store))
+        house.dispatcher.add(house.ledger)
+        source: Any = Ticking(house, "w")
+        model = load()
+        how = WorkerSettings(checkpoint_seconds=1e9, max_open_shards=2)
+        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InTurn()).run(Stops(looks))  # type: ignore[arg-type]
+        assert progress.stopped
+        assert not model.engine.has_work
+    manifest = work_on(broken, load(), float("inf"), kit)
+
+    assert manifest is not None
+    assert rows_of(broken) == rows_of(unbroken)
+    assert manifest.usage.repeated == manifest.repeated_at_most == 0
+    assert manifest.usage.completion == whole.usage.completion
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 10, 22])
+def test_given_a_row_that_kills_its_worker_when_tried_again_then_it_alone_fails(
+    tokens: int, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given steps of 50 ms, a log each second, and a row that ends the process at its so-manieth token
+    world = begin(tmp_path, requests, "world")
+    poison, lives = 19, 0
+    manifest = None
+    while manifest is None:
+        lives += 1
+        assert lives < 15, "the poison is never found"
+        model = poisoned(load(), poison, tokens, world)
+        manifest = work_on(world, model, float("inf"), kit, checkpoint_seconds=1.0)
+
+    failed = [row for row in rows_with_errors(world) if row["status"] == "failed"]
+    assert [(row["row"], row["error_code"]) for row in failed] == [(poison, "engine_error")]
+    assert "died 3 times" in failed[0]["error_message"]
+    assert manifest.counts.succeeded == ROWS - 1
+    assert lives <= 13, "three shards die together, and each is suspected"
+
+
+def poisoned(model: LoadedModel, poison: int, tokens: int, world: World) -> LoadedModel:
+    """The process dies at the so-manieth token of the row."""
+    add, step, since = model.engine.add, model.engine.step, list[int]()
+
+    def watched(request: Any) -> None:
+        if request.request_id.endswith(f"/{poison}"):
+            since.append(sum(len(choice.token_ids) for choice in request.partial))
+        add(request)
+
+    def deadly() -> Any:
+        world.clock.sleep(0.05)
+        if since:
+            since[0] += 1
+            if since[0] >= tokens:
+                raise Killed
+        return step()
+
+    return replace(model, engine=Wrapped(model.engine, watched, deadly))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.75, 2.1, 4.2, 8.2])
+@pytest.mark.parametrize("interval", [1.0, 15.0])
+def test_given_workers_that_are_killed_a_while_after_their_start_then_no_row_is_blamed(
+    seconds: float, interval: float, tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given slow steps, so that hardly anything is done in a life, and 14 lives of the same length
+    world = begin(tmp_path, requests, "world")
+    model = load()
+    for _ in range(14):
+        killed = killed_after(replace(model, engine=model.engine), seconds, world)
+        if work_on(world, killed, float("inf"), kit, checkpoint_seconds=interval) is not None:
+            break  # long lives get done
+        model = load()
+    # When nobody kills them any more, then all rows are answered
+    manifest = work_on(world, model, float("inf"), kit, checkpoint_seconds=interval)
+    assert manifest is not None
+    assert {row["error_code"] for row in rows_with_errors(world)} == {None}
+    assert manifest.counts.succeeded == ROWS
+
+
+def killed_after(model: LoadedModel, seconds: float, world: World) -> LoadedModel:
+    """The process dies so long after its first step; a step takes 0.3 s."""
+    step, since = model.engine.step, list[float]()
+
+    def deadly() -> Any:
+        since.append(world.clock.monotonic())
+        world.clock.sleep(0.3)
+        if world.clock.monotonic() - since[0] >= seconds:
+            raise Killed
+        return step()
+
+    return replace(model, engine=Wrapped(model.engine, model.engine.add, deadly))  # type: ignore[arg-type]
+
+
+def test_given_kills_while_a_shard_waits_for_its_turn_then_it_is_not_taken_for_deadly(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given lives that end early, in which the later shards are taken and prepared, but none of their rows let in
+    world = begin(tmp_path, requests, "world")
+    ledger = JobLedger(world.store)
+    for _ in range(4):
+        assert work_on(world, load(), 3, kit, checkpoint_seconds=1.0, request_timeout=1e6, max_open_shards=3) is None
+    # Then those are not suspected
+    assert [read_history(ledger, shard).silent for shard in (1, 2, 3)] == [3, 0, 0], (
+        "the fourth life proves its machine"
+    )
+
+
+def test_given_a_run_that_ends_with_an_error_when_it_goes_on_then_no_row_is_suspected(
+    tmp_path: Path, requests: Path, load: Callable[[], LoadedModel], kit: Any
+) -> None:
+    # Given engines that fail with everything, so that row after row fails alone
+    unbroken, world = begin(tmp_path, requests, "unbroken"), begin(tmp_path, requests, "world")
+    work_on(unbroken, load(), float("inf"), kit)
+    for good in (0, 3, 6):
+        model = load()
+        broken = Wrapped(model.engine, model.engine.add, failing(model.engine, good, world))
+        with pytest.raises(BrokenEngineError):
+            work_on(world, replace(model, engine=broken), float("inf"), kit, checkpoint_seconds=0)  # type: ignore[arg-type]
+    history = read_history(JobLedger(world.store), 1)
+    assert history.attempts
+    assert (history.silent, history.cornered, history.blamed) == (0, frozenset(), {})
+    # Then, with a sound one, it ends as if nothing had been
+    assert work_on(world, load(), float("inf"), kit) is not None
+    assert rows_of(world) == rows_of(unbroken)
+
+
+def failing(engine: Any, good: int, world: World) -> Callable[[], Any]:
+    """Steps of which only the first few succeed; what fails takes a second."""
+    execute, steps = engine._runner.execute, 0
+
+    def fail(plan: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > good:
+            world.clock.sleep(1.0)
+            raise RuntimeError("the device said no")
+        return execute(plan)
+
+    def step() -> Any:
+        engine._runner.execute = fail
+        return engine.step()
+
+    return step
+
+
+class Wrapped:
+    """An engine with another `add` and `step`."""
+
+    def __init__(self, engine: Any, add: Any, step: Any) -> None:
+        self._engine = engine
+        self.add = add
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def rows_with_errors(world: World) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for _, info in JobLedger(world.store).parts():
+        found += pq.read_table(pa.BufferReader(world.store.read(info.key))).to_pylist()
+    return found

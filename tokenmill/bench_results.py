@@ -1,0 +1,110 @@
+"""What `bench` measured on this machine, kept so that `estimate` can say how long a job takes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.planner.estimates.timing import StepTimes
+
+FILE = "measured.json"
+
+LARGE_STEP = 2048
+"""Prompt tokens of a step that prefill's rate is taken to be of, where nothing else was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """Speed of one model on one machine.
+
+    Attributes:
+        model: digest of its weights.  dtype, threads: how it was computed (threads None: torch's choice).
+        quantization, kv_dtype: of weights and KV cache.
+        machine: what was measured on.  measured_at: ISO 8601, UTC.
+        prefill, decode: tokens per second; decode at a batch of `batch` rows.
+        step_sizes: (positions computed, seconds of a step of so many, less what follows); empty: not measured.
+        logit, read, pair: seconds, as `StepTimes` has them.
+        cache_bytes: that a KV cache may take there; None: not known.
+    """
+
+    model: str
+    dtype: str
+    threads: int | None
+    machine: str
+    measured_at: str
+    prefill: float
+    decode: float
+    batch: int
+    quantization: str = "none"
+    kv_dtype: str = "auto"
+    step_sizes: tuple[tuple[int, float], ...] = ()
+    logit: float = 0.0
+    read: float = 0.0
+    pair: float = 0.0
+    cache_bytes: int | None = None
+
+    @property
+    def times(self) -> StepTimes:
+        """What steps take; of a measurement of an earlier version roughly."""
+        if not self.step_sizes:
+            step = self.batch / self.decode
+            return StepTimes({self.batch: step, self.batch + LARGE_STEP: step + LARGE_STEP / self.prefill})
+        return StepTimes(dict(self.step_sizes), self.logit, self.read, self.pair)
+
+
+def this_machine() -> str:
+    """A name for the hardware: another machine that shares the home folder must not take these figures for its own."""
+    return f"{platform.node()} {platform.machine()} {os.cpu_count()} cores"
+
+
+def keep(speed: MeasuredSpeed, cache: Path) -> Path:
+    """Remember a measurement beside the models; an older one of the same model, options and machine goes."""
+    path = cache / FILE
+    others = [kept for kept in _read(path) if _key(kept) != _key(speed)]
+    cache.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=cache, prefix=".measured-")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump([asdict(kept) for kept in [*others, speed]], file, indent=2)
+    Path(name).replace(path)
+    return path
+
+
+def recall(
+    cache: Path, *, model: str, dtype: str, threads: int | None, quantization: str, kv_dtype: str
+) -> MeasuredSpeed | None:
+    """The latest measurement of these weights, computed like this, on this machine, or None."""
+    wanted = (model, dtype, threads, quantization, kv_dtype, this_machine())
+    return next((kept for kept in _read(cache / FILE) if _key(kept) == wanted), None)
+
+
+def read_bench(path: Path) -> MeasuredSpeed:
+    """What 'tokenmill bench --json' printed, on this or another machine; raises ValueError."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return _speed({name: document[name] for name in MeasuredSpeed.__slots__ if name in document})
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: is not what 'tokenmill bench --json' prints ({error})") from error
+
+
+def _speed(entry: dict[str, Any]) -> MeasuredSpeed:
+    sizes = tuple((int(tokens), float(seconds)) for tokens, seconds in entry.get("step_sizes", ()))
+    return MeasuredSpeed(**(entry | {"step_sizes": sizes}))
+
+
+def _key(speed: MeasuredSpeed) -> tuple[str, str, int | None, str, str, str]:
+    return speed.model, speed.dtype, speed.threads, speed.quantization, speed.kv_dtype, speed.machine
+
+
+def _read(path: Path) -> list[MeasuredSpeed]:
+    """What is kept; nothing when the file is missing, or is not ours to read: it can always be measured again."""
+    if not path.is_file():
+        return []
+    try:
+        return [_speed(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError):
+        return []

@@ -1,0 +1,1 @@
+"""`tokenmill jobs`: one file for each subcommand."""

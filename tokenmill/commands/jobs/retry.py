@@ -1,0 +1,308 @@
+"""`tokenmill jobs retry`: the rows of a job that got no answer, as a new job: in a folder, run here and now, or in the
+root of the first one, for its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from tokenmill.config import cli_options
+from tokenmill.config.cli_options import (
+    ChatTemplate,
+    ContentPolicies,
+    Deadline,
+    Debug,
+    DeviceOption,
+    DType,
+    GatewayUrl,
+    JobGiven,
+    Json,
+    KvCacheMemory,
+    KvDType,
+    MaxCost,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MaxOutputTokens,
+    PricePerHour,
+    Quantize,
+    Replicas,
+    RootUrl,
+    SpeculateOption,
+    TensorParallel,
+    Threads,
+    Tier,
+)
+from tokenmill.errors import InputError, ModelError, UserError
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.jobs.retry import Retry, Wishes
+    from schemas.jobs.inputs import InputFile, InputRef
+    from schemas.jobs.job import Job
+    from schemas.jobs.results import RowStatus
+    from schemas.models import ModelPin
+    from tokenmill.config.engine_options import EngineOptions
+    from tokenmill.config.job_options import ChosenModel
+    from tokenmill.local.run_plan import RunPlan
+
+
+class Ended(StrEnum):
+    """How a row ended that got no answer."""
+
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+ONLY_HERE: Final = {
+    "new": "--output", "input_": "--input", "model": "--model", "dtype": "--dtype", "quantize": "--quantize",
+    "kv_dtype": "--kv-dtype", "speculate": "--speculate", "content_policy": "--content-policy", "device": "--device",
+    "threads": "--threads", "tensor_parallel": "--tensor-parallel", "replicas": "--replicas", "fresh": "--fresh",
+    "price_per_hour": "--price-per-hour", "chat_template": "--chat-template", "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens", "kv_cache_memory": "--kv-cache-memory",
+}  # fmt: skip
+"""Options of a retry that is run here: in a root they are its workers'."""
+
+
+def retry(
+    context: typer.Context,
+    job_given: JobGiven,
+    new: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            parser=cli_options.folder,
+            metavar="NEW",
+            help="The new job's folder; not for one in a root.",
+        ),
+    ] = None,
+    root_url: RootUrl = None,
+    url: GatewayUrl = None,
+    only: Annotated[
+        list[Ended] | None, typer.Option(help="Only rows that ended so. Repeat for several. Default: all three.")
+    ] = None,
+    include_invalid: Annotated[
+        bool, typer.Option("--include-invalid", help="Also rows that were refused for what their lines say.")
+    ] = False,
+    input_: Annotated[
+        str | None, typer.Option("--input", metavar="INPUT", help="Where the input lies now, if it was moved.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Another model than answered in JOB; NAME=MODEL says in place of which, where JOB has several. May be "
+            "repeated.",
+        ),
+    ] = None,
+    tier: Annotated[Tier | None, typer.Option(help="How urgent the job is. Default: as in JOB.")] = None,
+    deadline: Deadline = None,
+    max_cost: MaxCost = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of weights and arithmetic. Default: as in JOB.")] = None,
+    quantize: Annotated[Quantize | None, typer.Option(help="Weights at load. Default: as in JOB.")] = None,
+    kv_dtype: Annotated[KvDType | None, typer.Option(help="Of the KV cache. Default: as in JOB.")] = None,
+    speculate: SpeculateOption = None,
+    content_policy: ContentPolicies = None,
+    device: DeviceOption = "auto",
+    threads: Threads = None,
+    tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
+    max_output_tokens: MaxOutputTokens = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the job in NEW, and start anew.")] = False,
+    price_per_hour: PricePerHour = None,
+    chat_template: ChatTemplate = None,
+    max_num_seqs: MaxNumSeqs = 128,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    kv_cache_memory: KvCacheMemory = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="In a root: tell how the new job stands until it has ended.")
+    ] = False,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Answer the rows of an ended job that failed, expired or were cancelled, as a new job.
+
+    It reads the same input with the same model and settings, and its rows keep their index and custom_id; 'jobs export
+    JOB NEW --merged' joins the two. Rows that would be refused again (invalid lines, too long for the model) are left
+    out.
+
+    For a job's folder it is run here, in NEW; the same command again goes on where the last one stopped. For a job in a
+    root it is a job of that root, whose id is printed at once; engine options are those of the root's workers. The same
+    command again finds the retry that it has made, and makes no second one.
+    """
+    from pipeline.jobs.retry import RETRIED, Wishes
+    from schemas.jobs.job import Tier as JobTier
+    from schemas.jobs.results import RowStatus
+    from tokenmill.jobs.locator import check_alone, locate
+    from tokenmill.jobs.retry import retry_in_root, tell_rows
+
+    if url is not None:
+        from tokenmill.jobs import http_backend
+
+        check_alone(url, None, root_url)
+        _check_options(context, job_given, url)
+        body = {
+            "only": only, "include_invalid": include_invalid or None, "tier": tier,
+            "completion_window": _window(deadline), "max_output_tokens": max_output_tokens, "max_cost": max_cost,
+        }  # fmt: skip
+        asked = {name: value for name, value in body.items() if value is not None}
+        http_backend.retry(url, job_given, asked, watch=watch, as_json=as_json)
+        return
+    settings = read_settings()
+    statuses = RETRIED if only is None else frozenset(RowStatus(status) for status in only)
+    place = locate(job_given, root_url, settings)
+    given = Path(job_given).expanduser()
+    out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
+    wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
+    if out is None:
+        _check_options(context, str(place), place.root)
+        retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
+        return
+    if new is None:
+        raise typer.BadParameter("a folder's job is tried again in a folder; name it", param_hint="--output")
+    if watch:
+        raise typer.BadParameter("is for jobs in a root; this one is run here", param_hint="--watch")
+    from tokenmill.config.engine_options import engine_options  # needs torch, which isn't there where no model runs
+    from tokenmill.local.execute import execute
+    from tokenmill.local.pricing import check_limit, price_of_worker
+
+    first = _first(out, new, statuses, include_invalid=include_invalid, other_model=bool(model))
+    pin, dtypes = first.job.models[0], {pin.dtype for pin in first.job.models}
+    own = pin.dtype if len(dtypes) == 1 else "auto"  # as the job was begun: each model has the dtype that suits it
+    engine = engine_options(
+        settings, dtype or own, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
+        quantize or pin.quantization, kv_dtype or pin.kv_dtype, speculate, tensor_parallel,
+        replicas,
+    )  # fmt: skip
+    plan = _plan(
+        first, new, wishes, engine, input_, model, chat_template,
+        fresh=fresh, price_per_hour=price_of_worker(settings, price_per_hour),
+        content_policy=content_policy,
+    )  # fmt: skip
+    check_limit(plan)
+    tell_rows(first)
+    execute(plan, as_json=as_json)
+
+
+def _plan(
+    first: Retry,
+    new: Path,
+    wishes: Wishes,
+    engine: EngineOptions,
+    input_: str | None,
+    model: list[str] | None,
+    chat_template: Path | None,
+    *,
+    fresh: bool,
+    price_per_hour: float | None,
+    content_policy: list[str] | None,
+) -> RunPlan:
+    """Everything that can be found out, and refused, before a retry is run here."""
+    from pipeline.jobs.retry import limit_of_retry, retried_settings
+    from tokenmill.config import job_options
+    from tokenmill.local.run_plan import RunPlan
+    from workers.settings import WorkerSettings
+
+    settings, job = read_settings(), first.job
+    tier = wishes.tier or job.tier
+    if wishes.max_output_tokens is not None:
+        job_options.check_cap(wishes.max_output_tokens, settings.max_output_tokens.of(tier), tier)
+    policies = job_options.content_policies(content_policy, settings)
+    wanted = retried_settings(first, wishes.max_output_tokens)
+    return RunPlan(
+        inputs=_same_input(job, input_),
+        models=_models(job, model or [], settings.model_cache, same_template=chat_template is None),
+        output=new.expanduser(),
+        tier=tier,
+        settings=wanted.model_copy(update={"content_policies": policies.fingerprint}),
+        engine=engine,
+        chat_template=job_options.read_template(chat_template),
+        fresh=fresh,
+        price_per_hour=price_per_hour,
+        worker=WorkerSettings(
+            request_timeout=settings.request_timeout, checkpoint_seconds=settings.checkpoint_seconds, policies=policies
+        ),
+        deadline=wishes.deadline,
+        max_cost=limit_of_retry(job, wishes),
+        retry_of=job.id,
+    )
+
+
+def _window(deadline: timedelta | None) -> str | None:
+    """As a batch has it, in whole minutes: never longer than was asked for."""
+    if deadline is None:
+        return None
+    minutes = int(deadline.total_seconds() // 60)
+    if minutes < 1:
+        raise UserError("--deadline: a gateway takes whole minutes; give 1m at least")
+    return f"{minutes}m"
+
+
+def _check_options(context: typer.Context, job: str, where: str) -> None:
+    """Raises `UserError` for what only a retry that is run here can do."""
+    for name, option in ONLY_HERE.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(
+                f"{option}: {job} is tried again at {where}, by its workers with their models and engines; leave it out"
+            )
+
+
+def _first(out: Path, new: Path, statuses: Collection[RowStatus], *, include_invalid: bool, other_model: bool) -> Retry:
+    """The job to try again, and its rows. Raises `UserError` or the pipeline's own."""
+    from pipeline.adapters.folder.store import FolderStore
+    from pipeline.jobs.retry import choose_rows
+    from pipeline.jobs.summaries import find_ledger
+
+    if new.expanduser().resolve() == out.resolve():
+        raise UserError(f"--output {new}: is the first job, whose results are never changed; name another folder")
+    with FolderStore(out, read_only=True) as store:
+        return choose_rows(find_ledger(store), statuses, include_invalid=include_invalid, other_model=other_model)
+
+
+def _same_input(job: Job, given: str | None) -> InputRef:
+    """The input of the first job, which must hold the same bytes: rows are told by their index."""
+    from tokenmill.config.inputs import pin
+
+    found = pin(given or job.input.uri, job.input)
+    if [_bytes_of(file) for file in found.files] != [_bytes_of(file) for file in job.input.files]:
+        raise InputError(f"{found.uri}: is not what {job.id} read; put the old input back, or name it with --input")
+    return found
+
+
+def _bytes_of(file: InputFile) -> tuple[int, str | None, str | None]:
+    """What tells the bytes of a file; an object in S3 isn't hashed."""
+    return file.size, file.sha256, None if file.sha256 is not None else file.etag
+
+
+def _models(job: Job, given: list[str], cache: Path, *, same_template: bool) -> tuple[ChosenModel, ...]:
+    """The models that the job is pinned to, or those given in their place, under the names that the requests use."""
+    from tokenmill.config import job_options
+    from tokenmill.models.sources import ModelSource
+
+    chosen = job_options.choose_models(given, cache)
+    if len(job.models) == 1 and len(chosen) == 1:
+        (pin,), (one,) = job.models, chosen
+        return (job_options.ChosenModel(pin.name, one.source) if one.name == given[0] else one,)
+    names = [pin.name for pin in job.models]
+    for one in chosen:
+        if one.name not in names:
+            raise UserError(f"--model {one.name}: {job.id} has the models {', '.join(names)}; give NAME=MODEL of those")
+    others = {one.name: one for one in chosen}
+
+    def pinned(pin: ModelPin) -> ChosenModel:
+        path = Path(pin.source)
+        if not path.exists():
+            raise ModelError(f"{path}: {pin.name}, which answered in {job.id}, is not there any more; give --model")
+        digest = pin.digest if same_template else None
+        return job_options.ChosenModel(pin.name, ModelSource(pin.name, path, pin.revision, 0), digest)
+
+    return tuple(others.get(pin.name) or pinned(pin) for pin in job.models)

@@ -1,0 +1,1 @@
+"""From command line options and settings to the options of the parts below."""

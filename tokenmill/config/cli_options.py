@@ -1,0 +1,274 @@
+"""Options that several commands share, so that they read and mean the same everywhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def amount_of_time(given: str) -> timedelta:
+    """Such as 6h, 30m or 2d."""
+    from schemas.jobs.job_options import parse_amount
+
+    try:
+        return parse_amount(given.strip())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def price(given: str) -> float:
+    """A price from 0; JSON has neither infinity nor NaN."""
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{given!r} is no price; give a number from 0")
+    return value
+
+
+def limit_of_cost(given: str) -> float:
+    """A cost above 0."""
+    value = price(given)
+    if not value:
+        raise typer.BadParameter("a job that may cost nothing computes nothing; give more than 0")
+    return value
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def num_bytes(given: str) -> int:
+    """A size such as 4GB or 512MiB, in bytes."""
+    match = SIZE.fullmatch(given.strip())
+    if match is None:
+        raise typer.BadParameter(f"{given!r} is no size; give bytes, or a number with MB, GB, MiB or GiB")
+    return int(float(match.group(1)) * UNITS[(match.group(2) or "").upper()])
+
+
+def speculate(given: str) -> str:
+    """How tokens are guessed."""
+    from schemas.settings.settings import check_speculate
+
+    try:
+        return check_speculate(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def folder(given: str) -> Path:
+    """A folder's path; an unset variable must not become the current folder."""
+    if not given:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(given)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+Input = Annotated[
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="JSONL or Parquet: a file, a folder of files, s3://BUCKET/KEY or s3://BUCKET/PREFIX/. One request a line.",
+    ),
+]
+SwitchAfter = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="With several models: seconds after which one that has work makes room for another that is asked for. "
+        "One that has none does so at once.",
+    ),
+]
+Models = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="What answers: 'demo', a folder, a GGUF file, s3://BUCKET/PREFIX, or a hub name (owner/name). NAME=MODEL "
+        "gives it the name that the requests use. May be repeated: requests name theirs, and one is loaded at a time.",
+    ),
+]
+Model = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="What answers: 'demo', a folder, a GGUF file, s3://BUCKET/PREFIX, or a hub name (owner/name). NAME=MODEL "
+        "gives it the name that the requests use. One only.",
+    ),
+]
+JobGiven = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job's folder, as given to 'run --output'; else the id of a job in the root that is named.",
+    ),
+]
+Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Quantize = Literal["none", "dense", "int8", "int8-weight-only", "int4", "fp8"]
+KvDType = Literal["auto", "int8", "fp8"]
+Tier = Literal["standard", "bulk"]
+OnInvalid = Literal["row", "job"]
+
+# How an engine runs: `run`, `serve` and `worker` share all of it.
+
+DTypeOption = Annotated[
+    DType,
+    typer.Option(
+        help="Of weights and arithmetic. auto: bfloat16 where the device has it, else float32 (on CUDA float16)."
+    ),
+]
+QuantizeOption = Annotated[
+    Quantize,
+    typer.Option(
+        help="Weights at load. none: as the checkpoint has them, quantized or not; dense: dequantized to --dtype; "
+        "int8: activations too, row by row, where that is faster; int8-weight-only: smaller, nearer to the model; int4 "
+        "and fp8: weights only, rounded to nearest. int4 costs quality: 27 and 46 % more perplexity on the two small "
+        "models measured. Prefer int8, or a GPTQ or AWQ checkpoint with none."
+    ),
+]
+KvDTypeOption = Annotated[
+    KvDType,
+    typer.Option(help="Of the KV cache. int8 on a CPU, fp8 on a GPU: half of bfloat16's bytes. auto: as --dtype."),
+]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        parser=speculate,
+        metavar="METHOD",
+        help="Guess the next tokens and check them all in one step; no answer changes by it. ngram: what followed the "
+        "same tokens before; draft:MODEL: by a smaller model with the same tokenizer; eagle3:HEAD: by an EAGLE-3 head "
+        "that was trained for the model; auto: ngram where it pays, in a job that is long enough to show that; off. "
+        "Default: TOKENMILL_SPECULATE, else auto.",
+    ),
+]
+ContentPolicies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--content-policy",
+        metavar="NAME[:ARGUMENT]",
+        help="Have this policy judge prompts and answers: rules:FILE.toml (keywords and regexes), or the name of one "
+        "that is installed. May be repeated. Default: TOKENMILL_CONTENT_POLICIES, else none.",
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="GPUs that share a model which is too large for one, or too slow: each computes a part of every layer. On "
+        "a CPU N processes, which is slower than one.",
+    ),
+]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Engines that divide the work, each a process with a whole model, on GPUs of its own (as many as "
+        "--tensor-parallel says) or with its share of the processor's threads.",
+    ),
+]
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute. auto: on a CUDA device where there is one.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute. Default: one a core.")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A chat template (jinja) in place of the model's own.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences computed at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in a step.")]
+KvCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=num_bytes,
+        metavar="SIZE",
+        help="Most memory for the KV cache of an engine, such as 4GB. Default: half of what is free; on CUDA what "
+        "weights and the largest step leave of TOKENMILL_GPU__MEMORY_UTILIZATION.",
+    ),
+]
+
+# What `run` and `jobs retry` share.
+
+OutputTo = Annotated[
+    Path,
+    typer.Option("--output", "-o", parser=folder, metavar="OUT", help="The job's folder. Results are in OUT/results."),
+]
+Deadline = Annotated[
+    timedelta | None,
+    typer.Option(
+        parser=amount_of_time,
+        metavar="TIME",
+        help="Such as 6h, 30m or 2d, from when the job is made: rows without an answer by then expire.",
+    ),
+]
+MaxOutputTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Refuse requests that ask for more, and give no more to those that don't say."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the job in OUT, and start anew.")]
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(
+        parser=price, metavar="PRICE", help="Of this machine: what jobs cost, and limits of that, are reckoned by it."
+    ),
+]
+
+LogForm = Annotated[
+    Literal["text", "json"] | None,
+    typer.Option(
+        "--log-format",
+        help="How this process's log is written: key=value for people, or a JSON document a line. "
+        "Default: TOKENMILL_LOG_FORMAT, else text.",
+    ),
+]
+
+MaxCost = Annotated[
+    float | None,
+    typer.Option(
+        parser=limit_of_cost,
+        metavar="COST",
+        help="What the job may cost. No shard is begun that should pass that, and the work stops some seconds after it "
+        "is reached. A first shard of some 4,000 tokens goes ahead of all others and shows what they cost, so that is "
+        "what the smallest limit costs. Rows without an answer say so.",
+    ),
+]
+
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        min=0,
+        max=65_535,
+        help="Tell this process's figures to Prometheus there, without a key; 0: any port that is free. "
+        "Default: TOKENMILL_METRICS__PORT, else none.",
+    ),
+]
+GatewayUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="The gateway that has the job, http(s)://HOST:PORT, in place of a folder or a root. A key, if it needs "
+        "one, is read from TOKENMILL_API_KEY, else OPENAI_API_KEY.",
+    ),
+]
+RootUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--root",
+        metavar="ROOT",
+        help="The folder or s3://BUCKET/PREFIX that holds all jobs. Default: TOKENMILL_ROOT.",
+    ),
+]

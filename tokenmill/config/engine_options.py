@@ -1,0 +1,133 @@
+"""How the engine is to run, by a command's options and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from engine.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    KVDType,
+    PaceConfig,
+    Quantize,
+    ScheduleConfig,
+    Speculate,
+    SpeculationConfig,
+)
+from engine.engine import resolve_device
+from schemas.settings.settings import GpuOptions, Settings
+from tokenmill.models import sources
+from tokenmill.output import say
+from workers.model.loaded_model import model_path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine is to run, as the command line has it; `kv_cache_bytes` None: from the machine and the work."""
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    threads: int | None = None
+    max_num_seqs: int = ScheduleConfig().max_num_seqs
+    max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens
+    kv_cache_bytes: int | None = None
+    quantize: Quantize = "none"
+    kv_dtype: KVDType = "auto"
+    instruction_set: str = "auto"
+    attention: str = "auto"
+    kv_block_size: int = CacheConfig().block_size
+    speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
+    gpu: GpuOptions = field(default_factory=GpuOptions)
+    pace: PaceConfig | None = None
+    tensor_parallel: int = 1  # devices that share the model
+    rank_seconds: float = EngineConfig().rank_seconds
+    replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
+
+    def config(
+        self, tokens_per_sequence: int | None = None, sequences: int | None = None, rows: int | None = None
+    ) -> EngineConfig:
+        """The engine's settings, for so many sequences of about this length (tokens), at most `rows` at once."""
+        sharing = 1 if self.on_gpus else self.replicas  # those that compute on one processor
+        return EngineConfig(
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads if sharing == 1 else max(1, (self.threads or torch.get_num_threads()) // sharing),
+            tensor_parallel=self.tensor_parallel,
+            rank_seconds=self.rank_seconds,
+            instruction_set=self.instruction_set,
+            attention=self.attention,
+            quantize=self.quantize,
+            kv_dtype=self.kv_dtype,
+            plan_ahead=self.gpu.plan_ahead,
+            cuda_graphs=self.gpu.cuda_graphs,
+            graph_tokens=self.gpu.graph_tokens,
+            cache=CacheConfig(
+                block_size=self.kv_block_size,
+                memory_bytes=self.kv_cache_bytes,
+                memory_fraction=CacheConfig().memory_fraction / sharing,
+                gpu_memory_utilization=self.gpu.memory_utilization,
+                sequences=sequences,
+                tokens_per_sequence=tokens_per_sequence,
+            ),
+            schedule=ScheduleConfig(
+                min(self.max_num_seqs, rows or self.max_num_seqs), self.max_num_batched_tokens, pace=self.pace
+            ),
+            speculation=self._speculation(),
+        )
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether it computes on GPUs."""
+        return resolve_device(self.device).type == "cuda"
+
+    def _speculation(self) -> SpeculationConfig:
+        method, _, model = self.speculate.partition(":")
+        return SpeculationConfig(cast(Speculate, method), model or None)
+
+
+def pace_config(settings: Settings) -> PaceConfig | None:
+    """What a worker promises to requests whose callers wait."""
+    pace = settings.lane.pace
+    if not pace.hold_back:
+        return None
+    return PaceConfig(
+        ttft=pace.ttft_seconds, itl=pace.itl_seconds, quantile=pace.quantile, weight_ttft=pace.weight_ttft,
+        weight_itl=pace.weight_itl, weight_utilisation=pace.weight_utilisation, weight_drops=pace.weight_drops,
+        least_tokens=pace.least_tokens,
+    )  # fmt: skip
+
+
+def engine_options(
+    settings: Settings,
+    dtype: DType,
+    device: Device,
+    threads: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_memory: int | None,
+    quantize: Quantize,
+    kv_dtype: KVDType,
+    speculate: str | None,
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+) -> EngineOptions:
+    """How the engine is to run, by a command's options and the settings. `kv_cache_memory` in bytes; `speculate`: None
+    is what the settings say.
+
+    Raises:
+        ModelError: there is no such draft model or head.
+    """
+    speculate = speculate or settings.speculate
+    method, _, model = speculate.partition(":")
+    if model:
+        speculate = f"{method}:{model_path(sources.pull(model, settings.model_cache, say).path)}"
+    return EngineOptions(
+        dtype, device, threads, max_num_seqs, max_num_batched_tokens, kv_cache_memory, quantize, kv_dtype,
+        settings.instruction_set, settings.attention, settings.kv_block_size, speculate, settings.gpu,
+        tensor_parallel=tensor_parallel, replicas=replicas, rank_seconds=settings.rank_seconds,
+    )  # fmt: skip

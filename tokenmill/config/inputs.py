@@ -1,0 +1,39 @@
+"""Inputs of the commands that compute here: files and folders of this machine, and objects in S3, reached as the
+settings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pipeline.inputs.open import PinnedInput, open_pinned, pin_uri
+from schemas.jobs.inputs import InputRef
+from tokenmill.settings import read_settings
+
+if TYPE_CHECKING:
+    from pipeline.adapters.s3.client import S3Connection
+
+S3: Final = "s3://"
+
+
+def pin(given: str, known: InputRef | None = None) -> InputRef:
+    """What lies at the path or s3:// URL now; see `pin_uri`."""
+    if in_s3(given):
+        return pin_uri(given, s3=_connection())
+    return pin_uri(given if "://" in given else str(Path(given).expanduser()), known)
+
+
+def open_input(pinned: InputRef) -> PinnedInput:
+    """The pinned input, ready to be read; see `open_pinned`."""
+    return open_pinned(pinned, _connection() if any(in_s3(file.uri) for file in pinned.files) else None)
+
+
+def in_s3(uri: str) -> bool:
+    """Whether it is an object, or a prefix of some."""
+    return uri.lower().startswith(S3)
+
+
+def _connection() -> S3Connection:
+    from tokenmill.root import s3_connection
+
+    return s3_connection(read_settings())

@@ -1,0 +1,178 @@
+"""What `run` and `estimate` are told, brought into the form that the rooms below understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tokenmill.errors import InputError, ModelError, UserError
+from tokenmill.models import sources
+from tokenmill.output import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipeline.planner.tokens import TemplateTokens
+    from schemas.jobs.inputs import InputRef
+    from schemas.jobs.job import JobSettings
+    from schemas.settings.settings import Settings
+    from workers.policies.policy import Policies
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """A model on this machine, and what requests call it.
+
+    Attributes:
+        digest: that weights and chat template must have; None: any.
+    """
+
+    name: str
+    source: sources.ModelSource
+    digest: str | None = None
+
+
+def choose_model(given: str, cache: Path) -> ChosenModel:
+    """`MODEL` or `NAME=MODEL`; pulled if it is not here. Raises `ModelError`."""
+    name, source = split_name(given)
+    return ChosenModel(name, sources.pull(source, cache, say))
+
+
+def split_name(given: str) -> tuple[str, str]:
+    """NAME and MODEL of `NAME=MODEL`; `MODEL` alone is its own name. Raises `ModelError` where one is empty."""
+    name, separator, source = given.partition("=")
+    if not separator or Path(given).exists():
+        name = source = given
+    if not name or not source:
+        raise ModelError(f"--model {given}: give MODEL, or NAME=MODEL where requests use another name for it")
+    return name, source
+
+
+def only_model(given: Sequence[str]) -> str:
+    """The model of a command that takes one. Raises `typer.BadParameter` for more."""
+    if len(given) > 1:
+        raise typer.BadParameter(f"takes one model, not {len(given)}; give it once", param_hint="--model")
+    return given[0]
+
+
+def choose_models(given: Sequence[str], cache: Path) -> tuple[ChosenModel, ...]:
+    """Each `MODEL` or `NAME=MODEL`, under a name of its own. Raises `typer.BadParameter` for a name that is given
+    twice, and `ModelError`."""
+    names = [split_name(one)[0] for one in given]
+    if len(set(names)) != len(names):
+        twice = max(names, key=names.count)
+        raise typer.BadParameter(
+            f"two models are named {twice!r}; name each with NAME=MODEL, as the requests do", param_hint="--model"
+        )
+    return tuple(choose_model(one, cache) for one in given)
+
+
+def read_input(given: str, out: Path | None = None) -> InputRef:
+    """The input's files, and what tells them from later ones, for a job in `out`; raises `InputError` or the pipeline's
+    own."""
+    from tokenmill.config.inputs import pin
+
+    if not given:
+        raise InputError("INPUT is empty; name a file, a folder, or s3://BUCKET/KEY")
+    return pin(given, None if out is None else known_input(out))
+
+
+def known_input(out: Path) -> InputRef | None:
+    """What the job in `out` reads, once it is planned whole: before, it has to be read again anyway, and is hashed."""
+    from pipeline.adapters.folder.store import FolderStore
+    from pipeline.ledger.ledger import JobLedger
+
+    if not out.is_dir():
+        return None
+    ledger = JobLedger(FolderStore(out, read_only=True))
+    job = ledger.find_job()
+    return job.input if job is not None and ledger.wanted_parts() is not None else None
+
+
+def job_settings(
+    settings: Settings, *, tier: str, seed: int, on_invalid: str, limit: int | None, max_output_tokens: int | None
+) -> JobSettings:
+    """Everything that changes a job's answers or its plan. Raises `UserError`."""
+    from schemas.jobs.job import JobSettings, OnInvalid, Tier
+
+    cap = settings.max_output_tokens.of(Tier(tier))
+    if max_output_tokens is not None:
+        check_cap(max_output_tokens, cap, tier)
+    return JobSettings(
+        seed=seed,
+        on_invalid=OnInvalid(on_invalid),
+        limit=limit,
+        default_max_tokens=min(settings.default_max_tokens, max_output_tokens or cap),
+        max_output_tokens=max_output_tokens or cap,
+        limits=settings.limits,
+        plan=settings.plan,
+    )
+
+
+def check_cap(max_output_tokens: int, cap: int, tier: str) -> None:
+    """Whether --max-output-tokens is within the tier's cap. Raises `UserError`."""
+    if max_output_tokens > cap:
+        raise UserError(
+            f"--max-output-tokens {max_output_tokens} is above the tier's cap of {cap}; "
+            f"lower it, or raise TOKENMILL_MAX_OUTPUT_TOKENS__{tier.upper()}"
+        )
+
+
+def content_policies(given: Sequence[str] | None, settings: Settings) -> Policies:
+    """The policies that a command's options name, else the settings. Raises what loading them raises."""
+    from workers.policies.loader import load_policies
+
+    return load_policies(given or settings.content_policies)
+
+
+def read_template(path: Path | None) -> str | None:
+    """A chat template's text. Raises `UserError`."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {path}: can't be read: {error}") from error
+
+
+def template_tokens(path: Path) -> TemplateTokens:
+    """What the model's chat template puts around messages; a rule of thumb where it has none, or refuses these."""
+    from pipeline.planner.tokens import TemplateTokens
+    from schemas.requests.errors import RowError
+    from schemas.requests.requests import ChatMessage
+    from workers.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    if not tokenizer.has_chat_template:
+        return TemplateTokens()
+
+    def around(*roles: str) -> int:
+        messages = [ChatMessage.model_validate({"role": role, "content": "word"}) for role in roles]
+        text = tokenizer.render_chat(messages)
+        plain = len(tokenizer.encode_batch(["word"], add_special_tokens=False)[0])
+        return max(0, len(tokenizer.encode_chats([text])[0]) - len(roles) * plain)
+
+    try:
+        alone, several = around("user"), around("user", "assistant", "user")
+    except RowError:
+        return TemplateTokens()
+    message = (several - alone) // 2
+    try:
+        return TemplateTokens(alone, around("system", "user"), message)
+    except RowError:  # it takes no system message
+        return TemplateTokens(alone, alone + message, message)
+
+
+def token_counter(path: Path, chat_template: str | None = None) -> Callable[[str], int]:
+    """Counts the tokens of a text with the model's own tokenizer, for the planner's estimates."""
+    from workers.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path, chat_template)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode_batch([text], add_special_tokens=False)[0])
+
+    return count

@@ -1,0 +1,1 @@
+"""Jobs behind the command line: in a folder, in a root, over HTTP."""

@@ -1,0 +1,57 @@
+"""How a dead letter gets back to its door from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.ingest.dead_letters import DeadLetter, Send
+    from schemas.settings.settings import Settings
+
+KAFKA = "kafka"
+
+
+@contextmanager
+def sender(letter: DeadLetter, settings: Settings) -> Iterator[Send | None]:
+    """What sends the letter's original to where it came from; None where removing a marker is enough, or no way leads.
+
+    Raises:
+        UserError: Kafka's brokers are not named.
+    """
+    from pipeline.ingest.dead_letters import BUCKET_EVENTS
+
+    if letter.door == BUCKET_EVENTS:
+        yield _to_queue(letter, settings)
+    elif letter.door == KAFKA:
+        with _to_topic(letter, settings) as send:
+            yield send
+    else:
+        yield None
+
+
+def _to_queue(letter: DeadLetter, settings: Settings) -> Send:
+    from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
+
+    endpoint = settings.bucket.queue_endpoint or settings.s3.endpoint
+    queue = SqsQueue(SqsSettings(letter.place, region=settings.s3.region, endpoint=endpoint))
+    return lambda _, original: f"sent to {letter.place} as {queue.send(original.decode())}"
+
+
+@contextmanager
+def _to_topic(letter: DeadLetter, settings: Settings) -> Iterator[Send]:
+    if not settings.kafka.bootstrap:
+        raise UserError(f"{letter.id}: came from Kafka; name its brokers in TOKENMILL_KAFKA__BOOTSTRAP")
+    from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
+    from pipeline.ingest.kafka.dead_letters import replay
+    from tokenmill.services.intake import kafka_connection
+
+    connection = kafka_connection(settings.kafka)
+    topic = KafkaSender(ProducerSettings(connection, idempotence=settings.kafka.idempotence))
+    try:
+        yield replay(topic)
+    finally:
+        topic.close()

@@ -1,0 +1,153 @@
+"""`tokenmill submit`: by the target's URL to the sender's side of a door, and what becomes of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from tokenmill.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.ports import ObjectStore
+    from schemas.jobs.outcome import Manifest
+    from schemas.settings.settings import Settings
+
+KAFKA: Final = "kafka://"
+S3: Final = "s3://"
+GATEWAYS: Final = ("http://", "https://")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What was sent.
+
+    Attributes:
+        job: the id that it has, or will have as soon as it is taken.
+        place: where it lies, or the record that names it.
+        root: URL of the root that the job will be in; None: the target doesn't say.
+        marker: below which it is noted in the root what became of a dropped file.
+    """
+
+    job: str
+    place: str
+    root: str | None
+    marker: str | None = None
+
+
+def send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+    """Hand the input to the target's door.
+
+    Raises:
+        UserError: a target that can't be used.  PipelineError: it can't be sent.
+    """
+    if target.startswith(KAFKA):
+        return _to_topic(given, target, options, settings)
+    if "://" in target and not target.startswith(S3):
+        raise UserError(
+            f"--to {target}: is no target; give s3://BUCKET/PREFIX, a folder, kafka://HOST/TOPIC, or http://HOST:PORT"
+        )
+    if "://" in given:
+        raise UserError(f"{given}: only a local file can be dropped; name an object with --to kafka://HOST/TOPIC")
+    source = Path(given).expanduser()
+    return (
+        _to_bucket(source, target, options, settings) if target.startswith(S3) else _to_folder(source, target, options)
+    )
+
+
+def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Sent:
+    from pipeline.adapters.folder.store import FolderStore
+    from pipeline.adapters.system import SystemClock, SystemRandomness
+    from pipeline.ingest.client import drop_into_folder, new_name
+    from pipeline.ingest.files.folder_inbox import FolderInbox
+    from pipeline.ingest.files.options import format_of
+    from pipeline.ingest.files.source import file_hash, markers_of
+
+    root = Path(target).expanduser()
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; give the one that 'tokenmill serve --data' has")
+    name = new_name(source, SystemRandomness())
+    format_of(name)
+    with FolderStore(root, read_only=True) as store:
+        inbox = FolderInbox(store, SystemClock(), settle=0.0)
+        job = drop_into_folder(inbox, source, name, options)
+        marker = markers_of(inbox.uri("")) + file_hash(inbox.uri(name))
+        return Sent(job, inbox.uri(name), str(store.root), marker)
+
+
+def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+    from pipeline.adapters.s3.url import join_url, split_url
+    from pipeline.adapters.system import SystemRandomness
+    from pipeline.ingest.client import new_name, upload_to_bucket
+    from pipeline.ingest.files.folder_inbox import INCOMING
+    from pipeline.ingest.files.options import format_of
+    from pipeline.ingest.files.source import file_hash, markers_of
+    from tokenmill.root import s3_connection
+
+    bucket, prefix = split_url(target)
+    above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
+    name = new_name(source, SystemRandomness())
+    format_of(name)
+    place = f"{above}{INCOMING}"
+    where, job = upload_to_bucket(s3_connection(settings), bucket, place, source, name, options)
+    return Sent(job, where, target, markers_of(join_url(bucket, place)) + file_hash(where))
+
+
+def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+    from dataclasses import replace
+
+    from pipeline.ingest.client import send_reference
+    from tokenmill.services.intake import kafka_connection
+
+    uri = given
+    if "://" not in given:
+        path = Path(given).expanduser().absolute()
+        if not path.exists():
+            raise UserError(f"{given}: no such file or folder; check the input's path")
+        uri = f"file://{path}"
+    parts = urlsplit(target)
+    if "@" in parts.netloc:
+        raise UserError("--to kafka://…: the URL carries credentials; set TOKENMILL_KAFKA__USERNAME and __PASSWORD")
+    brokers = tuple(host if ":" in host else f"{host}:9092" for host in parts.netloc.split(",") if host)
+    topic = parts.path.strip("/") or f"{settings.kafka.topic_prefix}.jobs"
+    if not brokers or "/" in topic or parts.query or parts.fragment:
+        raise UserError(f"--to {target}: give kafka://HOST[:PORT][,HOST[:PORT]…]/TOPIC")
+    options_of_brokers = settings.kafka.model_copy(update={"bootstrap": brokers})
+    connection = replace(kafka_connection(options_of_brokers), client_id="tokenmill-submit")
+    place, job = send_reference(
+        connection, topic, uri, options, epoch=settings.kafka.epoch, idempotence=settings.kafka.idempotence
+    )
+    return Sent(job, f"{KAFKA}{','.join(brokers)}/{place}", settings.root)
+
+
+def follow(sent: Sent, settings: Settings) -> Manifest:
+    """Tell how the job stands until it has ended; its outcome.
+
+    Raises:
+        UserError: it was refused.  StoppedWatching: the user pressed Ctrl-C.
+    """
+    from tokenmill.jobs.watch import watch
+    from tokenmill.root import open_root
+
+    if sent.root is None:
+        raise UserError(f"job {sent.job} was submitted, but can't be watched: TOKENMILL_ROOT doesn't say where it is")
+    with open_root(sent.root, settings, read_only=True) as root:
+        return watch(root.ledger(sent.job), missing=lambda: _check_refused(sent, root.world.store))
+
+
+def _check_refused(sent: Sent, store: ObjectStore) -> None:
+    """Raises `UserError` when the door made a dead letter of it."""
+    from pipeline.ingest.files.source import TakenMarker
+    from pipeline.ledger.ledger import read_paper
+
+    if sent.marker is None:
+        return
+    for info in store.list(sent.marker):
+        marker = read_paper(store.locate(info.key), store.read(info.key), TakenMarker)
+        if marker.dead_letter is not None:
+            raise UserError(
+                f"{sent.place}: was refused; "
+                f"'tokenmill deadletters show {marker.dead_letter} --root {sent.root}' says why"
+            )

@@ -1,0 +1,1 @@
+"""`tokenmill run`: a whole job in one process, on one folder."""

@@ -1,0 +1,306 @@
+"""What this machine does with a model: prefill and decode apart, and everything around it with nothing to compute.
+
+Prompts are random token ids from a fixed seed, so that no two share a prefix, and answers ignore end tokens, so that
+every run computes exactly the same positions. Decode is measured after every prompt is in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig
+from engine.dry_run import Rehearsal
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.models.base import ModelSpec
+from engine.models.load import describe_model
+from engine.plan import CacheGroup
+from engine.request import Request, SamplingParams, as_token_ids
+from engine.scheduler.step_cost import cache_windows
+from pipeline.inputs.pinning import pin_input
+from pipeline.planner.estimates.timing import StepTimes
+from schemas.jobs.job import JobSettings, Tier
+from schemas.jobs.plan import PlanSegment
+from schemas.models import ModelPin
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.job_options import ChosenModel
+from tokenmill.local.run_job import run_job
+from tokenmill.local.run_plan import RunPlan, tokens_per_sequence
+from tokenmill.local.tracker import RunTracker
+from workers.model.loaded_model import LoadedModel, model_path
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SEED = 0
+PREFILL_TOKENS = 256
+PREFILL_ROWS = 16
+SHORT_TOKENS = 128
+LONGEST_TOKENS = 1984
+"""A prompt whose tokens look at many others, within a step of 2,048 positions."""
+DECODE_PROMPT_TOKENS = 32
+DECODE_TOKENS = 64
+LONG_TOKENS = 512
+LONG_ROWS = 32
+"""Together more keys and values than a processor's caches hold, as in a real batch."""
+LONG_ANSWERS = 16
+SCHEDULER_ROWS = 256
+WORDS = ("river", "stone", "lantern", "copper", "autumn", "window", "garden", "bridge", "letter", "harbour", "winter")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One thing that was measured.
+
+    Attributes:
+        name: what.  rows: sequences in the batch.
+        tokens_per_second: the median over repeats.  slowest, fastest: of the repeats, likewise tokens per second.
+        step_ms: median time of a step, in milliseconds.
+    """
+
+    name: str
+    rows: int
+    tokens_per_second: float
+    slowest: float
+    fastest: float
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    tokens: int
+    seconds: float
+    steps: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests whose prompts share nothing.
+
+    Attributes:
+        rows: how many.  prompt, answer: tokens of each.
+        decoding: only the steps count that follow when all prompts are computed; else answers have one token.
+    """
+
+    rows: int
+    prompt: int
+    answer: int
+    decoding: bool
+
+    @property
+    def behind_long(self) -> bool:
+        """Whether answers follow long prompts."""
+        return self.decoding and self.prompt != DECODE_PROMPT_TOKENS
+
+    @property
+    def name(self) -> str:
+        if not self.decoding:
+            return f"prefill, {'prompts' if self.rows > 1 else 'a prompt'} of {self.prompt} tokens"
+        behind = f", behind {self.prompt} tokens" if self.behind_long else ""
+        return f"decode, batch {self.rows}{behind}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWork:
+    """What an engine's steps had to do, and how long they took.
+
+    Attributes:
+        case, measurement: as people read it.  steps: float64 [steps, 4] (`StepTimes.fit`).  seconds: of all of them,
+            the median over repeats.
+    """
+
+    case: Case
+    measurement: Measurement
+    steps: NDArray[np.float64]
+    seconds: float
+
+
+def timed(engine: Engine, case: Case, repeats: int) -> TimedWork:
+    """Compute it, once to warm up (kernels are chosen, memory is touched) and then `repeats` times."""
+    runs = []
+    for repeat in range(repeats + 1):
+        _fill(engine, _prompts(engine, case.rows, case.prompt, repeat), case.answer)
+        if case.decoding:
+            _until_all_decode(engine, case.rows * case.prompt)
+        runs.append(_drain(engine))
+    steps = _steps(engine, case)
+    assert len(steps) == len(runs[0].steps), "the same requests take the same steps"
+    seconds = statistics.median(run.seconds for run in runs[1:])
+    return TimedWork(case, _measured(case.name, case.rows, runs[1:]), steps, seconds)
+
+
+def step_times(works: Sequence[TimedWork]) -> StepTimes:
+    """What the parts of a step take. Where the keys that answers read are measured, the positions computed are as many
+    as elsewhere: they have no price of their own."""
+    sizes = {
+        work.case.rows if work.case.decoding else int(work.steps[:, 0].max())
+        for work in works
+        if not work.case.behind_long
+    }
+    return StepTimes.fit([(work.steps, work.seconds) for work in works], sorted(sizes))
+
+
+def cases(engine: Engine, batches: Sequence[int]) -> list[Case]:
+    """What tells the parts of a step's time apart: prompts and answers, steps of few and of many positions, tokens that
+    look at few others and at many; as far as the engine has room for it."""
+    positions = engine.spec.max_position
+    if positions < DECODE_PROMPT_TOKENS + DECODE_TOKENS:
+        needed = DECODE_PROMPT_TOKENS + DECODE_TOKENS
+        raise EngineError(f"the model's context holds {positions} tokens, but measuring it takes {needed}")
+    prompt = min(PREFILL_TOKENS, positions - 1)
+    found = [Case(PREFILL_ROWS, prompt, 1, decoding=False)]
+    found += [Case(size, DECODE_PROMPT_TOKENS, DECODE_TOKENS, decoding=True) for size in batches]
+    found += [Case(rows, min(SHORT_TOKENS, prompt // 2), 1, decoding=False) for rows in (1, 4)]
+    long = min(LONGEST_TOKENS, positions - 1)
+    if long >= 2 * PREFILL_TOKENS:
+        found.append(Case(2, long, 1, decoding=False))
+    behind = min(LONG_TOKENS, positions - LONG_ANSWERS - 1)
+    if behind >= PREFILL_TOKENS:
+        room = engine.max_num_seqs * (PREFILL_TOKENS + DECODE_TOKENS) // (behind + LONG_ANSWERS)
+        found.append(Case(min(LONG_ROWS, room), behind, LONG_ANSWERS, decoding=True))
+    return found
+
+
+def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
+    """What the steps of a case have to do."""
+    blocks = case.rows * (-(-(case.prompt + case.answer) // engine.config.cache.block_size) + 1) + 1
+    layers = engine.spec.num_layers
+    windows = cache_windows(engine.spec.windows)
+    of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
+    groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
+    rehearsal = Rehearsal(engine.config, engine.spec, groups)
+    _fill(rehearsal, _prompts(engine, case.rows, case.prompt, 0), case.answer)
+    steps, computing = [], list[bool]()
+    while True:
+        computing.append(rehearsal.scheduler.stats.computed_tokens < case.rows * case.prompt)
+        if (done := rehearsal.step()) is None:
+            break
+        steps.append(done[0][:4])
+    return np.array([s for s, prompts in zip(steps, computing, strict=False) if prompts != case.decoding], dtype=float)
+
+
+def scheduler(steps: int = 200) -> Measurement:
+    """The engine's own work per step: the same loop with a model that answers at once."""
+    block_size = CacheConfig().block_size
+    config = EngineConfig(schedule=ScheduleConfig(max_num_seqs=SCHEDULER_ROWS, max_num_batched_tokens=8192))
+    length = DECODE_PROMPT_TOKENS + steps + 1
+    blocks = SCHEDULER_ROWS * (-(-length // block_size) + 1) + 1
+    engine = Engine.without_model(_null_spec(max_position=max(length, 1024)), config, blocks)
+    _fill(engine, _prompts(engine, SCHEDULER_ROWS, DECODE_PROMPT_TOKENS, 0), max_tokens=steps)
+    _until_all_decode(engine, SCHEDULER_ROWS * DECODE_PROMPT_TOKENS)
+    return _measured(f"scheduler alone, batch {SCHEDULER_ROWS}", SCHEDULER_ROWS, [_drain(engine)])
+
+
+def pipeline(model: ChosenModel, rows: int) -> float:
+    """Rows per second of everything but the model: reading, planning, tokenizing, scheduling, results, commits."""
+    with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as name:
+        folder = Path(name)
+        requests = folder / "requests.jsonl"
+        context = describe_model(model_path(model.source.path)).spec.max_position
+        with requests.open("w", encoding="utf-8") as file:
+            file.writelines(_request_line(model.name, row, context) for row in range(rows))
+        plan = RunPlan(
+            inputs=pin_input(requests),
+            models=(model,),
+            output=folder / "out",
+            tier=Tier.STANDARD,
+            settings=JobSettings(),
+            engine=EngineOptions(dtype="float32", max_num_seqs=SCHEDULER_ROWS, max_num_batched_tokens=8192),
+        )
+        begun = time.perf_counter()
+        done = run_job(plan, RunTracker(), threading.Event(), _without_model)
+        seconds = time.perf_counter() - begun
+    if done.counts.succeeded != rows:
+        raise EngineError(f"{done.counts.failed} of {rows} rows failed without a model; this is a defect of tokenmill")
+    return rows / seconds
+
+
+def _request_line(model: str, row: int, context: int) -> str:
+    """A request of 24 words and 32 tokens, or of fewer that fit a small context whatever the tokenizer."""
+    words = " ".join(WORDS[(row * 7 + i * i) % len(WORDS)] for i in range(min(24, context // 10)))
+    answer = min(32, context // 8)
+    body = {"model": model, "prompt": f"{row}: {words}", "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+    return json.dumps({"custom_id": str(row), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+
+
+def _without_model(plan: RunPlan, pin: ModelPin, segments: list[PlanSegment]) -> LoadedModel:
+    """A loaded model that answers at once, behind the real tokenizer."""
+    config = plan.engine.config()
+    length = (tokens_per_sequence(segments) or 1) * 2
+    blocks = config.schedule.max_num_seqs * length // config.cache.block_size
+    return LoadedModel.without_weights(
+        Path(pin.source), name=pin.name, config=config, num_blocks=blocks, digest=pin.digest
+    )
+
+
+def _null_spec(max_position: int) -> ModelSpec:
+    return ModelSpec(
+        architecture="null",
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        hidden_size=1,
+        vocab_size=32_000,
+        max_position=max_position,
+        windows=(None,),
+        eos_token_ids=(),
+        num_parameters=0,
+        dtype=torch.float32,
+    )
+
+
+def _prompts(engine: Engine, rows: int, tokens: int, repeat: int) -> Iterator[NDArray[np.int32]]:
+    random = np.random.default_rng((SEED, rows, tokens, repeat))
+    for _ in range(rows):
+        yield as_token_ids(random.integers(0, engine.spec.vocab_size, tokens, dtype=np.int32))
+
+
+def _fill(engine: Engine | Rehearsal, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(f"bench-{index}", prompt, params, expected_tokens=max_tokens))
+
+
+def _until_all_decode(engine: Engine, prompt_tokens: int) -> None:
+    """Step until all prompts are computed: the steps after that compute one token a row."""
+    before = engine.stats().computed
+    while engine.stats().computed - before < prompt_tokens:
+        if engine.step():
+            raise EngineError("a row ended while others waited; give the cache more memory or take a smaller batch")
+
+
+def _drain(engine: Engine) -> _Run:
+    """Run until nothing is left, with the clock on."""
+    before, steps = engine.stats().computed, []
+    begun = time.perf_counter()
+    while engine.has_work:
+        step_begun = time.perf_counter()
+        for completion in engine.step():
+            if completion.error is not None:
+                raise EngineError(f"a row failed: {completion.error}")
+        steps.append(time.perf_counter() - step_begun)
+    return _Run(engine.stats().computed - before, time.perf_counter() - begun, tuple(steps))
+
+
+def _measured(name: str, rows: int, runs: list[_Run]) -> Measurement:
+    rates = [run.tokens / run.seconds for run in runs]
+    return Measurement(
+        name=name,
+        rows=rows,
+        tokens_per_second=statistics.median(rates),
+        slowest=min(rates),
+        fastest=max(rates),
+        step_ms=1000 * statistics.median(step for run in runs for step in run.steps),
+    )

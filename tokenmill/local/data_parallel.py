@@ -1,0 +1,131 @@
+"""A run by several replicas: the command hands out shards, and each replica takes them over its line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import ShardTask, WorkerState, World
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.models import ModelPin
+from schemas.workers.metrics import WorkerFigures
+from tokenmill.local.embedded import SILENCE, Work
+from tokenmill.local.model_rotation import compute_in_turns
+from tokenmill.local.run_plan import RunPlan, load_model
+from tokenmill.local.tracker import RunTracker, TurnObserver
+from tokenmill.processes.logging import log_to_stderr
+from tokenmill.processes.replicas import Line, Replicas, Task, environments
+from tokenmill.processes.signals import until_told
+from workers.model.loaded_model import LoadedModel
+from workers.policies.loader import load_policies
+from workers.policies.policy import NO_POLICIES
+
+
+def divide(plan: RunPlan, pins: Sequence[ModelPin], given: Work, tracker: RunTracker, stop: threading.Event) -> None:
+    """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
+    count = plan.engine.replicas
+    names = [name for name, _ in plan.worker.policies.named]
+    sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
+    tasks = [Task(_compute, (sent, pins, names, number)) for number in range(count)]
+    methods: dict[str, Callable[..., Any]] = {
+        "progress": tracker.told, "finished": given.finished,
+        "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
+        "leave": given.heartbeats.leave, "tell": given.heartbeats.tell, "figures": given.heartbeats.figures,
+        "workers": given.heartbeats.workers, "since": given.heartbeats.since,
+    }  # fmt: skip
+    own = environments(count, plan.engine.tensor_parallel, on_gpus=plan.engine.on_gpus)
+    # None begins before all are loaded, or the first would take most of a small job.
+    with Replicas(tasks, own, methods, tracker.computing, keep=(given.output.lock.descriptor,)) as replicas:
+        replicas.wait(stop)
+
+
+def _compute(line: Line, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequence[str], number: int) -> None:
+    """`run`'s task: this replica's part of the shards of the job in the plan's folder."""
+    log_to_stderr()
+    settings = replace(plan.worker, policies=load_policies(policies))
+    with until_told() as stop, FolderStore(plan.output) as store:
+        ledger = JobLedger(store)
+        world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+        queue, heartbeats = FarQueue(line), FarHeartbeats(line)
+
+        def load(pin: ModelPin, turn: int) -> LoadedModel:
+            model = load_model(plan, pin, list(ledger.segments()))
+            if turn == 0:
+                line.call("ready")
+                stop.begin()
+            return model
+
+        def client(pin: ModelPin) -> ShardClient:
+            return ShardClient(
+                f"local-{number}", world, lambda _: ledger, queue, heartbeats,
+                lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
+            )  # fmt: skip
+
+        def observe(turn: int) -> TurnObserver:
+            return TurnObserver(partial(line.call, "progress"), number + turn * plan.engine.replicas)
+
+        compute_in_turns(pins, load, client, observe, queue, world.clock, settings, stop)
+
+
+class FarQueue:
+    """The command's `ShardQueue`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def put(self, queue: str, task: ShardTask) -> None:
+        """See `ShardQueue.put`."""
+        self._line.call("put", queue, task)
+
+    def take(self, queues: Sequence[str], timeout: float) -> ShardTask | None:
+        """See `ShardQueue.take`. The line is not held while there is nothing to take."""
+        until = time.monotonic() + timeout
+        while True:
+            task: ShardTask | None = self._line.call("take", queues, 0.0)
+            left = until - time.monotonic()
+            if task is not None or left <= 0:
+                return task
+            time.sleep(min(left, 0.01))
+
+
+class FarHeartbeats:
+    """The command's `Heartbeats`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    lifetime = SILENCE
+
+    def beat(self, state: WorkerState) -> None:
+        """See `Heartbeats.beat`."""
+        self._line.call("beat", state)
+
+    def leave(self, worker: str) -> None:
+        """See `Heartbeats.leave`."""
+        self._line.call("leave", worker)
+
+    def tell(self, worker: str, figures: WorkerFigures) -> None:
+        """See `Heartbeats.tell`."""
+        self._line.call("tell", worker, figures)
+
+    def figures(self) -> dict[str, WorkerFigures]:
+        """See `Heartbeats.figures`."""
+        found: dict[str, WorkerFigures] = self._line.call("figures")
+        return found
+
+    def workers(self) -> list[WorkerState]:
+        """See `Heartbeats.workers`."""
+        found: list[WorkerState] = self._line.call("workers")
+        return found
+
+    def since(self) -> float:
+        """See `Heartbeats.since`."""
+        found: float = self._line.call("since")
+        return found

@@ -1,0 +1,84 @@
+"""What `run` would do with a job on this machine or another, rehearsed: the same shards, cache and schedule, and no
+model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from engine.config import EngineConfig
+from engine.dry_run import Rehearsal
+from engine.engine import Engine, resolve_device, resolve_dtype
+from engine.errors import OutOfMemory
+from engine.models.base import ModelSpec
+from engine.models.encoders.settings import embedding_settings
+from engine.models.load import describe_model
+from engine.plan import CacheGroup
+from engine.runner.memory import available_bytes, layer_token_bytes, plan_cache
+from engine.scheduler.step_cost import cache_windows
+from pipeline.adapters.system import SystemClock
+from pipeline.planner import InputEstimate
+from pipeline.worker_client.protocol import ShardWork
+from schemas.jobs.job import Job
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.local.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for
+from workers.model.loaded_model import LoadedModel
+from workers.shards.dry_run import Rehearsed, ShardRehearsal
+from workers.shards.state import ShardReader
+
+ENOUGH_BYTES = 1 << 60
+
+
+def cache_groups(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[CacheGroup, ...]:
+    """The cache's pools; where this machine has no room for the model, those of one that has."""
+    device = resolve_device(config.device)
+    planned = spec, config.cache, config.schedule, limit, device, config.kv_dtype
+    try:
+        return plan_cache(*planned)
+    except OutOfMemory:
+        return plan_cache(spec, replace(config.cache, memory_bytes=ENOUGH_BYTES), *planned[2:])
+
+
+def cache_bytes(engine: Engine) -> int:
+    """Bytes that an engine like this one may take here for its cache: its own are a part of what is free."""
+    config, spec = engine.config, engine.spec
+    device = resolve_device(config.device)
+    share = config.cache.gpu_memory_utilization if device.type == "cuda" else config.cache.memory_fraction
+    layers = [spec.windows.count(window) for window in cache_windows(spec.windows)]
+    held = sum(count * blocks for count, blocks in zip(layers, engine.scheduler.stats.total_blocks, strict=True))
+    token_bytes = layer_token_bytes(spec, config.kv_dtype)
+    return int(share * (available_bytes(device) + held * config.cache.block_size * token_bytes))
+
+
+def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool) -> EngineConfig:
+    """As `run` has it, which knows the job (`alone`), or a worker that does not."""
+    if not alone or amount.segments > 1 or not amount.sequences:
+        return options.config()
+    mean = -(-(amount.prompt_tokens + amount.max_tokens) // amount.sequences)
+    rows = rows_for(amount.max_tokens, amount.certain_tokens)
+    return options.config(max(MIN_TOKENS_PER_SEQUENCE, mean), amount.sequences, rows)
+
+
+def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> Rehearsed:
+    """One worker's way through these shards of the job, whose first model is at `path`. Raises what reading a model
+    raises; `UnsupportedModel` for an encoder."""
+    pin = job.models[0]
+    dtype = resolve_dtype(pin.dtype, resolve_device(config.device))
+    spec = describe_model(path, dtype=dtype).spec
+    groups = cache_groups(spec, config, min(config.max_model_len or spec.max_position, spec.max_position))
+    stand_in = replace(config, dtype=pin.dtype)
+    enough = -(-spec.max_position // config.cache.block_size) + 1  # nothing runs on it
+    model = LoadedModel.without_weights(path, name=pin.name, config=stand_in, num_blocks=enough, digest=None)
+    embedding = embedding_settings(path)
+    if embedding is not None:
+        limits = replace(model.limits, embedding=embedding, embedding_size=embedding.size(spec.hidden_size))
+        model = replace(model, limits=limits)
+    clock = SystemClock()
+    works = (
+        ShardWork(job, number, attempt=1, attempt_id="rehearsal", table=table, started_at=clock.now())
+        for number, table in enumerate(tables)
+    )
+    rehearsal = Rehearsal(config, spec, groups)
+    return ShardRehearsal(ShardReader(model), rehearsal, config.schedule.max_num_seqs).run(works)

@@ -1,0 +1,121 @@
+"""The pipeline in one process, without any server: a folder, an in-process queue, the system's clock.
+
+The same parts as in any other form; only the adapters behind the ports are local. The worker's loop runs on the calling
+thread and the dispatcher on one of its own, so that a long engine step never delays it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.adapters.folder.locks import RunLock
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import World
+from pipeline.worker_client.protocol import HEARTBEAT_SECONDS
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.jobs.outcome import Manifest
+from schemas.jobs.progress import Progress
+from schemas.models import ModelPin
+
+WORKER = "local"
+
+SILENCE = 20 * HEARTBEAT_SECONDS
+"""Seconds without a heartbeat after which the one worker counts as gone: its thread can only be slow."""
+
+TICK_SECONDS = 0.05
+"""The dispatcher looks often: in one process a look is cheap, and a small job should not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One job's output folder, held by this process. Made by `open_output`."""
+
+    world: World
+    ledger: JobLedger
+    lock: RunLock
+
+
+@contextmanager
+def open_output(folder: Path) -> Iterator[Output]:
+    """Hold an output folder for one run.
+
+    Raises:
+        StoreError: it can't be written, or its file system can't keep what is promised.
+        OutputLocked: another run is at it.
+    """
+    with FolderStore(folder) as store, RunLock(folder) as lock:
+        yield Output(World(store, SystemClock(), SystemRandomness(), store.scratch), JobLedger(store), lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What workers of the one job that is open need to take part.
+
+    Attributes:
+        queue, heartbeats: this process's.  finished: whether the job has ended.
+        price_per_hour: of a worker.
+    """
+
+    output: Output
+    queue: MemoryQueue
+    heartbeats: MemoryHeartbeats
+    finished: Callable[[], bool]
+    price_per_hour: float | None = None
+
+    def client(self, pin: ModelPin) -> ShardClient:
+        """For a worker in this process, with one of the job's models."""
+        return ShardClient(
+            WORKER, self.output.world, lambda _: self.output.ledger, self.queue, self.heartbeats, self.finished,
+            models=[pin.key], price_per_hour=self.price_per_hour,
+        )  # fmt: skip
+
+
+def dispatch(
+    output: Output,
+    begin: Callable[[Progress], None],
+    work: Callable[[Work], None],
+    price_per_hour: float | None,
+    workers: int = 1,
+) -> Manifest | None:
+    """Hand the job's open shards to `work`, on this thread, until the job ends or `work` returns. Shards may still be
+    planned meanwhile.
+
+    Args:
+        begin: told how the job stands, before `work` is called.
+        work: a worker's loop over a client, which is its source and its sink. Not called when no shard is open, so no
+            model need be loaded for a job that lacks nothing but its manifest.
+        price_per_hour: of each of them.  workers: that `work` has.
+
+    Returns the outcome, or None when `work` returned early. Raises what either side raises; a dispatcher that failed
+    has the worker end with the shards it holds.
+    """
+    heartbeats = MemoryHeartbeats(output.world.clock, SILENCE)
+    queue = MemoryQueue()
+    backlog = DispatchSettings().backlog * workers
+    settings = DispatchSettings(backlog=backlog, tick_every=TICK_SECONDS, price_per_hour=price_per_hour)
+    dispatcher = Dispatcher(output.world, queue, heartbeats, settings=settings)
+    job = output.ledger.job()
+    dispatcher.add(output.ledger)
+    dispatcher.tick()
+    progress = dispatcher.progress(job.id)
+    if progress is not None:
+        begin(progress)
+        stop = threading.Event()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
+            dispatching = pool.submit(dispatcher.run, stop)
+            try:
+                work(Work(output, queue, heartbeats, dispatching.done, price_per_hour))
+            finally:
+                stop.set()
+        dispatching.result()
+    return dispatcher.outcome(job.id)

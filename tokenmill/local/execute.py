@@ -1,0 +1,104 @@
+"""Running a planned job while somebody watches: progress on stderr, Ctrl-C, and what is said at the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from tokenmill import output
+from tokenmill.errors import Interrupted, Interruption, UserError
+
+if TYPE_CHECKING:
+    from schemas.jobs.outcome import Manifest
+    from tokenmill.local.run_job import JobRun
+    from tokenmill.local.run_plan import RunPlan
+    from tokenmill.local.tracker import RunTracker
+
+SHOWN_ERRORS: Final = 10
+CLOSED: Final = {"cancelled": "was cancelled", "expired": "has expired"}
+
+
+def execute(plan: RunPlan, *, as_json: bool) -> None:
+    """Bring the job to its end and tell the outcome. Raises what `run_job` raises, and `Interrupted`."""
+    _report(_run(plan), plan, as_json=as_json)
+
+
+def _run(plan: RunPlan) -> JobRun:
+    """Run with progress on stderr; the first Ctrl-C stops after the current step, the second at once."""
+    from pipeline.planner import InvalidInput
+    from tokenmill.local.progress import ProgressDisplay
+    from tokenmill.local.run_job import run_job
+    from tokenmill.local.tracker import RunTracker
+    from tokenmill.processes.logging import log_to_stderr
+
+    log_to_stderr()
+    tracker, stop = RunTracker(), threading.Event()
+    try:
+        with _stopping(stop, tracker), ProgressDisplay(output.stderr(), tracker.snapshot):
+            return run_job(plan, tracker, stop)
+    except InvalidInput as error:
+        for wrong in error.errors[:SHOWN_ERRORS]:
+            output.say(f"line {wrong.line}: {wrong.code}: {wrong.message}")
+        if error.count > SHOWN_ERRORS:
+            output.say(f"… and {error.count - SHOWN_ERRORS} more")
+        raise UserError(f"{error}; nothing was computed. Correct the lines, or run with --on-invalid row") from error
+
+
+@contextmanager
+def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
+    """Ctrl-C, and SIGTERM likewise: while the engine computes, the first one stops it after the current step, so that
+    what is done is still committed. At any other time, and the second time, everything ends at once: that is safe too,
+    only more is to be done again."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set() or not tracker.is_computing:
+            raise Interruption
+        stop.set()
+        output.say("stopping after this step; once more to stop at once")
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(done: JobRun, plan: RunPlan, *, as_json: bool) -> None:
+    """The outcome: summary on stderr, the document on stdout with --json. Raises `Interrupted` when there is none."""
+    from tokenmill.local import summary
+
+    manifest = done.manifest
+    if manifest is None:
+        have = f"{output.count(done.counts.total - done.counts.pending)} of {output.count(done.counts.total)} rows"
+        raise Interrupted(f"interrupted: {have} are committed in {plan.output}; the same command goes on from there")
+    closed = _at_limit(manifest, plan) if manifest.ended_by == "spend" else CLOSED.get(manifest.status)
+    if closed is not None:
+        again = f"'tokenmill jobs retry {plan.output} --output NEW' answers the other rows"
+        output.say(f"{plan.output}: this job {closed}; what was finished is kept, and {again}")
+    elif done.before and done.before == done.counts.total:
+        output.say(f"{plan.output}: this job was done before; --fresh runs it anew")
+    elif done.before:
+        output.say(f"{output.count(done.before)} rows had a result from an earlier run")
+    if closed is None and plan.max_cost is not None and manifest.cost is not None and manifest.cost > plan.max_cost:
+        output.say(
+            f"{plan.output}: this job cost {manifest.cost:.4g}, more than its limit of {plan.max_cost:g}: "
+            "all of it was under way before that was known"
+        )
+    if as_json:
+        output.print_json(summary.as_document(manifest, plan.output))
+    summary.show(manifest, plan.output, plan.max_cost)
+
+
+def _at_limit(manifest: Manifest, plan: RunPlan) -> str:
+    """How a job ended at its spending limit: what it has cost may be more, by what ran until the workers were told."""
+    limit = "its spending limit" if plan.max_cost is None else f"its spending limit of {plan.max_cost:g}"
+    if manifest.cost is None:
+        return f"has reached {limit}"
+    beyond = plan.max_cost is not None and manifest.cost > plan.max_cost
+    why = ": what was under way at the limit is paid for, too" if beyond else ""
+    return f"has reached {limit} and cost {manifest.cost:.4g}{why}"

@@ -1,0 +1,59 @@
+"""A job's models, one after the other in one process: one is loaded at a time, and computes its shards until none is
+left on its queue.
+
+What is planned later may need a model that has had its turn: it is then loaded again.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from pipeline.ports import Clock, ShardQueue
+from pipeline.worker_client.shard_client import ShardClient
+from schemas.models import ModelPin
+from tokenmill.processes.model_switching import SourceInTurn, Turns
+from tokenmill.processes.runtime import settled_heap
+from workers.model.loaded_model import LoadedModel
+from workers.observability.progress import WorkerObserver
+from workers.settings import WorkerSettings
+from workers.shards.worker import ShardWorker
+
+
+def compute_in_turns(
+    models: Sequence[ModelPin],
+    load: Callable[[ModelPin, int], LoadedModel],
+    make_client: Callable[[ModelPin], ShardClient],
+    observe: Callable[[int], WorkerObserver],
+    queue: ShardQueue,
+    clock: Clock,
+    settings: WorkerSettings,
+    stop: threading.Event,
+) -> None:
+    """Compute a job's shards until no more will come, or `stop` is set.
+
+    Args:
+        models: the first one is loaded first.
+        load: loads a model for the turn of this number, from 0.
+        make_client: source and sink of a model's shards.
+        observe: what observes the turn of this number; a turn's counts begin at 0.
+
+    Raises what loading and `ShardWorker.run` raise.
+    """
+    pins = {pin.key: pin for pin in reversed(models)}  # names of the same weights share a queue: the first one loads
+    turns = Turns(list(dict.fromkeys(pin.key for pin in models)), queue, None, clock, switch_after=math.inf)
+    for turn in count():
+        pin = pins[turns.loaded]
+        model, client = load(pin, turn), make_client(pin)
+        turns.begin()
+        with settled_heap():
+            source = SourceInTurn(client, turns)
+            ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
+        client.close()
+        if stop.is_set() or client.finished():
+            return
+        del model
+        gc.collect()  # the next model needs the memory

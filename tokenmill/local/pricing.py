@@ -1,0 +1,66 @@
+"""What an hour of a worker costs: as it was given, or as the price book says of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schemas.prices import PriceBookError, read_price_book
+from tokenmill.errors import UserError
+from tokenmill.services.instance_metadata import ask
+
+if TYPE_CHECKING:
+    from schemas.prices import PriceBook
+    from schemas.settings.settings import InstanceOptions, Settings
+    from tokenmill.local.run_plan import RunPlan
+
+
+def read_book(path: Path | None) -> PriceBook:
+    """The price book; raises `UserError`."""
+    try:
+        return read_price_book(path)
+    except PriceBookError as error:
+        raise UserError(str(error)) from error
+
+
+def of_this_instance(instance: InstanceOptions) -> InstanceOptions:
+    """With what the instance says of itself. Raises `UserError` where it can't be asked."""
+    try:
+        kind, region, life = ask("instance-type", "placement/region", "instance-life-cycle")
+    except OSError as error:
+        raise UserError(
+            f"the instance's metadata service can't be asked what this machine is ({error}); unset "
+            "TOKENMILL_INSTANCE__ASK_EC2 where it isn't Amazon's, and set TOKENMILL_INSTANCE__TYPE"
+        ) from error
+    said = {"type": kind, "region": region, "market": "spot" if life == "spot" else "on-demand"}
+    return instance.model_copy(update={name: value for name, value in said.items() if value is not None})
+
+
+def price_of_worker(settings: Settings, given: float | None = None) -> float | None:
+    """Of a worker with these settings: what the command line says, else the settings, else the book's price of the
+    instance, shared by the workers on it; None: nothing is said. Raises `UserError` where the book has no such price.
+    """
+    if given is not None:
+        return given
+    instance = settings.instance
+    if settings.price_per_hour is not None:
+        return settings.price_per_hour
+    if instance.ask_ec2:
+        instance = of_this_instance(instance)
+    if instance.type is None:
+        return None
+    book = read_book(settings.price_book)
+    try:
+        found = book.must(instance.type, instance.region, instance.market, settings.price_book)
+    except PriceBookError as error:
+        raise UserError(str(error)) from error
+    return found.per_hour / instance.workers
+
+
+def check_limit(plan: RunPlan) -> None:
+    """A limit needs a price; raises `UserError`."""
+    if plan.max_cost is not None and plan.price_per_hour is None:
+        raise UserError(
+            "--max-cost can't be kept: nobody says what an hour of this machine costs; give --price-per-hour, or set "
+            "TOKENMILL_PRICE_PER_HOUR or TOKENMILL_INSTANCE__TYPE"
+        )

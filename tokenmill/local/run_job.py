@@ -1,0 +1,176 @@
+"""From what `run` was told to a finished job: the embedded form, everything in this process, on one folder.
+
+Nothing expensive happens before something cheap could refuse it: the input is looked at before a model is pulled, the
+model's header is read before a job is made of it, the plan's first segment stands before weights are loaded, and a job
+that has ended loads nothing. What is left to plan is planned beside the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.embedding.engine import check_encoder_config
+from engine.engine import resolve_device, resolve_model_dtype
+from engine.models.load import describe_model, is_encoder
+from pipeline.jobs.planning import plan_job
+from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.summaries import summarize_job
+from pipeline.planner import open_source
+from pipeline.results.verification import check_files
+from schemas.jobs.outcome import Counts, Manifest
+from schemas.jobs.plan import PlanSegment, ShardRef
+from schemas.jobs.progress import Progress
+from schemas.models import ModelPin
+from tokenmill.config.engine_options import EngineOptions
+from tokenmill.config.inputs import open_input
+from tokenmill.config.job_options import ChosenModel, token_counter
+from tokenmill.errors import ModelError
+from tokenmill.local.data_parallel import divide
+from tokenmill.local.embedded import Output, Work, dispatch, open_output
+from tokenmill.local.model_rotation import compute_in_turns
+from tokenmill.local.run_plan import RunPlan, load_model
+from tokenmill.local.tracker import RunTracker, TurnObserver
+from tokenmill.processes.planner_process import PlannerProcess
+from workers.model.loaded_model import LoadedModel, dtype_name, model_digest, model_path
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """What came of a run.
+
+    Attributes:
+        manifest: the outcome; None: the run was stopped before the job's end.
+        counts: rows by status; pending ones have no result yet.
+        before: rows that had a result from earlier runs.
+    """
+
+    manifest: Manifest | None
+    counts: Counts
+    before: int
+
+
+Load = Callable[[RunPlan, ModelPin, list[PlanSegment]], LoadedModel]
+"""Loads the pinned model for the plan's segments, as far as they stand."""
+
+
+def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Load = load_model) -> JobRun:
+    """Bring a job to its end, or as far as it goes until `stop` is set.
+
+    Args:
+        load: only called when there is something to compute.
+
+    Raises what submitting, planning, loading and working raise; what was committed by then stays.
+    """
+    tracker.phase("checking the model")
+    only_name = plan.models[0].name if len(plan.models) == 1 else None
+    open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
+    pins = tuple(_checked_pin(plan, model) for model in plan.models)
+    order = Order(
+        input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
+        max_cost=plan.max_cost, retry_of=plan.retry_of,
+    )  # fmt: skip
+    with open_output(plan.output) as output:
+        submitted = submit(order, output.ledger, output.world, fresh=plan.fresh)
+        manifest = output.ledger.manifest()
+        if manifest is not None:
+            check_files(output.ledger, manifest)
+            return JobRun(manifest, manifest.counts, manifest.counts.total)
+        if output.ledger.segment(0) is None:
+            tracker.phase("planning")
+            counter = token_counter(Path(pins[0].source), plan.chat_template)
+            plan_job(output.ledger, submitted.job, output.world, counter, most_segments=1, open_input=open_input)
+        segments = list(output.ledger.segments())
+        before, planner = 0, None
+
+        def begin(progress: Progress) -> None:
+            nonlocal before, planner
+            before = progress.counts.total - progress.counts.pending
+            tracker.planned(progress.counts, expected_tokens(output, segments), whole=segments[-1].last)
+            if not segments[-1].last:
+                planner = stack.enter_context(
+                    PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
+                )
+
+        def work(given: Work) -> None:
+            wanted = models_by_need(output, segments, pins)
+            tracker.phase("loading the model")
+            if plan.engine.replicas > 1:
+                divide(plan, wanted, given, tracker, stop)
+                return
+
+            def load_for_turn(pin: ModelPin, turn: int) -> LoadedModel:
+                if turn:
+                    tracker.phase(f"loading {pin.name}")
+                model = load(plan, pin, segments)
+                tracker.computing()
+                return model
+
+            compute_in_turns(
+                wanted, load_for_turn, given.client, partial(TurnObserver, tracker.told), given.queue,
+                output.world.clock, plan.worker, stop,
+            )  # fmt: skip
+
+        with ExitStack() as stack:
+            manifest = dispatch(output, begin, work, plan.price_of_worker, plan.engine.replicas)
+            if planner is not None:
+                planner.check()
+        counts = _counts(output) if manifest is None else manifest.counts
+        return JobRun(manifest, counts, 0 if submitted.created else before)
+
+
+def pin_model(model: ChosenModel, path: Path, options: EngineOptions, chat_template: str | None) -> ModelPin:
+    """What a job is pinned to: the weights' digest, the dtype they are computed in, and how weights and cache are
+    quantized. Reads every byte of the weights (which are then in the page cache when they are loaded), after a look at
+    the header said that they can be used."""
+    if is_encoder(path):
+        check_encoder_config(options.config())
+    spec = describe_model(path, dtype=resolve_model_dtype(path, options.dtype, resolve_device(options.device))).spec
+    return ModelPin(
+        name=model.name,
+        source=str(path),
+        digest=model_digest(path, chat_template),
+        revision=model.source.revision,
+        dtype=dtype_name(spec),
+        quantization=options.quantize,
+        kv_dtype=options.kv_dtype,
+    )
+
+
+def _checked_pin(plan: RunPlan, model: ChosenModel) -> ModelPin:
+    """The pin of one of the plan's models. Raises `ModelError` where its digest is not the one that is asked for."""
+    path = model_path(model.source.path)
+    pin = pin_model(model, path, plan.engine, plan.chat_template)
+    if model.digest is not None and pin.digest != model.digest:
+        raise ModelError(
+            f"{path}: its weights or its chat template are not those that answered in {plan.retry_of}; "
+            "give the same --chat-template, or choose a model with --model"
+        )
+    return pin
+
+
+def open_shards(output: Output, segments: list[PlanSegment]) -> list[ShardRef]:
+    """The planned shards without a part."""
+    standing = {number for number, _ in output.ledger.parts()}
+    return [shard for segment in segments for shard in segment.shards if shard.number not in standing]
+
+
+def expected_tokens(output: Output, segments: list[PlanSegment]) -> int:
+    """Output tokens that the shards without a part are expected to need."""
+    return sum(shard.expected_tokens for shard in open_shards(output, segments))
+
+
+def models_by_need(output: Output, segments: list[PlanSegment], pins: Sequence[ModelPin]) -> list[ModelPin]:
+    """Those first that open shards need: the first one is loaded at once."""
+    needed = {shard.model for shard in open_shards(output, segments)} if len(pins) > 1 else set()
+    return sorted(pins, key=lambda pin: pin.name not in needed)
+
+
+def _counts(output: Output) -> Counts:
+    counts = summarize_job(output.ledger).counts
+    assert counts is not None  # a job that can't be read raises instead
+    return counts

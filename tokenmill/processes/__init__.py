@@ -1,0 +1,1 @@
+"""What processes share: logging, signals, planner and replica processes."""

@@ -1,0 +1,270 @@
+"""Plans jobs in processes of their own: for `run` the rest of its one job, beside the work on what is planned already;
+for a dispatcher one job of its root after the other (`planner_pool`), within a limit of memory.
+
+A thread would share the interpreter with the engine's, which would wait for its turn again and again; a process takes
+the core that the engine leaves. The two share nothing but the ledger, where whoever creates a segment first decides. So
+the planner may be killed at any moment: it ends with its parent, and the next run goes on at the first missing segment.
+That run begins when both are gone: the planner of a run holds the folder's lock with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, Final, TextIO
+
+from pipeline.adapters.folder.locks import RunLock
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.adapters.system import SystemClock, SystemRandomness
+from pipeline.jobs.planning import plan_job, plan_open_job
+from pipeline.ledger.ledger import JobLedger
+from pipeline.ports import PipelineError, World
+from schemas.jobs.inputs import InputRef
+from schemas.jobs.plan import PlanSegment
+from tokenmill.config.inputs import open_input
+from tokenmill.processes.logging import log_to_stderr
+from tokenmill.processes.tracing import traces_of
+from tokenmill.root import open_root
+from tokenmill.settings import read_settings
+
+LOOK_SECONDS: Final = 0.5
+NICENESS: Final = 10
+"""The engine goes first: when it runs short of shards, it leaves the planner enough time by itself."""
+
+END_SECONDS: Final = 5.0
+"""It gets so long to remove what it was building; what is left is swept by the next run."""
+
+PROGRESS_SECONDS: Final = 0.2
+"""Between two reports that planning moves on, at least."""
+
+_FAILED: Final = 3
+
+TOLD_TO_STOP: Final = 128 + signal.SIGTERM
+"""Its exit status after SIGTERM."""
+
+
+def start_planner(
+    task: Mapping[str, Any], *, pass_fds: Sequence[int] = (), variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
+    """A process that plans, and what it is told first: `{"folder", "inputs"}` for one job in an output folder, or
+    `{"root", "command", "log_format", "memory_bytes"}` for jobs of a root, which then are requested line by line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __spec__.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dict(variables),
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C is for the parent, which then ends this one
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(task) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def end_planner(process: subprocess.Popen[str]) -> None:
+    """End it, in order if it can."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class PlannerProcess:
+    """Plans the job in an output folder while the `with` block runs.
+
+    Args:
+        folder: the output folder.  inputs: where the input lies now.
+        lock: the run's, on this folder. The process holds it too: outliving its parent, it may still write there.
+        on_segment: told of each segment that has come to stand; on a thread of its own.
+        on_failure: called once when planning can't go on; `check` then raises.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lock: RunLock,
+        ledger: JobLedger,
+        inputs: InputRef,
+        on_segment: Callable[[PlanSegment], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._lock = lock
+        self._ledger = ledger
+        self._on_segment = on_segment
+        self._on_failure = on_failure
+        self._known = sum(1 for _ in ledger.segments())
+        self._stopping = threading.Event()
+        self._failure: str | None = None
+        self._task = {"folder": str(folder.absolute()), "inputs": inputs.model_dump(mode="json")}
+        self._thread = threading.Thread(target=self._watch, name="planner", daemon=True)
+
+    def __enter__(self) -> PlannerProcess:
+        self._process = start_planner(self._task, pass_fds=(self._lock.descriptor,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stopping.set()
+        end_planner(self._process)
+        self._thread.join()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises `PipelineError` when planning couldn't go on."""
+        if self._failure is not None:
+            raise PipelineError(self._failure)
+
+    def _watch(self) -> None:
+        while True:
+            ended = self._process.poll() is not None  # looked at first: what it committed before is then seen
+            try:
+                self._tell()
+            except PipelineError as error:
+                self._fail(str(error))
+                return
+            if self._stopping.is_set():
+                return
+            if ended:
+                break
+            self._stopping.wait(LOOK_SECONDS)
+        if self._process.returncode:
+            assert self._process.stdout is not None
+            said = self._process.stdout.read().strip()
+            self._fail(said or f"the planner ended with code {self._process.returncode}; run the same command again")
+
+    def _tell(self) -> None:
+        for segment in self._ledger.segments(self._known):
+            self._known = segment.index + 1
+            self._on_segment(segment)
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        self._on_failure()
+
+
+def main() -> None:
+    """What the process does: the first line on stdin says what to plan, and stdin's end that the parent is gone."""
+    lines: SimpleQueue[str] = SimpleQueue()
+    signal.signal(signal.SIGTERM, _end)
+    threading.Thread(target=_listen, args=(lines,), daemon=True).start()
+    task = json.loads(lines.get())
+    if "folder" in task:
+        _plan_folder(Path(task["folder"]), InputRef.model_validate(task["inputs"]))
+    else:
+        _plan_jobs(task, lines)
+
+
+def _plan_folder(folder: Path, inputs: InputRef) -> None:
+    """The rest of the one job of an output folder."""
+    os.nice(NICENESS)
+    try:
+        with FolderStore(folder) as store:
+            ledger = JobLedger(store)
+            job = ledger.job().model_copy(update={"input": inputs})
+            world = World(store, SystemClock(), SystemRandomness(), store.scratch)
+            plan_job(ledger, job, world, open_input=open_input)
+    except PipelineError as error:
+        print(error)
+        sys.exit(_FAILED)
+
+
+def _plan_jobs(task: dict[str, Any], lines: SimpleQueue[str]) -> None:
+    """Jobs of a root as they are requested, one at a time. Stdout has one line when the root is open, lines with
+    `progress` while a job is planned, and one with its outcome."""
+    answers = _Answers(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    log_to_stderr(logging.INFO, task["log_format"], task["command"])
+    settings, limit = read_settings(), int(task["memory_bytes"])
+    with traces_of(task["command"]) as traces, open_root(task["root"], settings, traces=traces) as root:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        world = replace(root.world, on_progress=answers.report_progress)
+        open_input = partial(root.open_input, on_read=answers.report_progress)
+        answers.write({"ready": True})
+        ends = False
+        while not ends:
+            asked = json.loads(lines.get())
+            try:
+                outcome = plan_open_job(root.ledger(asked["job"]), world, open_input, in_time=asked["in_time"])
+                answer = asdict(outcome)
+            except PipelineError as error:
+                answer = {"later": str(error)}
+            except MemoryError:
+                answer, ends = {"memory": True, "traceback": ""}, True
+            except Exception as error:  # noqa: BLE001 - the parent raises it anew, for this job
+                answer = {
+                    "failed": type(error).__name__,
+                    "traceback": "".join(traceback.format_tb(error.__traceback__)),
+                }
+            ends = ends or data_bytes() > limit // 2  # what is left of this job must not fail the next one
+            answers.write(answer | {"ends": ends})
+
+
+class _Answers:
+    """The lines for the parent. Threads share it: Arrow reads on its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._next_progress = 0.0
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(answer) + "\n")
+            self._stream.flush()
+
+    def report_progress(self) -> None:
+        """Planning has moved on; written at most once in `PROGRESS_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + PROGRESS_SECONDS
+            self.write({"progress": True})
+
+
+def data_bytes() -> int:
+    """What `RLIMIT_DATA` limits, of this process: private memory that can be written (Linux)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:")), 0)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the end is under way: another word would interrupt it
+    sys.exit(TOLD_TO_STOP)
+
+
+def _listen(lines: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

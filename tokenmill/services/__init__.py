@@ -1,0 +1,1 @@
+"""The long-running commands: gateway, intake, dispatcher, worker, autoscaler."""

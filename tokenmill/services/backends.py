@@ -1,0 +1,114 @@
+"""What carries hints between the parts of an installation: queue, heartbeats, lane and lease, here or on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
+from pipeline.adapters.memory.shard_queue import MemoryQueue
+from pipeline.lane.memory import MemoryLane
+from pipeline.lane.protocol import LaneMonitor, OpenLane
+from pipeline.ports import Heartbeats, Lease, ShardQueue, World
+from pipeline.worker_client.protocol import HEARTBEAT_SECONDS
+from schemas.settings.settings import Settings
+from tokenmill.errors import UserError
+from tokenmill.root import Root
+
+SILENCE: Final = 4 * HEARTBEAT_SECONDS
+"""Seconds without a heartbeat after which a worker counts as dead, and its shards are given to others."""
+
+REMOTE_LOOK_SECONDS: Final = 0.2
+
+LEASE_SECONDS: Final = 6.0
+"""A dispatcher or an announcer that is gone is followed by another after this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What carries hints between the parts: nothing that is lost here is lost for good.
+
+    `lease`, `housekeeping`: of who dispatches, and of who has collected lately.
+    """
+
+    queue: ShardQueue
+    heartbeats: Heartbeats
+    lane: OpenLane
+    look_seconds: float
+    settle: float = 0.0
+    lease: Lease | None = None
+    housekeeping: Lease | None = None
+
+
+def hints_in_process(root: Root) -> Hints:
+    """Between threads of this process."""
+    clock = root.world.clock
+    return Hints(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), look_seconds=0.02)
+
+
+@contextmanager
+def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMonitor]]:
+    """How workers and their callers stand, on Redis. Raises `UserError` when none is named."""
+    from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.adapters.redis.heartbeats import RedisHeartbeats
+    from pipeline.adapters.system import SystemClock
+    from pipeline.lane.redis import RedisLane
+
+    if settings.redis_url is None:
+        raise UserError("TOKENMILL_REDIS_URL is not set; name the Redis that the workers beat on")
+    connection = RedisSettings(settings.redis_url.get_secret_value())
+    with (
+        closing(RedisHeartbeats(connection, lifetime=SILENCE)) as heartbeats,
+        closing(RedisLane(connection, SystemClock())) as lane,
+    ):
+        yield heartbeats, lane
+
+
+@contextmanager
+def hints_on_servers(settings: Settings) -> Iterator[Hints]:
+    """On Redis, and on the broker that Celery uses. Raises `UserError` when none is named."""
+    from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
+    from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.adapters.redis.heartbeats import RedisHeartbeats
+    from pipeline.adapters.redis.lease import RedisLease
+    from pipeline.adapters.system import SystemClock, SystemRandomness
+    from pipeline.lane.redis import RedisLane
+
+    if settings.redis_url is None:
+        raise UserError("TOKENMILL_REDIS_URL is not set; name a Redis, or use 'tokenmill serve', which needs none")
+    redis_url = settings.redis_url.get_secret_value()
+    broker_url = redis_url if settings.broker_url is None else settings.broker_url.get_secret_value()
+    with ExitStack() as stack:
+        heartbeats = RedisHeartbeats(RedisSettings(redis_url), lifetime=SILENCE)
+        stack.callback(heartbeats.close)
+        queue = CeleryQueue(CeleryQueueSettings(broker_url), SystemClock())
+        stack.callback(queue.close)
+        every = settings.retention.every.total_seconds()
+        leases = [
+            RedisLease(RedisSettings(redis_url), name, lifetime, SystemClock(), SystemRandomness())
+            for name, lifetime in (("dispatcher", LEASE_SECONDS), ("housekeeping", every))
+        ]
+        for lease in leases:
+            stack.callback(lease.close)
+        lane = RedisLane(RedisSettings(redis_url), SystemClock())
+        stack.callback(lane.close)
+        yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
+
+
+@contextmanager
+def announcers_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
+    """What announcers contend for; None where there is no Redis: then each of them sends everything."""
+    from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.adapters.redis.lease import RedisLease
+
+    if settings.redis_url is None:
+        yield None
+        return
+    connection = RedisSettings(settings.redis_url.get_secret_value())
+    lease = RedisLease(connection, "announcer", LEASE_SECONDS, world.clock, world.random)
+    try:
+        yield lease
+    finally:
+        lease.close()

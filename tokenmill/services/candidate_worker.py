@@ -1,0 +1,152 @@
+"""A worker with a new version of a model: it works on copies while a release is open, and for real once that has
+promoted it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import structlog
+
+from pipeline.models.canaries import Canaries
+from pipeline.models.registry import ReleaseBook, Standing
+from pipeline.models.shadow_client import ShadowClient
+from pipeline.ports import StoreUnavailable
+from schemas.releases import Release
+from schemas.settings.settings import Settings
+from schemas.workers.metrics import WorkerFigures
+from tokenmill.processes.logging import LogFormat
+from tokenmill.processes.runtime import settled_heap, unique_name
+from tokenmill.root import Root
+from tokenmill.services.backends import Hints
+from tokenmill.services.readiness import LoadModel, Readiness
+from tokenmill.services.worker import Worker
+from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
+from workers.model.warmup import drift_from
+from workers.observability.watchdog import Watchdog
+from workers.policies.policy import Policies
+from workers.shards.store_outage import OutageTolerantClient
+from workers.shards.worker import ShardWorker
+
+IDLE_SECONDS: Final = 1.0
+"""Between two looks whether there is a release."""
+
+logger = structlog.get_logger(__name__)
+
+
+def run_candidate(
+    root_url: str | None,
+    settings: Settings,
+    load: LoadModel,
+    switch_after: float,
+    policies: Policies,
+    metrics_port: int | None = None,
+    log_format: LogFormat | None = None,
+    price_per_hour: float | None = None,
+) -> None:
+    """A process with a candidate, until told to stop. Raises as `run_worker` does."""
+
+    def make(root: Root, hints: Hints) -> CandidateWorker:
+        return CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
+
+    run_worker_process(root_url, settings, make, metrics_port, log_format)
+
+
+class CandidateWorker:
+    """A `Part`. Before a release, and after one that was rolled back, it waits: for the next one, or to be stopped.
+
+    Attributes:
+        version: what its model is called, with the digest.
+        readiness: knows how long it took to get ready.
+        greeting: what its process says of it.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        hints: Hints,
+        load: LoadModel,
+        settings: Settings,
+        switch_after: float,
+        policies: Policies,
+        price_per_hour: float | None = None,
+    ) -> None:
+        self._root = root
+        self._name = unique_name(root.world.random)
+        self._book = ReleaseBook(root.world.store)
+        self._watchdog = Watchdog(settings.stuck_seconds)
+        own = worker_settings(settings, hints, policies)
+        self._settings = replace(own, checkpoint_seconds=float("inf"))  # a copy that is lost costs nobody anything
+        self.readiness = Readiness(root.world, settings.warmup, self._name)
+        self._model = model = self.readiness.load(load)
+        self._pin = model.pin()
+        self._book.publish(entry_of(model, policies, root), candidate=True)
+        self.version = f"{self._pin.name}@{self._pin.digest}"
+        self.greeting = f"ready to be released in {root.url}: {self.version}"
+        self._promote = partial(Worker, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour)
+        self._serving: Worker | None = None
+        self._client: ShadowClient | None = None
+
+    def figures(self) -> WorkerFigures | None:
+        """What the worker counted since it began with what it does now; None: nothing yet."""
+        if self._serving is not None:
+            return self._serving.figures()
+        return None if self._client is None else self._client.figures
+
+    def __call__(self, stop: threading.Event) -> None:
+        """Work until `stop` is set. The model is kept while the store can't be used."""
+        state: str
+        logged: str | None = None
+        while not stop.is_set():
+            try:
+                last = self._book.last(self._pin.name)
+                if self._is_served(last):
+                    serving = self._promote()
+                    break
+                if last is not None and self._is_tried(last):
+                    self._shadow(last.release, stop)
+                    continue
+                state = "waiting" if last is None or last.outcome is None else last.outcome.verdict
+                if state != logged:
+                    logger.info("no release to work for", model=self.version, last=state)
+            except StoreUnavailable as error:
+                state = "store outage"
+                if state != logged:
+                    logger.error("the store can't be used: the candidate keeps its model, and waits", why=str(error))
+            logged = state
+            stop.wait(IDLE_SECONDS)
+        else:
+            return
+        logger.info("promoted, and serving", model=self.version)
+        self._serving = serving
+        serving(stop)
+
+    def _is_served(self, last: Standing | None) -> bool:
+        return last is not None and last.served.pin.key == self._pin.key
+
+    def _is_tried(self, last: Standing) -> bool:
+        return last.outcome is None and last.release.candidate.pin.key == self._pin.key
+
+    def _shadow(self, release: Release, stop: threading.Event) -> None:
+        """Compute copies until the release has ended, or until `stop`."""
+        logger.info("working on copies", model=self.version, release=release.number, share=release.rules.share)
+        self._note_drift(release)
+        self._client = client = ShadowClient(self._name, self._root.world, release)
+        clock = self._root.world.clock
+        tolerant = OutageTolerantClient(client, clock, stop)
+        try:
+            with settled_heap(), self._watchdog.watching():
+                ShardWorker(self._model, tolerant, tolerant, clock, self._settings, self._watchdog).run(stop)
+        finally:
+            self._client = None
+
+    def _note_drift(self, release: Release) -> None:
+        """How far its log-probabilities are from what the stable version recorded, unless another worker said so."""
+        record = Canaries(self._root.world.store).find(release.stable.pin)
+        if record is None or self._model.weightless or self._book.drift(release) is not None:
+            return
+        drift = drift_from(self._model, record.answers)
+        if drift is not None:
+            self._book.note_drift(release, drift)

@@ -1,0 +1,102 @@
+"""The parts of an installation, each as something that works until it is told to stop.
+
+`serve` runs all of them in one process on a folder; the separate commands run one each, with Redis between them. The
+parts are the same: only what stands behind the ports of queue and heartbeats differs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from pipeline.adapters.folder.store import FolderStore
+from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
+from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.spend_limits import SpendSettings
+from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
+from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.maintenance.garbage_collector import Housekeeper, HousekeepingSettings
+from pipeline.runtime.inline_executor import AT_ONCE, BESIDE
+from pipeline.scaling.autoscaler import Autoscaler
+from pipeline.scaling.backlog import BacklogLook
+from schemas.settings.settings import Settings
+from tokenmill.errors import UserError
+from tokenmill.processes.logging import LogFormat
+from tokenmill.processes.planner_pool import PlannerPool
+from tokenmill.processes.runtime import Part
+from tokenmill.root import Root, open_intake, requests_at_once, retention_settings
+from tokenmill.services.backends import Hints
+
+FOLDER_SWEEP_SECONDS: Final = 1.0
+"""A folder tells of nothing: it is listed often."""
+
+
+def dispatcher_part(
+    root: Root,
+    hints: Hints,
+    settings: Settings,
+    figures: DispatchFigures,
+    price_per_hour: float | None = None,
+    command: str = "dispatcher",
+    log_format: LogFormat | None = None,
+) -> Part:
+    """Finds open jobs, plans them, hands out their shards, and ends them. `figures`: where it tells how jobs stand.
+    `command`, `log_format`: of the processes that plan."""
+    limits = settings.spending
+    dispatching = DispatchSettings(
+        settle=hints.settle, weights=settings.tenant_weights, isolate=True, price_per_hour=price_per_hour,
+        spending=SpendSettings(limits.of_each, limits.tenants, limits.wait),
+    )  # fmt: skip
+
+    def dispatch(stop: threading.Event) -> None:
+        # A folder answers at once; a bucket is worth asking many things at a time.
+        with requests_at_once(root, AT_ONCE) as together, requests_at_once(root, BESIDE) as beside:
+            dispatcher = Dispatcher(
+                root.world, hints.queue, hints.heartbeats,
+                settings=dispatching, together=together, beside=beside, figures=figures,
+            )  # fmt: skip
+            planning = ForemanSettings(planners=settings.planners)
+            planner = PlannerPool(
+                root.url, command, log_format or settings.log_format,
+                settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock,
+            )  # fmt: skip
+            Foreman(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
+
+    return dispatch
+
+
+def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:
+    """Removes what nobody needs any more, every now and then."""
+    every = HousekeepingSettings(settings.retention.every.total_seconds())
+    return Housekeeper(root.world, retention_settings(settings), every, hints.housekeeping).run
+
+
+def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
+    """Tells CloudWatch how much work waits and how many workers it needs; None where the settings name no namespace."""
+    chosen = settings.cloudwatch
+    if chosen.namespace is None:
+        return None
+    from pipeline.scaling.cloudwatch import CloudWatch
+
+    target = CloudWatch(chosen.namespace, chosen.installation, settings.s3.region)
+    options = settings.autoscale.model_copy(update={"every_seconds": chosen.every_seconds})
+
+    def scale(stop: threading.Event) -> None:
+        with requests_at_once(root, AT_ONCE) as readers:
+            look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second, hints.lane, readers)
+            Autoscaler(root.world, look, hints.heartbeats, options, [target]).run(stop)
+
+    return scale
+
+
+def folder_part(root: Root, settings: Settings, settle: float) -> Part:
+    """Makes jobs of what is dropped into the folder's incoming/."""
+    store = root.world.store
+    if not isinstance(store, FolderStore):
+        raise UserError(f"{root.url}: only a folder can be watched; a bucket tells of drops through a queue")
+    (store.root / INCOMING).mkdir(exist_ok=True)
+    inbox = FolderInbox(store, root.world.clock, settle=settle)
+    door = DropDoor(inbox, open_intake(root, settings), root.world)
+    return DropWatch([door], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run

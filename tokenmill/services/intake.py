@@ -1,0 +1,176 @@
+"""The doors of the deployed form, from settings: a bucket's events, Kafka's topics, and what is announced there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from tokenmill.errors import UserError
+from tokenmill.root import S3, Root, open_intake
+from tokenmill.services.backends import announcers_lease
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping
+
+    from pipeline.adapters.kafka.connection import KafkaConnection
+    from schemas.settings.ingest import KafkaOptions
+    from schemas.settings.settings import Settings
+    from tokenmill.processes.runtime import Part
+
+
+def door_parts(root: Root, settings: Settings) -> dict[str, Part]:
+    """What the settings ask for, by name. Raises `UserError` when that is nothing, or contradicts itself."""
+    parts: dict[str, Part] = {}
+    if root.url.startswith(S3):
+        parts["bucket"] = _bucket(root, settings)
+    elif settings.bucket.queue_url:
+        raise UserError(f"TOKENMILL_BUCKET__QUEUE_URL is set, but {root.url} is no bucket; name an s3:// root")
+    if settings.kafka.bootstrap:
+        parts |= _kafka(root, settings)
+    if settings.celery.queues:
+        parts["celery"] = _celery(root, settings)
+    if not parts:
+        raise UserError(
+            "no door is set up; name an s3:// root, Kafka's brokers in TOKENMILL_KAFKA__BOOTSTRAP, or a queue in "
+            "TOKENMILL_CELERY__QUEUES. "
+            "For a folder of dropped files use 'tokenmill serve'"
+        )
+    return parts
+
+
+def _bucket(root: Root, settings: Settings) -> Part:
+    from pipeline.adapters.s3.sqs import SqsQueue, SqsSettings
+    from pipeline.adapters.s3.url import split_url
+    from pipeline.ingest.files.s3_events import BucketEvents
+    from pipeline.ingest.files.s3_inbox import BucketInbox
+
+    bucket, prefix = split_url(root.url)
+    above = prefix.rstrip("/") + "/" if prefix.rstrip("/") else ""
+    assert root.s3 is not None  # an s3:// root has one
+    intake, connection = open_intake(root, settings), root.s3
+    inboxes = [
+        BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
+    ]
+    doors = [DropDoor(inbox, intake, root.world) for inbox in inboxes]
+    events = None
+    if settings.bucket.queue_url:
+        queue = SqsQueue(
+            SqsSettings(
+                settings.bucket.queue_url,
+                region=settings.s3.region,
+                endpoint=settings.bucket.queue_endpoint or settings.s3.endpoint,
+            )
+        )
+        events = BucketEvents(queue, list(zip(inboxes, doors, strict=True)), root.world)
+    watch = WatchSettings(sweep_every=settings.bucket.sweep_seconds)
+    return DropWatch(doors, root.world, watch, events).run
+
+
+def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
+    from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
+    from pipeline.egress.publisher import Announcer, AnnouncerSettings
+    from pipeline.egress.release_events import ReleaseNews
+    from pipeline.ingest.kafka.settings import KafkaDoorSettings
+    from pipeline.ingest.kafka.source import kafka_door
+
+    options = settings.kafka
+    prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
+    reading = KafkaDoorSettings(
+        kafka_connection(options),
+        requests=options.requests or {f"{prefix}.requests": "default"},
+        jobs=options.jobs or {f"{prefix}.jobs": "default"},
+        deadletter_topic=f"{prefix}.deadletter",
+        group=options.group,
+        epoch=options.epoch,
+        start=options.start,
+        batch_records=options.batch_records,
+        batch_seconds=options.batch_seconds,
+        most_value_bytes=settings.limits.max_line_bytes,
+        reply_topics=reply_topics,
+        uri_prefixes=options.uri_prefixes,
+        session_timeout=options.session_timeout,
+    )
+    sender = KafkaSender(ProducerSettings(reading.connection, idempotence=options.idempotence))
+    intake = open_intake(root, settings)
+
+    def take_in(stop: threading.Event) -> None:  # a door that has ended can't be used again
+        kafka_door(reading, root.world, intake, sender, root.pin, settings.limits).run(stop)
+
+    announcing = AnnouncerSettings(
+        f"{prefix}.results",
+        f"{prefix}.events",
+        reading.deadletter_topic,
+        reply_topics=reply_topics,
+        all_jobs=options.announce_all,
+    )
+
+    def announce(stop: threading.Event) -> None:
+        with announcers_lease(settings, root.world) as lease:
+            Announcer(root.world, sender, announcing, lease).run(stop)
+
+    news = ReleaseNews(root.world.store, sender, announcing.events_topic)
+    return {"kafka": take_in, "announcer": announce, "release news": news.run}
+
+
+def kafka_connection(options: KafkaOptions) -> KafkaConnection:
+    """How the settings say that Kafka is reached."""
+    from pipeline.adapters.kafka.connection import KafkaConnection
+
+    return KafkaConnection(
+        bootstrap=options.bootstrap,
+        security=options.security,
+        mechanism=options.mechanism,
+        username=options.username,
+        password=None if options.password is None else options.password.get_secret_value(),
+        ca_file=options.ca_file,
+        cert_file=options.cert_file,
+        key_file=options.key_file,
+        key_password=None if options.key_password is None else options.key_password.get_secret_value(),
+    )
+
+
+def _celery(root: Root, settings: Settings) -> Part:
+    from pipeline.adapters.redis.connection import RedisSettings
+    from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
+    from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
+    from pipeline.ingest.celery.worker import CeleryDoor, CeleryDoorSettings
+    from pipeline.lane.redis import RedisLane
+    from pipeline.models.catalog import Catalog
+
+    broker = settings.broker_url or settings.redis_url
+    if broker is None:
+        raise UserError(
+            "TOKENMILL_CELERY__QUEUES is set, but no broker; set TOKENMILL_BROKER_URL or TOKENMILL_REDIS_URL"
+        )
+    options = settings.celery
+    tasks = CeleryTasks(
+        root.world,
+        open_intake(root, settings),
+        root.pin,
+        TaskSettings(uri_prefixes=options.uri_prefixes),
+    )
+    door = CeleryDoorSettings(
+        broker.get_secret_value(),
+        None if options.result_url is None else options.result_url.get_secret_value(),
+        queues=options.queues,
+    )
+    if settings.redis_url is None:
+        return lambda stop: CeleryDoor(tasks, door, root.world).run(stop)
+    lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
+    asking = GenerateSettings(
+        longest=options.generate_seconds,
+        most_waiting=options.generate_waiting,
+        default_model=settings.default_model,
+        limits=settings.limits,
+    )
+    generating = GenerateCalls(lane, Catalog(root.world.store), root.world.clock, asking, root.world.traces)
+
+    def run(stop: threading.Event) -> None:
+        try:
+            CeleryDoor(tasks, door, root.world, generating).run(stop)
+        finally:
+            lane.close()
+
+    return run

@@ -1,0 +1,1 @@
+"""Serves the lane: interactive requests in the running batch."""

@@ -1,0 +1,1 @@
+"""Loads, warms up and evaluates a model."""

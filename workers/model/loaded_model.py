@@ -1,0 +1,307 @@
+"""A model that this process holds: its engine, its tokenizer, and proof of which weights they are."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal, cast
+
+from engine.config import EngineConfig, KVDType, Quantize
+from engine.embedding.embedder import Embedder, StepEngine
+from engine.embedding.engine import EncoderEngine
+from engine.engine import Engine, resolve_device, resolve_model_dtype
+from engine.errors import UnsupportedModel
+from engine.models.base import ModelSpec
+from engine.models.encoders.head import EmbeddingHead
+from engine.models.encoders.settings import EmbeddingSettings, embedding_settings
+from engine.models.load import describe_model, is_encoder
+from engine.plan import RowState
+from engine.runner.null_runner import NullRunner
+from engine.runner.runner import StepRunner
+from engine.speculative.stats import SpeculationStats
+from schemas.models import ModelPin
+from workers.errors import WorkerError
+from workers.structured.grammar import Grammars
+from workers.text.tokenizer import Tokenizer
+from workers.translation.requests import ModelLimits
+
+WEIGHT_FILES: Final = ("*.safetensors",)
+MEANING_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""Small files that change answers, beside the weights."""
+
+Fact = str | int | float | bool | None
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve.
+
+    Attributes:
+        name: what requests call it.  aliases: other names under which it answers.
+        source: the folder or file it was loaded from.
+        digest: "sha256:…", see `model_digest`.  revision: as its origin names it.
+        max_num_seqs: rows of the engine's running batch.
+        quantization, kv_dtype: of weights and KV cache, as the engine's settings have them.
+        facts: the engine's settings, for manifests.
+        weightless: it stands in for a model, and its answers mean nothing.
+        grammars: what answers can be held to; made once for a model.
+    """
+
+    name: str
+    source: str
+    engine: StepEngine
+    tokenizer: Tokenizer
+    limits: ModelLimits
+    dtype: DTypeName
+    max_num_seqs: int
+    digest: str | None = None
+    revision: str | None = None
+    aliases: frozenset[str] = frozenset()
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    quantization: Quantize = "none"
+    kv_dtype: KVDType = "auto"
+    weightless: bool = False
+    grammars: Grammars = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        grammars = Grammars(self.tokenizer, self.limits.vocab_size, self.limits.end_token_ids)
+        object.__setattr__(self, "grammars", grammars)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        name: str,
+        config: EngineConfig | None = None,
+        aliases: frozenset[str] = frozenset(),
+        revision: str | None = None,
+        chat_template: str | None = None,
+        digest: str | None = None,
+    ) -> LoadedModel:
+        """Load the weights and the tokenizer at `path` (a Hugging Face folder, or a GGUF file).
+
+        The digest is computed meanwhile in a thread (hashing lets go of the interpreter), unless it is given.
+        Raises what `Engine.load` raises, `TokenizerError`, and `WorkerError` where a draft model's tokens are others.
+        """
+        path = model_path(path)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            proof = None if digest is not None else pool.submit(model_digest, path, chat_template)
+            tokenizer = Tokenizer.load(path, chat_template)
+            speculation = None if config is None else config.speculation
+            if speculation is not None and speculation.method == "draft" and speculation.draft_model is not None:
+                _check_same_tokens(speculation.draft_model, tokenizer)
+            encodes = is_encoder(path)
+            engine = EncoderEngine.load(path, config) if encodes else Engine.load(path, config)
+            digest = digest if proof is None else proof.result()
+        return cls._of(engine, tokenizer, name=name, source=path, digest=digest, revision=revision, aliases=aliases)
+
+    @classmethod
+    def without_weights(
+        cls,
+        path: Path,
+        *,
+        name: str,
+        config: EngineConfig,
+        num_blocks: int,
+        digest: str | None,
+        make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
+    ) -> LoadedModel:
+        """The tokenizer of the model at `path`, before an engine whose steps cost nothing: to measure and to try all
+        that is around a model. `num_blocks`, `make_runner`: see `Engine.without_model`."""
+        path = model_path(path)
+        if is_encoder(path):
+            raise UnsupportedModel(f"{path} is an encoder, and what stands in for a model here only generates tokens")
+        spec = describe_model(path, dtype=resolve_model_dtype(path, config.dtype, resolve_device(config.device))).spec
+        engine = Engine.without_model(spec, config, num_blocks, make_runner=make_runner)
+        return cls._of(engine, Tokenizer.load(path), name=name, source=path, digest=digest, weightless=True)
+
+    @classmethod
+    def _of(
+        cls,
+        engine: Engine | EncoderEngine,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        source: Path,
+        digest: str | None,
+        revision: str | None = None,
+        aliases: frozenset[str] = frozenset(),
+        weightless: bool = False,
+    ) -> LoadedModel:
+        spec = engine.spec
+        embedding = None if weightless else embedding_settings(source)
+        return cls(
+            name=name,
+            source=str(source),
+            engine=engine if embedding is None else Embedder(engine, EmbeddingHead(embedding)),
+            tokenizer=tokenizer,
+            limits=_limits(engine, embedding),
+            dtype=dtype_name(spec),
+            max_num_seqs=engine.max_num_seqs,
+            digest=digest,
+            revision=revision,
+            aliases=aliases,
+            facts=engine_facts(engine),
+            quantization=engine.config.quantize,
+            kv_dtype=engine.config.kv_dtype,
+            weightless=weightless,
+        )
+
+    def answers_to(self, name: str) -> bool:
+        return name == self.name or name in self.aliases
+
+    def pin(self, name: str | None = None) -> ModelPin:
+        """What a job that runs on this model is pinned to; `name`: what its requests call it."""
+        return ModelPin(
+            name=name or self.name,
+            source=self.source,
+            digest=self.digest,
+            revision=self.revision,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_dtype=self.kv_dtype,
+        )
+
+    def mismatch(self, pin: ModelPin) -> str | None:
+        """In what this model differs from the pinned one, or None when it is the same."""
+        if pin.digest is not None and self.digest is not None and pin.digest != self.digest:
+            return f"weights {pin.digest[:19]}…, but {self.digest[:19]}… are loaded from {self.source}"
+        for name in ("dtype", "quantization", "kv_dtype"):
+            begun, loaded = getattr(pin, name), getattr(self, name)
+            if begun != loaded:
+                return f"{name} {begun}, but {loaded} is loaded"
+        return None
+
+
+def _limits(engine: Engine | EncoderEngine, embedding: EmbeddingSettings | None) -> ModelLimits:
+    spec = engine.spec
+    size = 0 if embedding is None else embedding.size(spec.hidden_size)
+    return ModelLimits(engine.max_model_len, spec.vocab_size, spec.eos_token_ids, spec.generates, embedding, size)
+
+
+def _check_same_tokens(draft: str, tokenizer: Tokenizer) -> None:
+    """Refuse a draft model whose token ids mean other texts; raises `WorkerError`."""
+    if (token_id := tokenizer.first_difference(Tokenizer.load(model_path(Path(draft))))) is not None:
+        raise WorkerError(
+            f"the draft model {draft} has another tokenizer: token {token_id} is not the same text; "
+            "choose a smaller model with the same tokenizer"
+        )
+
+
+def model_path(path: Path) -> Path:
+    """The model itself: a folder with weights, or the GGUF file, also when a folder with just that file is given."""
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+    return path
+
+
+def model_digest(path: Path, chat_template: str | None = None) -> str:
+    """ "sha256:…" over all that decides a model's answers.
+
+    Of a lone GGUF file it is that file's own sha256. Of a folder it is the sha256 over name, size and sha256 of the
+    weight files, the config, the tokenizer's files and those that say how vectors are made, in the order of their
+    names. A chat template that replaces the model's own enters too. Reads every byte: about a second a gigabyte.
+
+    Raises `WorkerError` when there is no model or a file can't be read.
+    """
+    try:
+        if path.is_file() and chat_template is None:
+            return "sha256:" + _file_digest(path)
+        files = [path] if path.is_file() else _model_files(path)
+        if not files:
+            raise WorkerError(f"{path} holds no model; give a folder with config.json and weights, or a GGUF file")
+        total = hashlib.sha256()
+        for file in files:
+            inside = file.name if path.is_file() else file.relative_to(path).as_posix()
+            total.update(f"{inside}\0{file.stat().st_size}\0{_file_digest(file)}\n".encode())
+    except OSError as error:
+        raise WorkerError(f"can't read the model: {error}") from error
+    if chat_template is not None:
+        total.update(b"chat template\0" + chat_template.encode())
+    return "sha256:" + total.hexdigest()
+
+
+def _model_files(folder: Path) -> list[Path]:
+    found = {file for pattern in (*WEIGHT_FILES, *MEANING_FILES) for file in folder.glob(pattern) if file.is_file()}
+    embedding = embedding_settings(folder)
+    if embedding is not None:
+        found |= {folder / name for name in embedding.files}
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def dtype_name(spec: ModelSpec) -> DTypeName:
+    return cast(DTypeName, str(spec.dtype).removeprefix("torch."))
+
+
+def engine_facts(engine: Engine | EncoderEngine) -> dict[str, Fact]:
+    """The engine's settings as a manifest shows them."""
+    config, spec = engine.config, engine.spec
+    return {
+        "architecture": spec.architecture,
+        "parameters": spec.num_parameters,
+        "dtype": dtype_name(spec),
+        "quantization": config.quantize,
+        "kv_dtype": config.kv_dtype,
+        "device": config.device,
+        "threads": config.threads,
+        "tensor_parallel": config.tensor_parallel,
+        "attention": engine.attention_name,
+        "block_size": config.cache.block_size,
+        "prefix_caching": config.cache.prefix_caching,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": config.schedule.max_num_batched_tokens,
+        "speculate": config.speculation.method,
+        "draft_model": config.speculation.draft_model,
+        **{f"weight_bytes_{form}": size for form, size in engine.weight_bytes.items()},
+    }
+
+
+def speculation_facts(stats: SpeculationStats) -> dict[str, Fact]:
+    """What became of guessed tokens since the engine was made, as a manifest shows it: by who guessed them, and which
+    share of those at each place was right; and what they gained (`engine.speculative.gain`), in all and for each second
+    of the steps that had some."""
+    facts: dict[str, Fact] = {}
+    for source, counts in stats.sources.items():
+        facts[f"drafted_{source}"], facts[f"accepted_{source}"] = counts.num_drafted, counts.num_accepted
+        shares = (accepted / drafted for drafted, accepted in zip(counts.drafted, counts.accepted, strict=True))
+        facts[f"accepted_by_place_{source}"] = " ".join(f"{share:.2f}" for share in shares)
+    if stats.gained_per_second is not None:
+        facts["gained_tokens"] = round(stats.gained)
+        facts["gained_tokens_per_second"] = round(stats.gained_per_second, 2)
+    return facts
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes, for manifests; a tokenmill that runs from a bare checkout has none."""
+    versions = {"python": platform.python_version()}
+    for name in ("tokenmill", "torch", "transformers", "tokenizers", "llguidance", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

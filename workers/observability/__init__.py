@@ -1,0 +1,1 @@
+"""A worker's metrics, progress, traces and watchdog."""

@@ -1,0 +1,219 @@
+"""What a worker tells of its work, from what its loop, its lane and its engine count.
+
+Nothing is counted here but requests that have ended; the rest is read where it is counted anyway, every few seconds, on
+the thread that steps the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.embedding.embedder import StepEngine
+from engine.engine import EngineStats
+from engine.request import Completion
+from engine.scheduler.latency import ClassStats, LatencyCounts
+from engine.scheduler.slo_control import PaceStats, PaceTerms
+from engine.speculative.stats import SpeculationStats
+from schemas.jobs.job import Tier
+from schemas.jobs.outcome import Usage
+from schemas.workers.metrics import (
+    Histogram,
+    PaceFigures,
+    PaceWeights,
+    SpeculationFigures,
+    TierFigures,
+    TokenRates,
+    WorkerFigures,
+)
+from workers.translation.requests import PRIORITIES
+from workers.translation.responses import failure_of
+
+RATE_SECONDS: Final = 10.0
+"""Rates are of the last so many seconds, or a little more."""
+
+
+@dataclass(slots=True)
+class _OfTier:
+    answered: int = 0
+    failed: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Ended:
+    """Requests that have ended, by tier."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[Tier, _OfTier] = {}
+
+    def note(self, tier: Tier, completion: Completion) -> None:
+        """One more."""
+        counts = self._tiers.setdefault(tier, _OfTier())
+        if failure_of(completion) is None:
+            counts.answered += 1
+        else:
+            counts.failed += 1
+        counts.prompt += completion.prompt_tokens
+        counts.cached += completion.cached_tokens
+        counts.completion += completion.generated_tokens
+        counts.drafted += completion.drafted_tokens
+        counts.accepted += completion.accepted_tokens
+
+    def note_refused(self, tier: Tier, requests: int) -> None:
+        """So many that never entered the engine."""
+        if requests:
+            self._tiers.setdefault(tier, _OfTier()).failed += requests
+
+    def of(self, tier: Tier) -> _OfTier:
+        return self._tiers.get(tier) or _OfTier()
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFigures:
+    """What is computed beside the shards.
+
+    Attributes:
+        open: requests in the engine.  waiting: that have come and are not in it yet, by tier.
+        ended: those that have come to their end.
+    """
+
+    open: int = 0
+    waiting: Mapping[Tier, int] = field(default_factory=dict)
+    ended: Ended = field(default_factory=Ended)
+
+
+class FiguresReader:
+    """Makes figures of one loaded model's worker.
+
+    Args:
+        model: its name.  began: when it began to serve it, on the worker's clock (seconds).
+    """
+
+    def __init__(self, model: str, engine: StepEngine, began: float) -> None:
+        self.ended = Ended()
+        self._model = model
+        self._engine = engine
+        self._began = began
+        # What the engine computed before, to warm up, was nobody's.
+        self._before, self._classes_before = engine.stats(), engine.classes()
+        self._seen: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
+
+    def read(self, now: float, queued: Mapping[Tier, int], beside: BesideFigures) -> WorkerFigures:
+        """How it stands.
+
+        Args:
+            now: on the worker's clock.  queued: rows of open shards that the engine doesn't have yet.
+        """
+        stats, before = self._engine.stats(), self._before
+        waiting = Counter(queued) + Counter(beside.waiting)
+        found = {
+            tier: self._tier(tier, counts, then, waiting[tier], beside.ended.of(tier))
+            for (tier, _), counts, then in zip(
+                sorted(PRIORITIES.items(), key=lambda one: one[1]),
+                self._engine.classes(),
+                self._classes_before,
+                strict=True,
+            )
+        }
+        return WorkerFigures(
+            model=self._model,
+            seconds=max(0.0, now - self._began),
+            tiers={tier: figures for tier, figures in found.items() if figures != _NOTHING},
+            rates=self._rates(now, stats),
+            computed=stats.computed - before.computed,
+            prompt=stats.prompt - before.prompt,
+            generated=stats.generated - before.generated,
+            recomputed=stats.recomputed - before.recomputed,
+            prefix_queried=stats.queried - before.queried,
+            prefix_hits=stats.cached - before.cached,
+            steps=_histogram(stats.step_times, before.step_times),
+            step_rows=stats.step_rows - before.step_rows,
+            preemptions=stats.preemptions - before.preemptions,
+            kv_blocks=stats.total_blocks,
+            kv_blocks_used=stats.total_blocks - stats.free_blocks,
+            lane_open=beside.open,
+            lane_waiting=sum(beside.waiting.values()),
+            pace=None if stats.pace is None else _pace(stats.pace),
+            speculation=_speculation(stats.speculation),
+        )
+
+    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _OfTier) -> TierFigures:
+        rows = self.ended.of(tier)
+        return TierFigures(
+            running=counts.running,
+            waiting=counts.waiting + waiting,
+            answered=rows.answered + lane.answered,
+            failed=rows.failed + lane.failed,
+            usage=_usage(rows) + _usage(lane),
+            ttft=_histogram(counts.first_token, then.first_token),
+            itl=_histogram(counts.between_tokens, then.between_tokens),
+            whole=_histogram(counts.whole, then.whole),
+        )
+
+    def _rates(self, now: float, stats: EngineStats) -> TokenRates:
+        """Since the latest look that is old enough."""
+        while len(self._seen) > 1 and self._seen[1][0] <= now - RATE_SECONDS:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        self._seen.append((now, stats))
+        seconds = now - then
+        if seconds <= 0:
+            return TokenRates()
+        return TokenRates(
+            prompt=(stats.prompt - before.prompt) / seconds,
+            cached=(stats.cached - before.cached) / seconds,
+            generated=(stats.generated - before.generated) / seconds,
+        )
+
+
+_NOTHING: Final = TierFigures()
+
+
+def _usage(counts: _OfTier) -> Usage:
+    return Usage(
+        prompt=counts.prompt,
+        cached=counts.cached,
+        completion=counts.completion,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+    )
+
+
+def _histogram(counts: LatencyCounts, before: LatencyCounts) -> Histogram:
+    """What came since `before`."""
+    old = before.counts or (0,) * len(counts.counts)
+    kept = [now - then for now, then in zip(counts.counts, old, strict=True)]
+    while kept and not kept[-1]:
+        kept.pop()
+    return Histogram(counts=tuple(kept), seconds=max(0.0, counts.seconds - before.seconds))
+
+
+def _pace(stats: PaceStats) -> PaceFigures:
+    return PaceFigures(
+        weights=_terms(stats.weights),
+        terms=_terms(stats.terms),
+        others=min(1.0, stats.others),
+        beside_streams=stats.beside_streams,
+        beside_prompts=stats.beside_prompts,
+        late_first_tokens=stats.late_first_tokens,
+        late_tokens=stats.late_tokens,
+        drops=stats.drops,
+    )
+
+
+def _terms(terms: PaceTerms) -> PaceWeights:
+    return PaceWeights(ttft=terms.ttft, itl=terms.itl, utilisation=terms.utilisation, drops=terms.drops)
+
+
+def _speculation(stats: SpeculationStats) -> SpeculationFigures | None:
+    if not stats.drafted:
+        return None
+    return SpeculationFigures(
+        drafted=stats.drafted, accepted=stats.accepted, gained=stats.gained, seconds=stats.compared_seconds
+    )

@@ -1,0 +1,213 @@
+"""The content policy that tokenmill ships, `rules`: keywords and regular expressions from a TOML file.
+
+RE2 matches them: its time is linear in the text whatever the pattern, so no prompt makes a match take for ever, and it
+lets other threads work meanwhile. It has neither look-around nor back-references.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import re2
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from workers.errors import WorkerError
+from workers.policies.policy import ALLOWED, Answer, Prompt, Verdict
+
+DEFAULT_WINDOW: Final = 200
+"""Characters that a regex may match in a stream before any of them is told."""
+
+MAX_STEPS: Final = 10_000
+"""RE2's measure of a compiled regex; a character takes it some ten nanoseconds for each at the very worst."""
+
+_MAX_MEMORY: Final = 64 << 20
+"""Of one compiled pattern, bytes: with less, a list of ten thousand keywords is matched a hundred times slower."""
+
+Side = Literal["prompt", "answer", "both"]
+
+
+class RulesError(WorkerError):
+    """Raised when a file of rules can't be used; the message names file, rule, entry and what would be right."""
+
+
+class _Rule(BaseModel):
+    """One `[[rule]]`.
+
+    Attributes:
+        action: what a match does; there is only one.
+        ignore_case, whole_words: of keywords.
+        window: characters that a match of `regexes` has at most.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    apply: Side = "both"
+    action: Literal["refuse"] = "refuse"
+    keywords: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    regexes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    ignore_case: bool = True
+    whole_words: bool = False
+    window: Annotated[int, Field(ge=1, le=100_000)] = DEFAULT_WINDOW
+
+    @model_validator(mode="after")
+    def _check(self) -> _Rule:
+        if bool(self.keywords) == bool(self.regexes):
+            raise _wrong("must have either keywords or regexes; give one of them, and the other in a rule of its own")
+        if self.regexes and self.model_fields_set & {"ignore_case", "whole_words"}:
+            raise _wrong(r"has ignore_case or whole_words, which are for keywords; write (?i) or \b in the regexes")
+        if "window" in self.model_fields_set and (self.keywords or self.apply == "prompt"):
+            raise _wrong("has a window, which is for regexes that apply to answers; remove it")
+        for at, keyword in enumerate(self.keywords):
+            if self.whole_words and not re.fullmatch(r"(?a:\w(.*\w)?)", keyword, re.DOTALL):
+                why = "whole_words needs keywords that begin and end with an ASCII letter, a digit or _"
+                raise _wrong(f"keywords[{at}]: {why}; put this one into a rule without it")
+        return self
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    rule: Annotated[list[_Rule], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A rule, ready to match. `window`: characters of its longest match in an answer."""
+
+    verdict: Verdict
+    patterns: tuple[Any, ...]
+    window: int
+
+
+class Rules:
+    """A `ContentPolicy`. A match anywhere in a text refuses it.
+
+    Attributes:
+        fingerprint: of the file.
+        window: of the longest match in an answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `RulesError`."""
+        rules, self.fingerprint = _read(path)
+        compiled = [(rule.apply, _compile(f"{path}: rule {rule.name!r}", rule)) for rule in rules]
+        self._of_prompts = tuple(rule for side, rule in compiled if side != "answer")
+        self._of_answers = tuple(rule for side, rule in compiled if side != "prompt")
+        self.window = max((rule.window for rule in self._of_answers), default=0)
+
+    def before(self, prompt: Prompt) -> Verdict:
+        """See `ContentPolicy`."""
+        for text in prompt.texts:
+            data = text.encode(errors="replace")  # a message may hold half a surrogate pair where no template reads it
+            for rule in self._of_prompts:
+                if any(pattern.search(data) for pattern in rule.patterns):
+                    return rule.verdict
+        return ALLOWED
+
+    def after(self, answer: Answer) -> Verdict:
+        """See `ContentPolicy`. A match that ends where a growing text ends may be none with the next letter (`\\b`,
+        `$`), so the last letter can be in none before another one follows."""
+        if not (self._of_answers and answer.text):
+            return ALLOWED
+        data = answer.text.encode()
+        start = len(answer.text[: answer.start].encode())
+        end = len(data) if answer.ended else len(data) - len(answer.text[-1].encode())
+        for rule in self._of_answers:
+            if any(pattern.search(data, start, end) for pattern in rule.patterns):
+                return rule.verdict
+        return ALLOWED
+
+
+def load(argument: str | None) -> Rules:
+    """The policy of the file that is named; raises `RulesError`."""
+    if argument is None:
+        raise RulesError("content policy rules needs a file; name it, as in rules:policy.toml")
+    return Rules(Path(argument).expanduser())
+
+
+def _read(path: Path) -> tuple[list[_Rule], str]:
+    """The rules and the file's fingerprint."""
+    try:
+        data = path.read_bytes()
+        rules = _File.model_validate(tomllib.loads(data.decode())).rule
+    except OSError as error:
+        raise RulesError(f"{path}: can't be read: {error.strerror or error}; name a file of rules") from error
+    except ValidationError as error:
+        raise RulesError(f"{path}: {_explain(error)}") from error
+    except ValueError as error:  # tomllib's, and bytes that are not UTF-8
+        raise RulesError(f"{path}: is no TOML: {error}; correct it") from error
+    names = [rule.name for rule in rules]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RulesError(f"{path}: two rules are called {twice!r}; give each a name of its own")
+    return rules, hashlib.sha256(data).hexdigest()
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake: where, what, and what would be right."""
+    detail = error.errors(include_url=False)[0]
+    match list(detail["loc"]):
+        case ["rule", int(number), *path]:
+            where = f"rule {number + 1}"
+        case path:
+            where = "the file"
+    entry = "".join(f"[{step}]" if isinstance(step, int) else f" {step}" for step in path)
+    what = {
+        "missing": "is missing; add it" if path[-1:] != ["rule"] else "is missing; write at least one [[rule]]",
+        "extra_forbidden": f"is not known; a rule has {', '.join(_Rule.model_fields)}",
+        "too_short": "is empty; write at least one [[rule]]",
+    }.get(detail["type"], detail["msg"])
+    return f"{where}{entry}: {what}"
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{text}", {"text": message})
+
+
+def _compile(where: str, rule: _Rule) -> _Compiled:
+    verdict = Verdict(False, rule.name)
+    if rule.keywords:
+        words = "|".join(re2.escape(keyword) for keyword in rule.keywords)
+        pattern = rf"\b(?:{words})\b" if rule.whole_words else words
+        try:
+            compiled = _pattern(pattern, ignore_case=rule.ignore_case)
+        except ValueError as error:
+            raise RulesError(f"{where}: keywords: {error}; make several rules of it") from error
+        return _Compiled(verdict, (compiled,), max(map(len, rule.keywords)))
+    return _Compiled(verdict, tuple(_regex(where, at, regex) for at, regex in enumerate(rule.regexes)), rule.window)
+
+
+def _regex(where: str, at: int, regex: str) -> Any:
+    where = f"{where}: regexes[{at}]"
+    try:
+        pattern = _pattern(regex)
+    except ValueError as error:
+        fix = "correct it (RE2's syntax: neither look-around nor back-references)"
+        raise RulesError(f"{where}: {error}; {fix}") from error
+    if pattern.programsize > MAX_STEPS:
+        size = f"has {pattern.programsize} steps, but at most {MAX_STEPS} are allowed"
+        raise RulesError(f"{where}: {size}; use smaller repetitions, or fewer classes such as \\p{{L}} in them")
+    if pattern.search(b""):
+        raise RulesError(f"{where}: matches where there is no text, so it refuses everything; correct it")
+    return pattern
+
+
+def _pattern(pattern: str, *, ignore_case: bool = False) -> Any:
+    """Compiled; raises `ValueError` with RE2's reason."""
+    options = re2.Options()
+    options.log_errors = False  # to stderr
+    options.never_capture = True
+    options.max_mem = _MAX_MEMORY
+    options.case_sensitive = not ignore_case
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0]
+        raise ValueError(reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)) from error

@@ -1,0 +1,1 @@
+"""Computes shards: prefetch, the loop, checkpoints, isolation of poison rows."""

@@ -1,0 +1,92 @@
+"""Between what is logged of a running row and what the engine goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import structlog
+
+from engine.errors import RequestRefused
+from engine.request import Completion, FinishReason, PartialChoice, Request, TokenLogprobs
+from engine.scheduler.resume import ANSWERED, check_partial
+from schemas.jobs.checkpoints import LoggedChoice, LoggedLogprobs
+from workers.rows import PreparedRow
+from workers.translation.requests import StopWatchers
+
+logger = structlog.get_logger(__name__)
+
+
+def resume(request: Request, logged: Iterable[LoggedChoice]) -> Request:
+    """The request, going on from what was logged of it; from nothing when that doesn't fit it, which is logged."""
+    return go_on(request, tuple(_partial(request, choice) for choice in logged))
+
+
+def resume_failed(row: PreparedRow, completion: Completion) -> PreparedRow:
+    """The row, going on from what its choices had when a step with it failed."""
+    return replace(row, request=go_on(row.request, tuple(unfinished(completion))))
+
+
+def unfinished(completion: Completion, given: Mapping[int, int] | None = None) -> list[PartialChoice]:
+    """What the choices of a request had that a failed step threw out of the engine, as `Engine.partial` gives it."""
+    found = []
+    for choice in completion.choices:
+        start, logprobs = (given or {}).get(choice.index, 0), choice.logprobs
+        reason = choice.finish_reason if choice.finish_reason in ANSWERED else None
+        if logprobs is not None:
+            logprobs = TokenLogprobs(logprobs.chosen[start:], logprobs.top_ids[start:], logprobs.top[start:])
+        if len(choice.token_ids) > start or reason is not None:
+            found.append(PartialChoice(choice.index, choice.token_ids[start:], logprobs, reason, choice.stop_token_id))
+    return found
+
+
+def go_on(request: Request, partial: tuple[PartialChoice, ...]) -> Request:
+    """The request, going on from what its choices had; from nothing when that doesn't fit it, which is logged."""
+    if request.params.prompt_logprobs is not None:  # they come with choice 0, so that one can't be over already
+        partial = tuple(choice for choice in partial if choice.index or choice.finish_reason is None)
+    resumed = replace(request, partial=partial)
+    try:
+        check_partial(resumed)
+    except RequestRefused as error:
+        logger.warning("what was logged of a row doesn't fit it: it is computed again", why=str(error))
+        return request
+    if isinstance(request.watcher, StopWatchers):
+        for choice in partial:  # the text of one that a stop string ended is known to its watcher only
+            if choice.finish_reason is FinishReason.STOP and choice.stop_token_id is None:
+                watcher = request.watcher(choice.index)
+                for token_id in choice.token_ids.tolist():
+                    watcher.push(token_id)
+    return resumed
+
+
+def logged_choice(row: int, start: int, partial: PartialChoice) -> LoggedChoice:
+    """What the engine knows of a choice, as it is logged; its first token stands at `start` of the answer."""
+    given = partial.logprobs
+    return LoggedChoice(
+        row=row,
+        choice=partial.index,
+        start=start,
+        token_ids=partial.token_ids,
+        finish_reason=None if partial.finish_reason is None else partial.finish_reason.value,
+        stop_token_id=partial.stop_token_id,
+        logprobs=None if given is None else LoggedLogprobs(given.chosen, given.top_ids, given.top),
+    )
+
+
+def _partial(request: Request, logged: LoggedChoice) -> PartialChoice:
+    logprobs = None
+    if request.params.logprobs is not None:
+        top, given = request.params.logprobs, logged.logprobs
+        if given is not None:
+            logprobs = TokenLogprobs(given.chosen, given.top_ids, given.top)
+        elif not len(logged.token_ids):
+            empty = np.zeros((0, top))
+            logprobs = TokenLogprobs(np.zeros(0, np.float32), empty.astype(np.int32), empty.astype(np.float32))
+    return PartialChoice(
+        index=logged.choice,
+        token_ids=logged.token_ids,
+        logprobs=logprobs,
+        finish_reason=None if logged.finish_reason is None else FinishReason(logged.finish_reason),
+        stop_token_id=logged.stop_token_id,
+    )

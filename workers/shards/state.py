@@ -1,0 +1,315 @@
+"""From a shard's table to rows that the engine can compute, and what is known of a shard while it is worked on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from pydantic import ValidationError
+
+from pipeline.worker_client.protocol import ShardWork
+from schemas.jobs.checkpoints import LoggedChoice
+from schemas.jobs.outcome import Usage
+from schemas.jobs.results import ResultRow
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
+from workers.errors import ModelMismatchError
+from workers.model.loaded_model import LoadedModel
+from workers.policies.policy import NO_POLICIES, About, Guard, Policies
+from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.shards.resume import resume
+from workers.text.tokenizer import TokenIds
+from workers.translation.embeddings import EmbeddingReader, Input
+from workers.translation.policy_texts import texts_of_prompt, texts_to_embed
+from workers.translation.requests import PRIORITIES, JobRules, RowHints, Translator
+from workers.translation.unexpected import unforeseen
+
+HINTS = ("prefix_group", "prefix_readers", "expected_tokens")
+COLUMNS = ("row", "compute_row", "custom_id", "url", "body", "model", *HINTS)
+
+CONDEMNED_AFTER: Final = 3
+"""Deaths of a process that computed one row and no other, after which the row isn't tried any more. One or two may be
+chance: the proofs before the second and the third (`trials.PROOF_SECONDS`) differ by more than a row has before its
+first checkpoint, so nothing that ends workers a certain time after their start meets the row in both."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedShard:
+    """A shard whose prompts are token ids. `waiting` are rows for the engine, in the planner's order."""
+
+    work: ShardWork
+    waiting: tuple[PreparedRow, ...]
+    refused: tuple[RefusedRow, ...]
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that the engine works on; it is done when as many rows finished as there are computed rows.
+
+    Attributes:
+        waiting: rows not yet given to the engine.
+        finished: rows with their outcome that are not results yet.  num_finished: all that have an outcome.
+        total: rows that are computed or refused here (copies not counted).
+        built_rows, built_usages: results, and what each cost.
+        unlogged, generated: tokens sampled for it since the last snapshot, and before.
+        first_start, last_end: of its computed rows, on the engine's clock (seconds).
+        kept: what rows had that a failed step threw out of the engine, to be logged.
+        begun: it is durable that rows of the shard may be in the engine.
+        failure: why this attempt can't go on; it is given up soon.
+        in_engine: its rows that the engine has.  busy_seconds: of the engine's steps, its share.
+        expected, longest: tokens that its rows are expected to generate, together and the longest answer.
+    """
+
+    work: ShardWork
+    waiting: deque[PreparedRow]
+    finished: list[FinishedRow]
+    total: int
+    num_finished: int
+    built_rows: list[ResultRow] = field(default_factory=list)
+    built_usages: list[Usage] = field(default_factory=list)
+    unlogged: int = 0
+    generated: int = 0
+    first_start: float | None = None
+    last_end: float | None = None
+    kept: list[LoggedChoice] = field(default_factory=list)
+    begun: bool = False
+    failure: Exception | None = None
+    in_engine: int = 0
+    busy_seconds: float = 0.0
+    expected: int = 0
+    longest: int = 0
+
+    @classmethod
+    def open(cls, shard: PreparedShard) -> OpenShard:
+        total = len(shard.waiting) + len(shard.refused)
+        opened = cls(shard.work, deque(shard.waiting), list(shard.refused), total, len(shard.refused))
+        for row in shard.waiting:
+            params, hint = row.request.params, row.request.expected_tokens
+            length = params.max_tokens if hint is None else hint
+            opened.expected += length * params.n
+            opened.longest = max(opened.longest, length)
+        return opened
+
+    @property
+    def expected_left(self) -> float:
+        """Tokens that are expected of the rows without an outcome."""
+        return self.expected * self.unfinished
+
+    @property
+    def unfinished(self) -> float:
+        """The share of its rows that have no outcome."""
+        return 1 - self.num_finished / self.total if self.total else 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.num_finished == self.total
+
+    def note_times(self, started: float, finished: float) -> None:
+        """A computed row's start and end."""
+        self.first_start = started if self.first_start is None else min(self.first_start, started)
+        self.last_end = finished if self.last_end is None else max(self.last_end, finished)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A computed row on its way from the table."""
+
+    names: tuple[RowName, ...]
+    url: str
+    body: str
+    model: str
+    hints: RowHints
+    parsed: Body | None = None
+    prompt: str | TokenIds | None = None
+    inputs: Sequence[Input] = ()  # to be embedded
+    guard: Guard | None = None
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReader:
+    """Prepares shards for one model: reads bodies, renders templates, has prompts judged, tokenizes a whole shard in
+    two calls."""
+
+    model: LoadedModel
+    policies: Policies = NO_POLICIES
+
+    def prepare(self, work: ShardWork) -> PreparedShard:
+        """All rows of the shard, prepared or refused. Raises `ModelMismatchError` (see there)."""
+        lines = self._lines(work)
+        for line in lines:
+            deaths = work.history.blamed.get(line.names[0].row, 0)
+            if deaths >= CONDEMNED_AFTER:
+                line.error = RowError(RowErrorCode.ENGINE_ERROR, died_alone(deaths))
+        model, rules = self.model, self._rules(work)
+        translator = Translator(model.tokenizer, model.limits, rules, model.grammars)
+        embeddings = EmbeddingReader(model.tokenizer, model.limits, rules)
+        for line in lines:
+            if line.error is None:
+                self._read(line, work, translator, embeddings)
+        self._encode(lines, work, embeddings)
+        waiting: list[PreparedRow] = []
+        refused: list[RefusedRow] = []
+        now = self.model.engine.clock()
+        for line in lines:
+            row = self._prepared(line, work, translator, embeddings)
+            if row is not None:
+                waiting.append(row)
+            else:
+                assert line.error is not None
+                refused.append(RefusedRow(line.names, line.model, line.error, now, now))
+        return PreparedShard(work, tuple(waiting), tuple(refused))
+
+    def _rules(self, work: ShardWork) -> JobRules:
+        settings = work.job.settings
+        return JobRules(
+            seed=settings.seed,
+            default_max_tokens=settings.default_max_tokens,
+            max_output_tokens=settings.max_output_tokens,
+            max_embedding_tokens=settings.limits.max_embedding_tokens,
+            priority=PRIORITIES[work.tier],
+            salt=work.job.tenant.encode(),
+        )
+
+    def _lines(self, work: ShardWork) -> list[_Line]:
+        """The computed rows in the table's order, each with the names of its copies."""
+        columns: dict[str, list[Any]] = {name: work.table.column(name).to_pylist() for name in COLUMNS}
+        names = [RowName(*pair) for pair in zip(columns["row"], columns["custom_id"], strict=True)]
+        copies: defaultdict[int, list[RowName]] = defaultdict(list)
+        for name, compute_row in zip(names, columns["compute_row"], strict=True):
+            if name.row != compute_row:
+                copies[compute_row].append(name)
+        lines = []
+        finished = work.history.finished_rows
+        for at, name in enumerate(names):
+            if name.row == columns["compute_row"][at]:
+                hints = RowHints(name.row, **{hint: columns[hint][at] for hint in HINTS})
+                whose = (name, *copies.pop(name.row, ()))
+                if name.row in finished:
+                    continue
+                lines.append(_Line(whose, columns["url"][at], columns["body"][at], columns["model"][at], hints))
+        assert not copies, f"shard {work.shard}: rows {sorted(copies)[:5]} have copies, but are not in the shard"
+        return lines
+
+    def _read(self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader) -> None:
+        try:
+            self._check_model(line.model, work)
+            if line.url not in BODIES:
+                raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
+            line.parsed = _parse(line.url, line.body)
+            about = About(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
+            line.guard = guard = self.policies.guard(about)
+            tokenizer = self.model.tokenizer
+            if isinstance(line.parsed, EmbeddingBody):
+                line.inputs = inputs = embeddings.inputs_of(line.parsed)
+                if guard is not None:
+                    guard.check_prompt(texts_to_embed(inputs, tokenizer))
+            else:
+                line.prompt = translator.prompt_of(line.parsed)
+                if guard is not None:
+                    guard.check_prompt(texts_of_prompt(line.parsed, line.prompt, tokenizer))
+        except RowError as error:
+            line.error = error
+        except (ModelMismatchError, MemoryError):  # the run's, and no row's
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be read", line, work)
+
+    def _check_model(self, name: str, work: ShardWork) -> None:
+        pin = work.job.model_named(name)
+        if pin is not None:
+            reason = self.model.mismatch(pin)
+            if reason is not None:
+                raise ModelMismatchError(
+                    f"job {work.job.id} was begun with {reason}; give the same model and options, or start afresh"
+                )
+        elif not self.model.answers_to(name):
+            loaded = ", ".join(sorted({self.model.name, *self.model.aliases}))
+            raise RowError(
+                RowErrorCode.MODEL_NOT_FOUND,
+                f"model {name!r} is not loaded; this run serves {loaded}",
+                param="model",
+            )
+
+    def _encode(self, lines: list[_Line], work: ShardWork, embeddings: EmbeddingReader) -> None:
+        """Token ids for all prompts; where that fails, for each by itself, to find the row that is to blame."""
+        try:
+            self._encode_together(lines, embeddings)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
+            logger.warning("prompts can't be encoded together", rows=len(lines), error=type(error).__name__)
+            for line in lines:
+                self._encode_alone(line, work, embeddings)
+
+    def _encode_alone(self, line: _Line, work: ShardWork, embeddings: EmbeddingReader) -> None:
+        try:
+            self._encode_together([line], embeddings)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be encoded", line, work)
+
+    def _encode_together(self, lines: list[_Line], embeddings: EmbeddingReader) -> None:
+        """Token ids for all prompts that are text; templates bring their special tokens, completions get BOS."""
+        embedded = [line for line in lines if line.inputs]
+        for line, prompts in zip(embedded, embeddings.encode([line.inputs for line in embedded]), strict=True):
+            line.inputs = prompts
+        for chat in (True, False):
+            chosen = [line for line in lines if isinstance(line.prompt, str) and (line.url == CHAT_URL) is chat]
+            texts = [line.prompt for line in chosen if isinstance(line.prompt, str)]
+            tokenizer = self.model.tokenizer
+            encoded = tokenizer.encode_chats(texts) if chat else tokenizer.encode_batch(texts, add_special_tokens=True)
+            for line, ids in zip(chosen, encoded, strict=True):
+                line.prompt = ids
+
+    def _prepared(
+        self, line: _Line, work: ShardWork, translator: Translator, embeddings: EmbeddingReader
+    ) -> PreparedRow | None:
+        if line.error is not None or line.parsed is None:
+            return None
+        request_id = f"{work.job.id}/{work.shard}/{line.names[0].row}"
+        logged = work.history.running.get(line.names[0].row)
+        try:
+            if isinstance(line.parsed, EmbeddingBody):
+                prompts = [given for given in line.inputs if not isinstance(given, str)]
+                request = embeddings.request(request_id, line.parsed, prompts)
+            else:
+                assert isinstance(line.prompt, np.ndarray), "prompts are encoded by now"
+                request = translator.request(request_id, line.parsed, line.prompt, line.hints)
+            request = request if logged is None else resume(request, logged)
+        except RowError as error:
+            line.error = error
+            return None
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the row's own
+            line.error = _unforeseen(error, "a row could not be prepared", line, work)
+            return None
+        return PreparedRow(line.names, line.parsed, request, line.guard)
+
+
+def died_alone(times: int) -> str:
+    """Why a row is not tried any more."""
+    return (
+        f"the process died {times} times while it computed this row and no other; see the system's log for the reason"
+    )
+
+
+def _unforeseen(error: Exception, what: str, line: _Line, work: ShardWork) -> RowError:
+    return unforeseen(error, what, f"{work.job.id}/{line.names[0].row}")
+
+
+def _parse(url: str, data: str) -> Body:
+    try:
+        return load_body(url, data)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in detail["loc"])
+        raise RowError(RowErrorCode.INVALID_REQUEST, f"{where} {detail['msg']}", param=where) from error

@@ -1,0 +1,1 @@
+"""Tokenizer, detokenizer and log-probabilities."""

@@ -1,0 +1,103 @@
+"""The tokens of a model as bytes, as a grammar library needs them.
+
+What a token stands for is what decoding it in running text gives. Tokens that texts leave out (special ones, and the
+model's end tokens) are marked as such: no grammar takes them for text. Where two tokens stand for the same bytes, one
+is kept: the other is never written by the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from workers.text.logprobs import TokenTexts
+from workers.text.token_bytes import BYTE_TOKEN
+from workers.text.tokenizer import Tokenizer
+
+SPECIAL_MARK: Final = b"\xff"
+"""Begins the bytes of a special token (llguidance's convention): no text holds this byte."""
+
+
+def token_bytes(tokenizer: Tokenizer, size: int, ends: Collection[int]) -> list[bytes]:
+    """The bytes of each token id below `size`; empty: it never stands in a text."""
+    texts = TokenTexts(tokenizer)
+    found = [b""] * size
+    owner: dict[bytes, int] = {}
+    for token_id in range(min(size, tokenizer.size)):
+        if token_id in tokenizer.special_ids or token_id in ends:
+            found[token_id] = SPECIAL_MARK + (tokenizer.id_to_token(token_id) or f"token {token_id}").encode()
+            continue
+        raw = texts.bytes_of(token_id)
+        if not raw or raw.startswith(SPECIAL_MARK):
+            continue
+        if (other := owner.get(raw)) is not None:
+            if not _is_byte(tokenizer, other):
+                continue
+            found[other] = b""
+        found[token_id], owner[raw] = raw, token_id
+    for token_id in ends:
+        found[token_id] = found[token_id] or SPECIAL_MARK + f"token {token_id}".encode()
+    return found
+
+
+def _is_byte(tokenizer: Tokenizer, token_id: int) -> bool:
+    return not tokenizer.byte_level and BYTE_TOKEN.fullmatch(tokenizer.id_to_token(token_id) or "") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What `llguidance.LLTokenizer` takes for a tokenizer (its `TokenizerWrapper`), by duck typing.
+
+    Attributes:
+        tokens: the bytes of each id.  eos_token_id: stands for the end of an answer.
+        special_token_ids: tokens that no text holds.
+    """
+
+    tokenizer: Tokenizer
+    tokens: list[bytes]
+    eos_token_id: int
+    special_token_ids: list[int]
+    bos_token_id: int | None = None
+    is_tokenizer_wrapper: bool = True
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int, ends: Collection[int]) -> Vocabulary:
+        """Of a model with so many token ids, of which `ends` (at least one) end an answer."""
+        eos = tokenizer.eos_token_id
+        if eos is None or eos not in ends:
+            eos = min(ends)
+        tokens = token_bytes(tokenizer, size, ends)
+        special = [token_id for token_id, raw in enumerate(tokens) if raw.startswith(SPECIAL_MARK)]
+        return cls(tokenizer, tokens, eos, special)
+
+    def __call__(self, text: Any) -> list[int]:
+        """Ids of a text: the tokenizer's own, or, where that would put a blank before it, the longest that fit."""
+        if self.tokenizer.byte_level:
+            (ids,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
+            return list(map(int, ids))
+        raw, at, found = text.encode(), 0, list[int]()
+        ids_of = {token: token_id for token_id, token in enumerate(self.tokens) if token}
+        longest = max(map(len, ids_of))
+        while at < len(raw):
+            ends = range(min(len(raw), at + longest), at, -1)
+            end = next((end for end in ends if raw[at:end] in ids_of), None)
+            if end is None:  # a byte that no token has: what can't be spelt isn't forced
+                break
+            found.append(ids_of[raw[at:end]])
+            at = end
+        return found
+
+
+def spelt_specials(tokenizer: Tokenizer, text: str) -> dict[int, str]:
+    """The special tokens that are spelt in `text`."""
+    return {i: tokenizer.added_tokens[i] for i in tokenizer.special_ids if tokenizer.added_tokens[i] in text}
+
+
+def cut_at(text: str, spellings: Collection[str]) -> list[str]:
+    """The text in pieces, each of `spellings` one of its own."""
+    if not spellings:
+        return [text]
+    pattern = "|".join(map(re.escape, sorted(spellings, key=len, reverse=True)))
+    return [piece for piece in re.split(f"({pattern})", text) if piece]

@@ -1,0 +1,198 @@
+"""Requests for embeddings: from a body to the engine's request, and from vectors to OpenAI's response.
+
+Texts are prepared as sentence-transformers 6 prepares them: one of the model's prompts goes before, blanks at the ends
+stay, and the tokenizer adds its special tokens. Token ids are taken as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from engine.models.encoders.settings import EmbeddingSettings
+from engine.request import Request, SamplingParams
+from schemas.jobs.results import ResultRow, RowStatus
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.requests import EmbeddingBody
+from workers.rows import ComputedRow, Envelope, RowName
+from workers.text.tokenizer import TokenIds, Tokenizer
+from workers.translation.requests import JobRules, ModelLimits, encodable
+
+Input = str | TokenIds
+"""One thing to embed: text, still to be encoded, or token ids (int32 [tokens])."""
+
+
+class EmbeddingReader:
+    """Makes the engine's requests for embeddings, of one job for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._rules = rules
+        self._skips: dict[str, int] = {}  # tokens of prompts that a mean leaves out
+
+    def inputs_of(self, body: EmbeddingBody) -> list[Input]:
+        """What is to be encoded and embedded. Raises `RowError`."""
+        settings = self._settings()
+        prompt = self._prompt(body, settings)
+        inputs: list[Input] = []
+        for at, given in enumerate(body.input):
+            if isinstance(given, str):
+                text = self._prepared(prompt + encodable(given, _name(body, at)), settings)
+                if (least := self._tokenizer.least_tokens(text)) > self.max_tokens:
+                    raise self._too_long(f"{_name(body, at)} has at least {least} tokens")
+                inputs.append(text)
+                continue
+            if body.prompt_name is not None or (prompt and not settings.include_prompt):
+                raise _refuse(f"{_name(body, at)} is token ids, before which no prompt can be put; give text", "input")
+            for token_id in given:
+                if token_id >= self._limits.vocab_size:
+                    last = self._limits.vocab_size - 1
+                    raise _refuse(
+                        f"{_name(body, at)} holds token {token_id}, but the model's ids end at {last}", "input"
+                    )
+            inputs.append(np.asarray(given, dtype=np.int32))
+        self._check_dimensions(body, settings)
+        return inputs
+
+    def encode(self, inputs: Sequence[Sequence[Input]]) -> list[list[TokenIds]]:
+        """Token ids of the inputs of many requests; all texts in one call."""
+        texts = [given for several in inputs for given in several if isinstance(given, str)]
+        encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=True))
+        return [[next(encoded) if isinstance(given, str) else given for given in several] for several in inputs]
+
+    def request(self, request_id: str, body: EmbeddingBody, prompts: Sequence[TokenIds]) -> Request:
+        """The engine's request for encoded inputs. Raises `RowError`."""
+        settings = self._settings()
+        most = self.max_tokens
+        for at, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise _refuse(f"{_name(body, at)} holds no tokens; give some text", "input")
+            if len(prompt) > most:
+                raise self._too_long(f"{_name(body, at)} has {len(prompt)} tokens")
+        total = sum(len(prompt) for prompt in prompts)
+        if total > self._rules.max_embedding_tokens:
+            allowed = self._rules.max_embedding_tokens
+            raise _refuse(
+                f"input holds {total} tokens, but at most {allowed} are allowed; send several requests", "input"
+            )
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompts[0],
+            more_prompts=tuple(prompts[1:]),
+            params=SamplingParams(max_tokens=0, temperature=0.0),
+            priority=self._rules.priority,
+            salt=self._rules.salt,
+            pooling=settings.pooling,
+            pooling_skip=self._skip(body, settings, min(map(len, prompts))),
+            dimensions=body.dimensions,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one input."""
+        return min(self._limits.max_model_len, self._settings().max_tokens or self._limits.max_model_len)
+
+    def _too_long(self, what: str) -> RowError:
+        message = f"{what}, but the model embeds at most {self.max_tokens}; shorten it"
+        return RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param="input")
+
+    def _settings(self) -> EmbeddingSettings:
+        if self._limits.embedding is None:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                "the model publishes no pooling settings (modules.json), so it makes no embeddings; "
+                "choose a model made for them",
+                param="url",
+            )
+        return self._limits.embedding
+
+    def _prompt(self, body: EmbeddingBody, settings: EmbeddingSettings) -> str:
+        name = settings.default_prompt if body.prompt_name is None else body.prompt_name
+        if name is not None and name not in settings.prompts:
+            known = ", ".join(sorted(settings.prompts)) or "none"
+            raise _refuse(f"prompt_name is {name[:40]!r}, but the model's prompts are {known[:200]}", "prompt_name")
+        return "" if name is None else settings.prompts[name]
+
+    def _prepared(self, text: str, settings: EmbeddingSettings) -> str:
+        return text.lower() if settings.lower_case else text
+
+    def _check_dimensions(self, body: EmbeddingBody, settings: EmbeddingSettings) -> None:
+        wanted, size = body.dimensions, self._limits.embedding_size
+        if wanted is None:
+            return
+        if settings.dimensions is not None and wanted not in (*settings.dimensions, size):
+            known = ", ".join(map(str, settings.dimensions))
+            raise _refuse(f"dimensions is {wanted}, but the model's vectors can be cut to {known}", "dimensions")
+        if wanted > size:
+            raise _refuse(f"dimensions is {wanted}, but the model's vectors have {size}; lower it", "dimensions")
+
+    def _skip(self, body: EmbeddingBody, settings: EmbeddingSettings, shortest: int) -> int:
+        """Tokens of the prompt, where they don't count: all of its own but a special one at the end."""
+        prompt = "" if settings.include_prompt else self._prompt(body, settings)
+        if not prompt:
+            return 0
+        if prompt not in self._skips:
+            (ids,) = self._tokenizer.encode_batch([self._prepared(prompt, settings)], add_special_tokens=True)
+            ends_special = len(ids) > 0 and int(ids[-1]) in self._tokenizer.special_ids
+            self._skips[prompt] = len(ids) - ends_special
+        return min(self._skips[prompt], shortest - 1)
+
+
+def embedding_results(row: ComputedRow, envelope: Envelope) -> list[ResultRow]:
+    """The results of a row that was embedded, and of its copies. `embedding` holds the vector of a request for one
+    text; of several, all are in `response`."""
+    prepared, completion = row.prepared, row.completion
+    body, vectors = prepared.body, completion.embeddings
+    assert isinstance(body, EmbeddingBody)
+    assert vectors is not None, "an embedded row has vectors"
+    response = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ],
+        "model": body.model,
+        "usage": {"prompt_tokens": completion.prompt_tokens, "total_tokens": completion.prompt_tokens},
+    }
+    text = orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+    def result(at: int, whose: RowName) -> ResultRow:
+        return ResultRow(
+            custom_id=whose.custom_id,
+            row=whose.row,
+            status=RowStatus.SUCCEEDED,
+            status_code=200,
+            response=text,
+            model=body.model,
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens if at == 0 else completion.prompt_tokens,
+            completion_tokens=0,
+            embedding=vectors[0] if len(vectors) == 1 else None,
+            created_at=envelope.created_at,
+            started_at=envelope.wall(completion.started_at),
+            finished_at=envelope.wall(completion.finished_at),
+            attempt=envelope.attempt,
+        )
+
+    return [result(at, whose) for at, whose in enumerate(prepared.names)]
+
+
+def _written(vector: NDArray[np.float32], encoding: str) -> Any:
+    """A vector as a response has it: numbers, or the base64 of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return np.ascontiguousarray(vector, dtype=np.float32)
+
+
+def _name(body: EmbeddingBody, at: int) -> str:
+    return "input" if len(body.input) == 1 else f"input[{at}]"
+
+
+def _refuse(message: str, param: str) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)

@@ -1,0 +1,31 @@
+"""What of a request is text that a content policy should see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schemas.requests.requests import ChatBody, ChatMessage, CompletionBody
+from workers.text.tokenizer import SPELT, TokenIds, Tokenizer
+from workers.translation.embeddings import Input
+
+
+def texts_of_prompt(body: ChatBody | CompletionBody, prompt: str | TokenIds, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The prompt as the model reads it (rendered, or int32 [tokens]), and its messages as they came: a template may
+    leave something out, or spell it otherwise."""
+    whole = prompt.replace(SPELT, "") if isinstance(prompt, str) else tokenizer.decode(prompt)
+    messages = body.messages if isinstance(body, ChatBody) else ()
+    return (whole, *(text for message in messages for text in _texts_of_message(message)))
+
+
+def texts_to_embed(inputs: list[Input], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The inputs of a request for embeddings, as the model reads them."""
+    return tuple(given if isinstance(given, str) else tokenizer.decode(given) for given in inputs)
+
+
+def _texts_of_message(message: ChatMessage) -> Iterator[str]:
+    yield message.text
+    if message.name is not None:
+        yield message.name
+    for call in message.tool_calls:
+        yield call.function.name
+        yield call.function.arguments

@@ -1,0 +1,259 @@
+"""From a request's body, as OpenAI's API has it, to the engine's request: token ids and plain numbers.
+
+What a body leaves out gets its default here, and everything that needs the tokenizer or the model's size is checked
+here, row by row: one row's mistake is that row's failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from engine.errors import ContextLengthExceeded, RequestRefused
+from engine.models.encoders.settings import EmbeddingSettings
+from engine.request import Request, SamplingParams
+from schemas.jobs.job import Tier
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.requests import EMBEDDINGS_URL, ChatBody, CompletionBody
+from workers.structured.constraints import grammar_of, shown_tokens, tool_format
+from workers.structured.grammar import Grammar, Grammars
+from workers.text.detokenizer import StopStringWatcher
+from workers.text.tokenizer import TokenIds, Tokenizer
+
+PRIORITIES: Final = {Tier.INTERACTIVE: 0, Tier.STANDARD: 1, Tier.BULK: 2}
+
+Generation = ChatBody | CompletionBody
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What of a model bounds its requests.
+
+    Attributes:
+        max_model_len: tokens of one sequence, prompt and answer.
+        vocab_size: token ids from 0 that the model knows.
+        end_token_ids: the tokens that the engine itself takes as the end of an answer.
+        generates: it has a language-model head.
+        embedding: how it makes vectors; None: it makes none.  embedding_size: numbers in one.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    generates: bool = True
+    embedding: EmbeddingSettings | None = None
+    embedding_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRules:
+    """What of a job enters its requests.
+
+    Attributes:
+        seed: of requests that bring none.
+        default_max_tokens: of requests that name none (or what is left of the context, if that is less).
+        max_output_tokens: a request for more is refused.
+        max_embedding_tokens: of all inputs of one request for embeddings; one with more is refused.
+        priority: the engine's class; lower runs first.
+        salt: keeps the prefix cache of tenants apart.
+    """
+
+    seed: int = 0
+    default_max_tokens: int = 4_096
+    max_output_tokens: int = 131_072
+    max_embedding_tokens: int = 300_000
+    priority: int = 2
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RowHints:
+    """What the planner found out about a row."""
+
+    row: int
+    prefix_group: int | None = None
+    prefix_readers: int | None = None
+    expected_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class StopWatchers:
+    """Makes the watcher of each choice for the engine, and remembers the last one, which knows the final text."""
+
+    tokenizer: Tokenizer
+    prompt: TokenIds
+    stops: tuple[str, ...]
+    min_tokens: int
+    shown: Mapping[int, str] = field(default_factory=dict)
+    made: dict[int, StopStringWatcher] = field(default_factory=dict)
+
+    def __call__(self, choice: int) -> StopStringWatcher:
+        watcher = StopStringWatcher(self.tokenizer, self.prompt, self.stops, self.min_tokens, self.shown)
+        self.made[choice] = watcher
+        return watcher
+
+    def text(self, choice: int) -> str | None:
+        """The text of a choice that a stop string ended, else None."""
+        watcher = self.made.get(choice)
+        return None if watcher is None else watcher.text
+
+
+class Translator:
+    """Makes the engine's requests of one job for one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: ModelLimits, rules: JobRules, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars`: the model's; None: the translator has its own."""
+        self._tokenizer = tokenizer
+        self._grammars = grammars or Grammars(tokenizer, limits.vocab_size, limits.end_token_ids)
+        self._limits = limits
+        self._rules = rules
+        eos = tokenizer.eos_token_id
+        known = eos is None or eos in limits.end_token_ids or eos >= limits.vocab_size
+        self._more_ends = () if eos is None or known else (eos,)
+
+    def prompt_of(self, body: Generation) -> str | TokenIds:
+        """The prompt as text still to be encoded (with special tokens for completions), or as given token ids.
+
+        Raises `RowError` when the model has no head, the chat template refuses the messages or the tools, an id is
+        outside the vocabulary, or a text is too long for the context however it is encoded.
+        """
+        if not self._limits.generates:
+            raise RowError(
+                RowErrorCode.UNSUPPORTED_URL,
+                f"the model makes embeddings and generates nothing; use {EMBEDDINGS_URL}, or another model",
+                param="url",
+            )
+        if isinstance(body, ChatBody):
+            if body.offered_tools:
+                tool_format(self._tokenizer)
+            text = encodable(self._tokenizer.render_chat(body.messages, body.offered_tools), "messages")
+            return self._within_context(text, body)
+        if isinstance(body.prompt, str):
+            return self._within_context(encodable(body.prompt, "prompt"), body)
+        for token_id in body.prompt:
+            self._check_token("prompt", token_id)
+        return np.asarray(body.prompt, dtype=np.int32)
+
+    def request(self, request_id: str, body: Generation, prompt: TokenIds, hints: RowHints) -> Request:
+        """The engine's request for a body whose prompt is encoded (`prompt` int32 [prompt_tokens]).
+
+        The deadline is left open: it counts from when the engine gets the request. Raises `RowError`.
+        """
+        if not len(prompt):
+            raise _refuse("the prompt holds no tokens; give some text", "prompt")
+        max_tokens = self._max_tokens(body, len(prompt))
+        if body.min_tokens > max_tokens:
+            raise _refuse(f"min_tokens is {body.min_tokens}, but at most {max_tokens} can be generated", "min_tokens")
+        for token_id in body.stop_token_ids:
+            self._check_token("stop_token_ids", token_id)
+        bias = {int(token_id): value for token_id, value in body.logit_bias.items()}
+        for token_id in bias:
+            self._check_token("logit_bias", token_id)
+        try:
+            params = self._params(body, max_tokens, bias, hints.row)
+        except RequestRefused as error:
+            raise _refuse(str(error), None) from error
+        watchers = None
+        if body.stop:
+            shown = shown_tokens(body, self._tokenizer)
+            watchers = StopWatchers(self._tokenizer, prompt, body.stop, body.min_tokens, shown)
+        expected = hints.expected_tokens
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            priority=self._rules.priority,
+            expected_tokens=None if expected is None else max(1, min(expected, max_tokens)),
+            prefix_group=hints.prefix_group,
+            prefix_readers=hints.prefix_readers or 0,
+            readers_known=True,  # the planner has put those side by side that share a prefix
+            salt=self._rules.salt,
+            watcher=watchers,
+            mask=self._grammar(body),
+        )
+
+    def _grammar(self, body: Generation) -> Grammar | None:
+        """What the answer is held to."""
+        wanted = grammar_of(body, self._tokenizer)
+        return None if wanted is None else self._grammars.compile(wanted)
+
+    def _params(self, body: Generation, max_tokens: int, bias: dict[int, float], row: int) -> SamplingParams:
+        prompt_logprobs = None
+        if isinstance(body, ChatBody):
+            logprobs = body.top_logprobs if body.logprobs else None
+        else:
+            logprobs = body.logprobs
+            prompt_logprobs = body.logprobs if body.echo else None
+        return SamplingParams(
+            max_tokens=max_tokens,
+            n=body.n,
+            temperature=body.temperature,
+            top_k=max(0, body.top_k),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=bias,
+            seed=row_seed(self._rules.seed, row) if body.seed is None else body.seed,
+            stop_token_ids=body.stop_token_ids if body.ignore_eos else (*body.stop_token_ids, *self._more_ends),
+            ignore_eos=body.ignore_eos,
+            min_tokens=body.min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _max_tokens(self, body: Generation, prompt_tokens: int) -> int:
+        asked = body.output_limit
+        most = self._rules.max_output_tokens
+        if asked is not None and asked > most:
+            raise _refuse(f"max_tokens is {asked}, but this job allows at most {most}; lower it", "max_tokens")
+        left = self._limits.max_model_len - prompt_tokens
+        if asked is None and left >= 1:
+            return min(self._rules.default_max_tokens, most, left)
+        wanted = 1 if asked is None else asked
+        if wanted > left:
+            error = ContextLengthExceeded(prompt_tokens, wanted, self._limits.max_model_len)
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error)) from error
+        return wanted
+
+    def _within_context(self, text: str, body: Generation) -> str:
+        """The text; raises `RowError` when no encoding of it leaves room for one token of an answer."""
+        least, limit = self._tokenizer.least_tokens(text), self._limits.max_model_len
+        if least + (body.output_limit != 0) > limit:
+            message = f"prompt of at least {least} tokens, but the context holds {limit}; shorten the prompt"
+            raise RowError(RowErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+        return text
+
+    def _check_token(self, name: str, token_id: int) -> None:
+        if token_id >= self._limits.vocab_size:
+            size = self._limits.vocab_size
+            raise _refuse(f"{name} holds token {token_id}, but the model's ids end at {size - 1}", name)
+
+
+def row_seed(job_seed: int, row: int) -> int:
+    """The seed of a row that brings none: the same each time the job is run, different from row to row."""
+    digest = hashlib.blake2b(f"{job_seed}:{row}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def encodable(text: str, name: str) -> str:
+    """The text, of the field `name`; raises `RowError` when it is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise _refuse(
+            f"{name} holds half a surrogate pair at character {at}, which is no text; remove it", name
+        ) from error
+    return text
+
+
+def _refuse(message: str, param: str | None) -> RowError:
+    return RowError(RowErrorCode.INVALID_REQUEST, message, param=param)

@@ -1,0 +1,293 @@
+"""From the engine's completions to results: OpenAI's response bodies as JSON, and rows of the result table.
+
+A shard's texts are decoded in one call. A copy gets the same answer under its own name and id. Its row states what an
+API would have answered: the same prompt and completion tokens, but all of the prompt as cached, since nothing was
+computed for it; the job's usage counts only rows that were computed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import orjson
+import structlog
+
+from engine.request import Choice, Completion, FinishReason
+from schemas.jobs.results import ResultRow, RowStatus
+from schemas.requests.errors import RowError, RowErrorCode
+from schemas.requests.requests import ChatBody, CompletionBody, EmbeddingBody
+from workers.rows import ComputedRow, Envelope, FinishedRow, PreparedRow, RefusedRow, RowName
+from workers.structured.constraints import shown_tokens
+from workers.structured.grammar import Grammar, too_complex
+from workers.structured.tool_calls import CallIds, split_answer
+from workers.structured.tool_formats import find_tool_format
+from workers.text.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from workers.text.tokenizer import Tokenizer
+from workers.translation.embeddings import embedding_results
+from workers.translation.requests import StopWatchers
+from workers.translation.unexpected import unforeseen
+
+FAILURES: Final = {
+    FinishReason.TIMEOUT: RowErrorCode.REQUEST_TIMEOUT,
+    FinishReason.CANCELLED: RowErrorCode.BATCH_CANCELLED,
+    FinishReason.ERROR: RowErrorCode.ENGINE_ERROR,
+}
+"""Reasons that are not answers. `CANCELLED` never reaches a result while a worker drains: its shards are given back."""
+
+MESSAGES: Final = {
+    FinishReason.TIMEOUT: "the request took longer than the time a request may take; shorten it or raise the limit",
+    FinishReason.CANCELLED: "the request was cancelled",
+    FinishReason.ERROR: "the engine could not compute the answer",
+}
+
+CONTENT_FILTER: Final = "content_filter"
+"""Finish reason of a choice whose text is withheld. As with OpenAI and Azure the response is none the less an answer,
+with its usage and its other choices: status 200, and no text where the text was."""
+
+logger = structlog.get_logger(__name__)
+
+
+def failure_of(completion: Completion, withheld: frozenset[int] = frozenset(), mask: object = None) -> RowError | None:
+    """Why a completion is no answer, or None when it is one: one failed choice fails the row. How those ended that are
+    withheld doesn't matter. `mask`: the request's, whose grammar may be to blame."""
+    for choice in completion.choices:
+        code = FAILURES.get(choice.finish_reason)
+        if code is not None and choice.index not in withheld:
+            message = completion.error if choice.finish_reason is FinishReason.ERROR else None
+            if message is not None and (reason := too_complex(message)) is not None:
+                param = mask.source.param if isinstance(mask, Grammar) else None
+                what = f"the grammar of {param or 'the answer'} reached a limit while the answer was made"
+                return RowError(RowErrorCode.INVALID_REQUEST, f"{what}: {reason}; simplify it", param=param)
+            return RowError(code, message or MESSAGES[choice.finish_reason])
+    return None
+
+
+def response_id(kind: str, job: str, row: int) -> str:
+    """The same id each time a row of a job is computed."""
+    return f"{kind}-{hashlib.blake2b(f'{job}/{row}'.encode(), digest_size=12).hexdigest()}"
+
+
+class ResponseBuilder:
+    """Builds the results of one model's rows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._form = find_tool_format(tokenizer)
+
+    def results(self, rows: Iterable[FinishedRow], envelope: Envelope) -> list[ResultRow]:
+        """One result for each row and each copy. A row whose result can't be made has failed."""
+        answered: list[ComputedRow] = []
+        results: list[ResultRow] = []
+        for row in rows:
+            if isinstance(row, RefusedRow):
+                results += _refused(row.names, row.model, row.error, row.started_at, row.finished_at, envelope)
+            elif (error := failure_of(row.completion, row.withheld, row.prepared.request.mask)) is not None:
+                results += _failed(row, error, envelope)
+            elif isinstance(row.prepared.body, EmbeddingBody):
+                results += _made(row, envelope, partial(embedding_results, row, envelope))
+            else:
+                answered.append(row)
+        for row, texts in zip(answered, self._texts_together(answered), strict=True):
+            results += _made(row, envelope, partial(self._answer, row, texts, envelope))
+        return results
+
+    def _texts_together(self, rows: Sequence[ComputedRow]) -> Sequence[list[str] | None]:
+        """The texts of each row; None: one of them can't be read, so each is to be read by itself."""
+        try:
+            return self.answer_texts(rows)
+        except Exception as error:  # noqa: BLE001 - raised again by the row that is to blame
+            logger.warning("answers can't be read together", rows=len(rows), error=type(error).__name__)
+            return [None] * len(rows)
+
+    def _answer(self, row: ComputedRow, texts: list[str] | None, envelope: Envelope) -> list[ResultRow]:
+        """The results of a row with an answer. Raises `RowError` where it can't be judged."""
+        if texts is None:
+            (texts,) = self.answer_texts([row])
+        return self.answered(row, texts, withheld_choices(row, texts), envelope)
+
+    def answer_texts(self, rows: Sequence[ComputedRow]) -> list[list[str]]:
+        """The text of each choice of each row, calls and all."""
+        prompts, answers = [], []
+        for row in rows:
+            for choice in row.completion.choices:
+                prompts.append(row.prepared.request.prompt_token_ids)
+                answers.append(choice.token_ids)
+        decoded = iter(self._tokenizer.decode_answers(prompts, answers))
+        return [[self._text(row.prepared, choice, next(decoded)) for choice in row.completion.choices] for row in rows]
+
+    def _text(self, prepared: PreparedRow, choice: Choice, decoded: str) -> str:
+        """The text of a choice: what its stop watcher kept, else all that was decoded."""
+        watchers = prepared.request.watcher
+        kept = watchers.text(choice.index) if isinstance(watchers, StopWatchers) else None
+        if kept is not None:
+            return kept
+        shown = shown_tokens(prepared.body, self._tokenizer)
+        if shown and not shown.keys().isdisjoint(choice.token_ids.tolist()):
+            return self._tokenizer.decode_showing(prepared.request.prompt_token_ids, choice.token_ids, shown)
+        return decoded
+
+    def answered(
+        self, row: ComputedRow, texts: list[str], withheld: frozenset[int], envelope: Envelope
+    ) -> list[ResultRow]:
+        """The results of a row with an answer, whose choices have these texts, and of its copies."""
+        prepared, completion = row.prepared, row.completion
+        body = prepared.body
+        started, finished = envelope.wall(completion.started_at), envelope.wall(completion.finished_at)
+        if isinstance(body, ChatBody):
+            kind, name = "chatcmpl", "chat.completion"
+            answer = f"{envelope.job}/{prepared.names[0].row}"
+            choices = [
+                _withheld_choice(body, c.index) if c.index in withheld else self._chat_choice(body, c, text, answer)
+                for c, text in zip(completion.choices, texts, strict=True)
+            ]
+        else:
+            assert isinstance(body, CompletionBody), "an embedding is no text"
+            kind, name = "cmpl", "text_completion"
+            choices = [
+                _withheld_choice(body, at) if at in withheld else self._completion_choice(body, row, at, texts[at])
+                for at in range(len(texts))
+            ]
+        response = {"id": "", "object": name, "created": int(started.timestamp()), "model": body.model}
+        response["choices"] = choices
+
+        def result(at: int, whose: RowName) -> ResultRow:
+            cached = completion.cached_tokens if at == 0 else completion.prompt_tokens
+            response["id"] = response_id(kind, envelope.job, whose.row)
+            response["usage"] = _usage(completion, cached)
+            return ResultRow(
+                custom_id=whose.custom_id,
+                row=whose.row,
+                status=RowStatus.SUCCEEDED,
+                status_code=200,
+                text=choices[0]["text"] if kind == "cmpl" else choices[0]["message"]["content"] or "",
+                finish_reason=choices[0]["finish_reason"],
+                response=orjson.dumps(response).decode(),
+                model=body.model,
+                prompt_tokens=completion.prompt_tokens,
+                cached_tokens=cached,
+                completion_tokens=completion.generated_tokens,
+                created_at=envelope.created_at,
+                started_at=started,
+                finished_at=finished,
+                attempt=envelope.attempt,
+            )
+
+        return [result(at, whose) for at, whose in enumerate(prepared.names)]
+
+    def _chat_choice(self, body: ChatBody, choice: Choice, text: str, answer: str) -> dict[str, Any]:
+        """A choice with this text, calls and all; `answer` names the answer: its calls' ids come from it."""
+        logprobs = None
+        if choice.logprobs is not None:
+            kept = choice.token_ids[: self._tokens_within(choice, text)]
+            logprobs = chat_logprobs(self._texts, kept, choice.logprobs, body.top_logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        reason = str(choice.finish_reason)
+        if body.offered_tools and self._form is not None:
+            split = split_answer(self._form, text, CallIds(answer, choice.index, self._form.short_ids))
+            message["content"] = split.content
+            if split.calls:
+                message |= {"content": split.content or None, "tool_calls": split.calls}
+            if split.whole and choice.finish_reason is FinishReason.STOP:
+                reason = "tool_calls"
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _completion_choice(self, body: CompletionBody, row: ComputedRow, index: int, text: str) -> dict[str, Any]:
+        choice = row.completion.choices[index]
+        runs = []
+        prompt = ""
+        if body.echo:
+            ids = row.prepared.request.prompt_token_ids
+            prompt = body.prompt if isinstance(body.prompt, str) else self._tokenizer.decode(ids)
+            if row.completion.prompt_logprobs is not None:
+                runs.append((ids, row.completion.prompt_logprobs))
+        if choice.logprobs is not None:
+            runs.append((choice.token_ids[: self._tokens_within(choice, text)], choice.logprobs))
+        logprobs = None if body.logprobs is None else completion_logprobs(self._texts, runs, body.logprobs)
+        return {
+            "index": choice.index,
+            "text": prompt + text,
+            "logprobs": logprobs,
+            "finish_reason": str(choice.finish_reason),
+        }
+
+    def _tokens_within(self, choice: Choice, text: str) -> int:
+        """How many tokens of the choice begin within its text, which may be cut before a stop string."""
+        if choice.finish_reason is not FinishReason.STOP or choice.stop_token_id is not None:
+            return len(choice.token_ids)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        characters = 0
+        for count, token_id in enumerate(choice.token_ids.tolist()):
+            if characters >= len(text):
+                return count
+            if not self._texts.is_special(token_id):
+                characters += len(decoder.decode(self._texts.bytes_of(token_id)))
+        return len(choice.token_ids)
+
+
+def withheld_choices(row: ComputedRow, texts: Sequence[str]) -> frozenset[int]:
+    """The choices that must not be told. Raises `RowError` where that can't be found out."""
+    guard = row.prepared.guard
+    if guard is None:
+        return row.withheld
+    choices = [choice.index for choice in row.completion.choices]
+    judged = ((index, text) for index, text in zip(choices, texts, strict=True) if index not in row.withheld)
+    return row.withheld | {index for index, text in judged if guard.refuses(text)}
+
+
+def _withheld_choice(body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:
+    """A choice without its text, which its log-probabilities and an echo of the prompt would spell."""
+    message = {"role": "assistant", "content": None, "refusal": None}
+    what: dict[str, Any] = {"message": message} if isinstance(body, ChatBody) else {"text": ""}
+    return {"index": index, **what, "logprobs": None, "finish_reason": CONTENT_FILTER}
+
+
+def _made(row: ComputedRow, envelope: Envelope, make: Callable[[], list[ResultRow]]) -> list[ResultRow]:
+    """The results of a row; those of its failure, if they can't be made."""
+    try:
+        return make()
+    except RowError as error:
+        return _failed(row, error, envelope)
+    except MemoryError:  # the machine's, and no row's
+        raise
+    except Exception as error:  # noqa: BLE001 - the row's own
+        name = f"{envelope.job}/{row.prepared.names[0].row}"
+        return _failed(row, unforeseen(error, "a result could not be made", name), envelope)
+
+
+def _failed(row: ComputedRow, error: RowError, envelope: Envelope) -> list[ResultRow]:
+    prepared, completion = row.prepared, row.completion
+    times = completion.started_at, completion.finished_at
+    return _refused(prepared.names, prepared.body.model, error, *times, envelope)
+
+
+def _refused(
+    names: Sequence[RowName], model: str, error: RowError, started_at: float, finished_at: float, envelope: Envelope
+) -> list[ResultRow]:
+    started, finished = envelope.wall(started_at), envelope.wall(finished_at)
+    return [
+        ResultRow.refused(
+            name.row,
+            name.custom_id,
+            error,
+            model=model,
+            created_at=envelope.created_at,
+            started_at=started,
+            finished_at=finished,
+            attempt=envelope.attempt,
+        )
+        for name in names
+    ]
+
+
+def _usage(completion: Completion, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.generated_tokens,
+        "total_tokens": completion.prompt_tokens + completion.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
