@@ -27,7 +27,7 @@ from workers.lane.requests import LaneReader, LaneRules
 from workers.lane.responses import LaneAnswer
 from workers.model.loaded_model import LoadedModel, model_path
 from workers.policies.loader import load_policies
-from workers.policies.policy import NO_POLICIES, About, Policies
+from workers.policies.policy import NO_POLICIES, JudgedText, Policies
 
 ROUNDS = 9
 PROSE = Path(__file__).with_name("workloads") / "prose.txt"
@@ -61,7 +61,7 @@ def microseconds(work: Callable[[], Any], times: int) -> float:
 
 
 def judged(policies: Policies, characters: int) -> float:
-    guard = policies.guard(About("row", "default", "m", "/v1/chat/completions"))
+    guard = policies.guard(JudgedText("row", "default", "m", "/v1/chat/completions"))
     assert guard is not None
     text = PROSE.read_text(encoding="utf-8")[:characters]
     guard.check_prompt((text,))
@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     config = EngineConfig(threads=1)
     model = LoadedModel.without_weights(model_path(args.model), name="m", config=config, num_blocks=2_000, digest=None)
-    about = About("row", "default", "m", "/v1/chat/completions")
+    about = JudgedText("row", "default", "m", "/v1/chat/completions")
     with tempfile.TemporaryDirectory() as folder:
         policies = rules(Path(folder))
         report = {

@@ -28,11 +28,11 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman
+from pipeline.dispatcher.controller import JobController
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
-from pipeline.runtime.inline_executor import AT_ONCE, BESIDE, InTurn
+from pipeline.runtime.inline_executor import AT_ONCE, BESIDE, InlineExecutor
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Closing
 from tests.cluster.cluster import settings_of
@@ -111,10 +111,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         settings = DispatchSettings(isolate=True)
         # As `tokenmill dispatcher` does.
         together, beside = (
-            InTurn() if args.store == "folder" else ThreadPoolExecutor(threads) for threads in (AT_ONCE, BESIDE)
+            InlineExecutor() if args.store == "folder" else ThreadPoolExecutor(threads) for threads in (AT_ONCE, BESIDE)
         )
         dispatcher = Dispatcher(world, queue, beats, settings=settings, together=together, beside=beside)
-        foreman = Foreman(world, dispatcher)
+        foreman = JobController(world, dispatcher)
         client = ShardClient(
             "w", world, lambda job: JobLedger(world.store, f"{JOBS}{job}/"), queue, beats, lambda: False,
             models=[PIN.key],

@@ -38,7 +38,7 @@ from throughput import machine
 from workload import Prompt, load_prompts
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from engine.config import PaceConfig
+from engine.config import SloConfig
 
 BULK_WAITING = 64
 LONGEST = 48  # tokens of an answer that somebody reads
@@ -261,9 +261,9 @@ def main() -> int:
         cache=CacheConfig(memory_bytes=2 << 30), schedule=ScheduleConfig(args.rows, 2048), max_model_len=2048
     )
     base = with_overrides(base, parse_overrides(args.set))
-    promise = PaceConfig(ttft=args.ttft, itl=args.itl, quantile=args.quantile)
+    promise = SloConfig(ttft=args.ttft, itl=args.itl, quantile=args.quantile)
     only = args.only.split(",")
-    plans: list[tuple[str, PaceConfig | None, bool, int]] = []
+    plans: list[tuple[str, SloConfig | None, bool, int]] = []
     if "idle" in only:
         plans.append(("idle", None, False, 0))
     if "none" in only:

@@ -37,7 +37,7 @@ from engine.models.load import describe_model
 from pipeline.adapters.system import SystemClock
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.records import ShardReport
 from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import FinishedRows
@@ -82,7 +82,7 @@ def plan_workload(
     pinned = ("dtype", "quantize", "kv_dtype")  # what a job is pinned to
     options = EngineOptions(**{name: overrides[name] for name in pinned if name in overrides})
     pin = pin_model(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)), model, options, None)
-    order = Order(input=pin_input(source), models=(pin,), settings=JobSettings(limit=limit), tier=Tier.STANDARD)
+    order = JobOrder(input=pin_input(source), models=(pin,), settings=JobSettings(limit=limit), tier=Tier.STANDARD)
     with open_output(folder / "out") as output:
         job = submit(order, output.ledger, output.world).job
         plan_job(output.ledger, job, output.world, token_counter(model))

@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.planner import SourceFile
 from pipeline.ports import World
@@ -117,7 +117,7 @@ def plan_here(rows: int, segment_rows: int | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="planning-") as folder, FolderStore(Path(folder)) as store, Peak() as peak:
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
         ledger = JobLedger(store, f"{JOBS}job/")
-        order = Order(input=given, models=(pin,), settings=JobSettings(plan=plan), tier=Tier.STANDARD)
+        order = JobOrder(input=given, models=(pin,), settings=JobSettings(plan=plan), tier=Tier.STANDARD)
         job = submit(order, ledger, world, job_id="job").job
         begun, before = time.monotonic(), time.process_time()
         summary = plan_job(ledger, job, world, open_input=lambda _: GeneratedInput(rows))

@@ -18,12 +18,12 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.dispatcher.load_shedding import Due, triage
-from pipeline.simulator.lower_bound import Task
+from pipeline.dispatcher.load_shedding import JobDeadline, plan_shedding
+from pipeline.simulator.lower_bound import OracleJob
 from pipeline.simulator.report import report, tasks_of
-from pipeline.simulator.settings import MillSettings
+from pipeline.simulator.settings import SimulationSettings
 from pipeline.simulator.simulation import simulate
-from pipeline.simulator.trace import Drawn, Pattern, draw_trace
+from pipeline.simulator.trace import Pattern, TraceSettings, draw_trace
 from pipeline.simulator.worker_model import EXAMPLE, WorkerModel, read_worker_model
 from schemas.settings.autoscaling import ScalingLimits
 
@@ -62,9 +62,9 @@ def cases(worker: WorkerModel, largest: int) -> Iterator[Case]:
             yield Case("sizes", pattern, gpus, gpus * 10**6)
 
 
-def met_as_they_come(tasks: list[Task], most: int, ready: float) -> int:
+def met_as_they_come(tasks: list[OracleJob], most: int, ready: float) -> int:
     """Deadlines that the oracle's machines meet when they are told of a job only when it comes: at each arrival and
-    each end `triage` says which are given up, and of the others the earliest deadline goes first."""
+    each end `plan_shedding` says which are given up, and of the others the earliest deadline goes first."""
     left = [task.work / most for task in tasks]
     coming = sorted(range(len(tasks)), key=lambda place: tasks[place].arrival)
     waiting: set[int] = set()
@@ -72,8 +72,8 @@ def met_as_they_come(tasks: list[Task], most: int, ready: float) -> int:
     while coming or waiting:
         following = tasks[coming[0]].arrival if coming else inf
         while waiting and now < following:
-            due = [Due(str(at), tasks[at].due - now, left[at]) for at in waiting if tasks[at].due < inf]
-            lost = triage(due, 1.0).lost
+            due = [JobDeadline(str(at), tasks[at].due - now, left[at]) for at in waiting if tasks[at].due < inf]
+            lost = plan_shedding(due, 1.0).lost
             first = min(waiting, key=lambda at: (str(at) in lost, tasks[at].due))
             ran = min(left[first], following - now)
             now, left[first] = now + ran, left[first] - ran
@@ -89,8 +89,8 @@ def met_as_they_come(tasks: list[Task], most: int, ready: float) -> int:
 
 def played(case: Case, worker: WorkerModel) -> dict[str, Any]:
     """The figures that tell."""
-    trace = draw_trace(case.pattern, Drawn(case.requests, deadlines=case.deadlines), case.seed)
-    settings = MillSettings(worker, ScalingLimits(most=case.gpus, gather=case.gather), seed=case.seed)
+    trace = draw_trace(case.pattern, TraceSettings(case.requests, deadlines=case.deadlines), case.seed)
+    settings = SimulationSettings(worker, ScalingLimits(most=case.gpus, gather=case.gather), seed=case.seed)
     begun = time.perf_counter()
     outcome = simulate(trace, settings)
     found = report(trace, settings, outcome)
@@ -114,8 +114,8 @@ def overloaded(worker: WorkerModel, seed: int) -> Iterator[dict[str, Any]]:
     """Bursts of more than 16 machines can do, and what makes deadlines be missed: each line takes one thing more away
     that an installation can't be without."""
     a_day = worker.rows_per_second(worker.batch, 300.0, 200.0) * 86_400
-    trace = draw_trace("bursts", Drawn(round(16 * 0.7 * a_day)), seed)
-    settings = MillSettings(worker, ScalingLimits(most=16), seed=seed)
+    trace = draw_trace("bursts", TraceSettings(round(16 * 0.7 * a_day)), seed)
+    settings = SimulationSettings(worker, ScalingLimits(most=16), seed=seed)
     for less in ("as it is", "no cold starts", "no errors of estimates", "no bulk work", "one tenant"):
         match less:
             case "no cold starts":

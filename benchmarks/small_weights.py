@@ -26,8 +26,8 @@ from throughput import machine
 from engine.native.library import NativeLibrary, load_library
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized
-from engine.native.structs import Kind
-from engine.native.workspace import Workspace
+from engine.native.structs import ElementKind
+from engine.native.workspace import KernelWorkspace
 from engine.quant.weight import Activations, Factors, Form, QWeight, TwoLevel
 
 SHAPES = {
@@ -72,14 +72,14 @@ def _of(form: Form, group: int | None, factors: str) -> Maker:
 
 
 FORMS: dict[str, Maker] = {
-    "bf16": lambda library, n, k: NativeLinear.dense(library, Kind.BF16, torch.randn(n, k)),
+    "bf16": lambda library, n, k: NativeLinear.dense(library, ElementKind.BF16, torch.randn(n, k)),
     "int4, groups of 32, scale": _of("int4", 32, "scale"),
     "int4, groups of 32, scale and low (Q4_1)": _of("int4", 32, "both"),
     "int4, groups of 32 in two levels (Q4_K)": _of("int4", 32, "two"),
     "int8, groups of 32 (Q8_0)": _of("int8", 32, "scale"),
     "int8, a row": _of("int8", None, "scale"),
     "fp8, a row": _of("fp8", None, "scale"),
-    "int8 at load (W8A16)": lambda library, n, k: NativeLinear.dense(library, Kind.W8, torch.randn(n, k)),
+    "int8 at load (W8A16)": lambda library, n, k: NativeLinear.dense(library, ElementKind.W8, torch.randn(n, k)),
     "int8 by int8 (W8A8)": _of("int8", None, "int8"),
 }
 
@@ -91,7 +91,7 @@ def measure(library: NativeLibrary, n: int, k: int, rows: tuple[int, ...], round
     found = []
     for count in rows:
         x = torch.randn(count, k).bfloat16()
-        space = Workspace.for_linear(library, k, count)
+        space = KernelWorkspace.for_linear(library, k, count)
         times: dict[str, list[float]] = {name: [] for name in forms}
         for _ in range(rounds):
             for name, linears in made.items():

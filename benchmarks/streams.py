@@ -51,7 +51,7 @@ STALLED_BYTES = 100_000  # of a stream that isn't read: both buffers, twice, and
 OTHER_BYTES = 8_000_000  # by which the gateway may grow meanwhile for any other reason
 
 
-class Look(NamedTuple):
+class StatePoller(NamedTuple):
     """Of one moment.
 
     Attributes:
@@ -80,12 +80,12 @@ def run(args: argparse.Namespace, kinds: list[Kind], folder: Path, **variables: 
         begun, sampled = time.time(), read_meters(cluster.meters)
         with Meter(lambda: pids, every=0.25) as meter, ThreadPoolExecutor(1) as pool:
             clients = pool.submit(report_of, run_clients(plan))
-            looks: list[Look] = []
+            looks: list[StatePoller] = []
             while not clients.done():
                 gateway = sample(pids["gateway"])
                 assert gateway is not None
                 rows = read_running(cluster.meters)
-                looks.append(Look(time.monotonic(), read_meters(cluster.meters), rows, gateway.rss))
+                looks.append(StatePoller(time.monotonic(), read_meters(cluster.meters), rows, gateway.rss))
                 time.sleep(0.05)
             others = meter.others_cores()
         seen = judge(clients.result())
@@ -110,7 +110,7 @@ def judge(seen: list[Seen]) -> list[Seen]:
     return seen
 
 
-def figures(seen: Sequence[Seen], looks: Sequence[Look]) -> dict[str, Any]:
+def figures(seen: Sequence[Seen], looks: Sequence[StatePoller]) -> dict[str, Any]:
     """What those saw who read to the end, and what the worker did while all were there."""
     good = [one for one in seen if one.kind == "reads"]
     last_come, first_gone = max(one.arrivals[0] for one in seen), min(one.ended for one in seen)
@@ -128,7 +128,7 @@ def figures(seen: Sequence[Seen], looks: Sequence[Look]) -> dict[str, Any]:
     }
 
 
-def disturbed(seen: Sequence[Seen], looks: Sequence[Look], log: str) -> dict[str, Any]:
+def disturbed(seen: Sequence[Seen], looks: Sequence[StatePoller], log: str) -> dict[str, Any]:
     """How those ended who hung up or stopped reading; raises `SystemExit` when the worker went on with one, or memory
     went on growing."""
     gone = {one.stream: one.ended for one in seen if one.kind == "leaves"}

@@ -38,7 +38,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PaceConfig:
+class SloConfig:
     """What requests of class 0 are promised, and what it weighs against the other classes' work
     (`engine.scheduler.slo_control`).
 
@@ -79,7 +79,7 @@ class ScheduleConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
-    pace: PaceConfig | None = None
+    pace: SloConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

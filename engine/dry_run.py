@@ -40,7 +40,7 @@ class StepWork(NamedTuple):
     waiting: int
 
 
-class Rehearsal:
+class DryRun:
     """An engine's scheduler, fed like the engine.
 
     Attributes:

@@ -21,15 +21,15 @@ from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
 from engine.native.library import NativeLibrary
 from engine.native.shapes import ShapeTable
-from engine.native.structs import Kind
-from engine.parallel.leader import LeadRunner, load_parallel
-from engine.parallel.rank_group import Team
+from engine.native.structs import ElementKind
+from engine.parallel.leader import LeaderRunner, load_parallel
+from engine.parallel.rank_group import RankGroupProcesses
 from engine.plan import CacheGroup, RowState
 from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
 from engine.runner.async_loop import StepLoop, health_of
-from engine.runner.collect import Collector
+from engine.runner.collect import CompletionCollector
 from engine.runner.device_memory import cache_budget, give_back, measure
 from engine.runner.graphs import graphs_of
 from engine.runner.memory import plan_cache
@@ -43,8 +43,8 @@ from engine.scheduler.sequence import FinishedSequence
 from engine.scheduler.slo_control import PaceStats
 from engine.speculative.base import Proposer
 from engine.speculative.draft_lengths import lengths_of, longest_of
-from engine.speculative.proposers.draft_model import DraftBeside, load_draft
-from engine.speculative.proposers.eagle import HeadBeside, load_eagle
+from engine.speculative.proposers.draft_model import DraftProposerState, load_draft
+from engine.speculative.proposers.eagle import HeadProposerState, load_eagle
 from engine.speculative.proposers.ngram import NgramProposer
 from engine.speculative.stats import SpeculationStats
 from engine.speculative.trial_budget import TrialBudget
@@ -204,7 +204,7 @@ class Engine:
             if isinstance(proposer, StateReader):
                 assert isinstance(self._runner, ModelRunner), "only a model's runner has states to show"
                 self._runner.show(proposer)
-        self._collector = Collector()
+        self._collector = CompletionCollector()
         self._ready: list[Completion] = []
         device = device or torch.device("cpu")
         overlapped = device.type == "cuda" if config.plan_ahead is None else config.plan_ahead
@@ -220,7 +220,9 @@ class Engine:
         )  # fmt: skip
 
     @classmethod
-    def load(cls, path: str | Path, config: EngineConfig | None = None, team: Team | None = None) -> Engine:
+    def load(
+        cls, path: str | Path, config: EngineConfig | None = None, team: RankGroupProcesses | None = None
+    ) -> Engine:
         """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
 
         Args:
@@ -258,7 +260,7 @@ class Engine:
         groups = plan_cache(
             spec, cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
         )
-        kv_kind = Kind.I8 if kv_dtype == "int8" else None
+        kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
         def attend(layout: KVLayout) -> AttentionBackend:
             return make_backend(config.attention, layout, dtype, device, native, kv_kind, fp8=kv_dtype == "fp8")
@@ -277,10 +279,10 @@ class Engine:
         say_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
-            beside = DraftBeside(draft, groups, block_size, config.schedule.max_num_batched_tokens)
+            beside = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
             make_proposer = partial(beside.proposer, attend=attend, compute=compute)
         elif head is not None:
-            eagle = HeadBeside(head, groups, block_size, spec.vocab_size, longest_of(config.speculation))
+            eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, longest_of(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(
@@ -291,7 +293,12 @@ class Engine:
 
     @classmethod
     def _load_shared(
-        cls, path: str | Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, team: Team | None
+        cls,
+        path: str | Path,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        team: RankGroupProcesses | None,
     ) -> Engine:
         """As `load`, of a model that several devices share."""
         for wanted in ("plan_ahead", "cuda_graphs"):
@@ -306,7 +313,7 @@ class Engine:
             runner = ModelRunner(
                 model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
             )
-            return LeadRunner(runner, loaded.team)
+            return LeaderRunner(runner, loaded.team)
 
         # No device is named: ranks compute each step when it is told to them, and none is tried again.
         return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)

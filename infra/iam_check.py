@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 from urllib.parse import unquote
 
-from infra.local_aws import REGION, Asked
+from infra.local_aws import REGION, InferenceRequest
 
 _KEY: Final = re.compile(rb"<Key>([^<]*)</Key>")
 _GZIP: Final = b"\x1f\x8b"  # large requests to CloudWatch are compressed
@@ -32,7 +32,7 @@ class Right:
     context: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
 
 
-def rights_for(request: Asked) -> Iterator[Right]:
+def rights_for(request: InferenceRequest) -> Iterator[Right]:
     """What somebody needs who sends the request (Service Authorization Reference, S3, SQS and CloudWatch)."""
     if request.service == "s3":
         yield from _s3(request)
@@ -49,7 +49,7 @@ def rights_for(request: Asked) -> Iterator[Right]:
         yield Right(f"{request.service}:{request.target or request.path}", "*")
 
 
-def _s3(request: Asked) -> Iterator[Right]:
+def _s3(request: InferenceRequest) -> Iterator[Right]:
     bucket, _, key = unquote(request.path).lstrip("/").partition("/")
     arn = f"arn:aws:s3:::{bucket}"
     version = "Version" if "versionId" in request.query else ""
@@ -108,7 +108,7 @@ class Policy:
         return sorted(granted - self._used.keys())
 
 
-def denied(policy: Policy, requests: Iterable[Asked]) -> list[Right]:
+def denied(policy: Policy, requests: Iterable[InferenceRequest]) -> list[Right]:
     """Rights that the requests needed and the policy doesn't give."""
     needed = {right for request in requests for right in rights_for(request)}
     return sorted((right for right in needed if not policy.allows(right)), key=lambda right: right.action)

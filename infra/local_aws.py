@@ -38,7 +38,7 @@ _CREDENTIAL: Final = re.compile(r"Credential=([^/]+)/\d+/[^/]+/([^/]+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """A request as it was signed: by whose key, of which service; body: only where it says what is asked for."""
 
     key: str
@@ -83,7 +83,7 @@ class LocalAws:
     def __init__(self, mini: MiniStack, moto: MotoServer) -> None:
         self.mini = mini
         self.moto = moto
-        self.asked: list[Asked] = []
+        self.asked: list[InferenceRequest] = []
         self._scaled: set[str] = set()
         self._tags: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class LocalAws:
         self._server.shutdown()
         self._server.server_close()
 
-    def note(self, request: Asked) -> None:
+    def note(self, request: InferenceRequest) -> None:
         """Remember a request."""
         with self._lock:
             self.asked.append(request)
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         speaks = service in ("sqs", "monitoring") or "delete" in parts.query
         self.aws.note(
-            Asked(
+            InferenceRequest(
                 key,
                 service,
                 self.command,

@@ -10,7 +10,7 @@ import structlog
 logger = structlog.get_logger(__name__)
 
 
-class UnforeseenErrors:
+class UnexpectedErrors:
     """Counts exceptions that were never foreseen, by the part that met them. Threads share one."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class UnforeseenErrors:
             return dict(self._counts)
 
 
-class LetterCounts:
+class DeadLetterCounts:
     """By door. Threads share one."""
 
     def __init__(self) -> None:

@@ -8,22 +8,22 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from pipeline.counters import LetterCounts, UnforeseenErrors
-from pipeline.dispatcher.metrics import JOB_BOUNDS, DispatchFigures
-from pipeline.observability.histogram import Buckets
+from pipeline.counters import DeadLetterCounts, UnexpectedErrors
+from pipeline.dispatcher.metrics import JOB_BOUNDS, DispatchMetrics
+from pipeline.observability.histogram import LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
-from pipeline.observability.samples import Source, Times, Told
+from pipeline.observability.samples import Samples, Source, Times
 from pipeline.ports import Clock, Heartbeats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
 from schemas.jobs.results import RowStatus
-from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, WorkerFigures
+from schemas.workers.metrics import HistogramSample, PaceMetrics, PaceWeights, WorkerMetrics
 
 if TYPE_CHECKING:
-    from pipeline.gateway.http.metrics import HttpFigures
+    from pipeline.gateway.http.metrics import HttpMetrics
     from pipeline.gateway.status import Status
-    from pipeline.ingest.intake import IntakeFigures
-    from pipeline.models.rollout_controller import ReleaseFigures
+    from pipeline.ingest.intake import IntakeMetrics
+    from pipeline.models.rollout_controller import ReleaseMetrics
 
 
 DOORS: Final = ("kafka", "bucket", "bucket-events", "folder")
@@ -35,7 +35,7 @@ ENDS: Final = (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStat
 RESULTS: Final = ("answered", "cached", "failed", "cancelled")
 
 
-def build(told: Told) -> None:
+def build(told: Samples) -> None:
     """Which tokenmill this is."""
     try:
         told.value("tokenmill_build_info", 1, version("tokenmill"))
@@ -43,10 +43,10 @@ def build(told: Told) -> None:
         told.value("tokenmill_build_info", 1, "unknown")
 
 
-def own_work(figures: Callable[[], WorkerFigures | None]) -> Source:
+def own_work(figures: Callable[[], WorkerMetrics | None]) -> Source:
     """A worker's own figures, once there are any."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         if (known := figures()) is not None:
             _worker(told, known, None)
 
@@ -56,7 +56,7 @@ def own_work(figures: Callable[[], WorkerFigures | None]) -> Source:
 def workers(heartbeats: Heartbeats, *, each: bool) -> Source:
     """The workers that live. `each`: what each of them counts, too."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         figures = heartbeats.figures()
         names = [state.name for state in heartbeats.workers()]
         loaded = Counter(figures[name].model if name in figures else OTHER for name in names)
@@ -72,7 +72,7 @@ def prices(heartbeats: Heartbeats, otherwise: float | None) -> Source:
     """What an hour of one worker costs, of each model that is served, on the mean of its workers; `otherwise`: of those
     that don't say their price. None: nobody knows."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         said = {worker.name: worker.price_per_hour for worker in heartbeats.workers()}
         found: defaultdict[str, list[float]] = defaultdict(list)
         for name, figures in heartbeats.figures().items():
@@ -88,17 +88,17 @@ def prices(heartbeats: Heartbeats, otherwise: float | None) -> Source:
 def all_of(*sources: Source) -> Source:
     """Several as one."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         for source in sources:
             source(told)
 
     return tell
 
 
-def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
+def dispatching(figures: DispatchMetrics, clock: Clock) -> Source:
     """What a dispatcher knows: how jobs stand while it leads, and what it has seen committed."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         standing = figures.standing
         told.value("tokenmill_leading", int(standing is not None))
         if standing is not None:
@@ -128,10 +128,10 @@ def dispatching(figures: DispatchFigures, clock: Clock) -> Source:
     return tell
 
 
-def unforeseen(errors: UnforeseenErrors) -> Source:
+def unexpected_errors(errors: UnexpectedErrors) -> Source:
     """Exceptions that were never foreseen."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         for part, count in sorted(errors.counts().items()):
             told.value("tokenmill_unforeseen_errors_total", count, part)
 
@@ -141,7 +141,7 @@ def unforeseen(errors: UnforeseenErrors) -> Source:
 def installation(status: Status) -> Source:
     """How open jobs stand, as the root has it; for a process without a dispatcher."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         tokens, jobs = status.backlog()
         for (model, tier), left in sorted(tokens.items()):
             told.value("tokenmill_backlog_tokens", left, model, tier)
@@ -151,10 +151,10 @@ def installation(status: Status) -> Source:
     return tell
 
 
-def http(figures: HttpFigures) -> Source:
+def http(figures: HttpMetrics) -> Source:
     """What a gateway counts."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         for request, count in sorted(figures.requests().items()):
             told.value("tokenmill_http_requests_total", count, *request)
         told.value("tokenmill_http_requests_in_progress", figures.in_progress())
@@ -168,10 +168,10 @@ def http(figures: HttpFigures) -> Source:
     return tell
 
 
-def intake(figures: IntakeFigures, letters: LetterCounts) -> Source:
+def intake(figures: IntakeMetrics, letters: DeadLetterCounts) -> Source:
     """What came in at the doors of this process."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         for result, count in sorted(figures.read().items()):
             told.value("tokenmill_intake_jobs_total", count, result)
         written = letters.read()
@@ -181,10 +181,10 @@ def intake(figures: IntakeFigures, letters: LetterCounts) -> Source:
     return tell
 
 
-def releases(figures: Callable[[], ReleaseFigures]) -> Source:
+def releases(figures: Callable[[], ReleaseMetrics]) -> Source:
     """How open releases stand, and which canary prompts failed."""
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         known = figures()
         for model, count in sorted(known.canaries.items()):
             told.value("tokenmill_canary_failures", count, model)
@@ -213,21 +213,21 @@ def _with_zeros(
     return sorted((zeros | dict(counts)).items())
 
 
-def _times(told: Told, name: str, by_tier: Mapping[Tier, Buckets]) -> None:
+def _times(told: Samples, name: str, by_tier: Mapping[Tier, LatencyRecorder]) -> None:
     for tier, buckets in by_tier.items():
         counts, seconds = buckets.read()
         if any(counts):
             told.value(name, Times(counts, seconds), tier.value)
 
 
-def _worker(told: Told, known: WorkerFigures, worker: str | None) -> None:
+def _worker(told: Samples, known: WorkerMetrics, worker: str | None) -> None:
     """What one worker counts. `worker`: its name, where that must be told."""
     model = known.model
 
     def value(name: str, amount: float, *labels: str) -> None:
         told.value(name, amount, model, *labels, worker=worker)
 
-    def histogram(name: str, times: Histogram, *labels: str) -> None:
+    def histogram(name: str, times: HistogramSample, *labels: str) -> None:
         if times.counts:
             told.value(name, Times(times.counts, times.seconds), model, *labels, worker=worker)
 
@@ -267,7 +267,7 @@ def _worker(told: Told, known: WorkerFigures, worker: str | None) -> None:
         _pace(value, known.pace)
 
 
-def _pace(value: Callable[..., None], pace: PaceFigures) -> None:
+def _pace(value: Callable[..., None], pace: PaceMetrics) -> None:
     for term in PaceWeights.model_fields:
         value("tokenmill_pace_weight", getattr(pace.weights, term), term)
         value("tokenmill_pace_term", getattr(pace.terms, term), term)

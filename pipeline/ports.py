@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from pipeline.counters import LetterCounts, UnforeseenErrors
+from pipeline.counters import DeadLetterCounts, UnexpectedErrors
 from pipeline.tracing import NO_TRACES, Traces
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +136,12 @@ class Heartbeats(Protocol):
         """The worker ends in order: it holds nothing any more."""
         ...
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         """What the worker has to tell whoever watches. Kept apart from its state, which many read many times a second;
         forgotten when the worker is silent for as long."""
         ...
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         """What workers that live have told last, by name."""
         ...
 
@@ -196,9 +196,9 @@ class World:
     scratch: Path = field(default_factory=lambda: Path("."))
     """A local folder for files being built before they become objects."""
     traces: Traces = NO_TRACES
-    letters: LetterCounts = field(default_factory=LetterCounts)
+    letters: DeadLetterCounts = field(default_factory=DeadLetterCounts)
     """Counts what could not become a request."""
-    errors: UnforeseenErrors = field(default_factory=UnforeseenErrors)
+    errors: UnexpectedErrors = field(default_factory=UnexpectedErrors)
     """Counts what was never foreseen."""
     on_progress: Callable[[], None] = lambda: None
     """Called while a job is planned, after each batch of rows and each stored shard."""

@@ -33,7 +33,7 @@ _CURRENT: Final[ContextVar[str | None]] = ContextVar("tokenmill_traceparent", de
 _WRITTEN: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
-class Place(NamedTuple):
+class TraceContext(NamedTuple):
     """A place in a trace; `flags` bit 0: it is recorded."""
 
     trace: int
@@ -51,12 +51,12 @@ def read_traceparent(text: str | bytes | None) -> str | None:
     return None if text is None or place_of(text) is None else text
 
 
-def place_of(text: str) -> Place | None:
+def place_of(text: str) -> TraceContext | None:
     """The place that a `traceparent` names; None for anything else."""
     found = _WRITTEN.fullmatch(text)
     if found is None:
         return None
-    place = Place(*(int(part, 16) for part in found.groups()))
+    place = TraceContext(*(int(part, 16) for part in found.groups()))
     return place if place.trace and place.span else None
 
 

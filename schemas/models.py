@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 
-class ModelPin(Paper):
+class ModelPin(StoredModel):
     """The very weights a job runs on. A worker that can't give exactly this refuses the shard.
 
     Attributes:
@@ -38,7 +38,7 @@ class ModelPin(Paper):
         return sha256(facts.encode()).hexdigest()[:16]
 
 
-class CatalogEntry(Paper):
+class CatalogEntry(StoredModel):
     """A model that jobs can be submitted for.
 
     Attributes:

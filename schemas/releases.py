@@ -9,12 +9,12 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from schemas.models import CatalogEntry, ModelPin
 from schemas.settings.releases import ReleaseRules
-from schemas.stored import Count, Paper, Report
+from schemas.stored import Count, StoredModel, StoredReport
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class CanaryAnswer(Paper):
+class CanaryAnswer(StoredModel):
     """What a model made of one canary prompt.
 
     Attributes:
@@ -36,7 +36,7 @@ class CanaryAnswer(Paper):
         return self
 
 
-class CanaryRecord(Paper):
+class CanaryRecord(StoredModel):
     """`canaries/KEY.json`: what the model of this pin answers to the canary prompts, as its first worker found it."""
 
     version: Literal[1] = 1
@@ -46,7 +46,7 @@ class CanaryRecord(Paper):
     worker: str
 
 
-class CanaryFailure(Report):
+class CanaryFailure(StoredReport):
     """`canaries/failed/KEY-WORKER.json`: a worker found other answers, and did not serve."""
 
     version: Literal[1] = 1
@@ -56,7 +56,7 @@ class CanaryFailure(Report):
     worker: str
 
 
-class Drift(Report):
+class LogprobDrift(StoredReport):
     """`releases/…/drift.json`: how far the log-probabilities of a candidate lie from the stable version's, on the
     answers that this one gave to the canary prompts (nats)."""
 
@@ -66,7 +66,7 @@ class Drift(Report):
     tokens: Annotated[int, Field(ge=1)]
 
 
-class Release(Paper):
+class Release(StoredModel):
     """`releases/NAME/NNNNN/release.json`: one version is to take another's place.
 
     Attributes:
@@ -91,7 +91,7 @@ class Release(Paper):
         return self.stable.pin.name
 
 
-class Bounds(Report):
+class Bounds(StoredReport):
     """A mean, and between which bounds it lies with the confidence of the look."""
 
     mean: float
@@ -99,7 +99,7 @@ class Bounds(Report):
     high: float
 
 
-class Comparison(Report):
+class ReleaseComparison(StoredReport):
     """What is known of a candidate beside the stable version, on the same rows.
 
     Attributes:
@@ -118,10 +118,10 @@ class Comparison(Report):
     more_errors: Bounds | None = None
     agreement: Bounds | None = None
     latency: Bounds | None = None
-    drift: Drift | None = None
+    drift: LogprobDrift | None = None
 
 
-class Outcome(Paper):
+class ReleaseOutcome(StoredModel):
     """`releases/NAME/NNNNN/outcome.json`: the end of a release; the first one written counts."""
 
     version: Literal[1] = 1
@@ -129,11 +129,11 @@ class Outcome(Paper):
     verdict: Literal["promoted", "rolled_back"]
     by: Literal["comparison", "time", "operator"]
     reasons: tuple[str, ...] = ()
-    comparison: Comparison | None = None
+    comparison: ReleaseComparison | None = None
     at: AwareDatetime
 
 
-class ShadowHead(Report):
+class ShadowHead(StoredReport):
     """The footer of a shadow copy's results: what they are of, and when they were made."""
 
     version: Literal[1] = 1

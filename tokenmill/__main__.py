@@ -20,10 +20,10 @@ def main() -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as it is behind nohup
             signal.signal(signal.SIGINT, interrupt)
 
-        from tokenmill.processes.signals import Starting, Stopped, on_unraisable
+        from tokenmill.processes.signals import StartupSignals, StoppedWhileStarting, on_unraisable
 
         sys.unraisablehook = on_unraisable
-        starting = Starting()
+        starting = StartupSignals()
         try:
             starting.listen(sys.argv[1:])
 
@@ -33,7 +33,7 @@ def main() -> int:
         except BaseException as error:
             if interrupted(error):
                 raise KeyboardInterrupt from error
-            if not (starting.asked or isinstance(error, Stopped)):
+            if not (starting.asked or isinstance(error, StoppedWhileStarting)):
                 raise
             code = 0
         if starting.asked:

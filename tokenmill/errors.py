@@ -20,7 +20,7 @@ class ModelError(UserError):
     """Raised when a model can't be found or fetched."""
 
 
-class InputError(UserError):
+class InputUnusable(UserError):
     """Raised when an input can't be read at all, or a job's folder isn't one."""
 
 
@@ -34,14 +34,14 @@ class StoppedWatching(Exception):
     """Raised when the user has seen enough of a job that others work at: nothing was interrupted, and that is said."""
 
 
-class Interruption(KeyboardInterrupt):
+class KeyboardInterruption(KeyboardInterrupt):
     """Ctrl-C. A plain `KeyboardInterrupt` that has passed through text given to `exec` (as many libraries do while they
     are imported) makes Python end the process by the signal, whatever has caught it since; this one has it exit."""
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> None:
     """What to do about SIGINT when there is nothing to be finished first."""
-    raise Interruption
+    raise KeyboardInterruption
 
 
 def interrupted(error: BaseException) -> bool:

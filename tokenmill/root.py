@@ -17,12 +17,12 @@ from pipeline.adapters.folder.durable import private_disk
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.store_clock import StoreClock
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.ingest.intake import Intake, IntakeFigures, IntakeSettings
+from pipeline.ingest.intake import Intake, IntakeMetrics, IntakeSettings
 from pipeline.inputs.open import PinnedInput, open_pinned, pin_uri
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.maintenance.retention import RetentionSettings
 from pipeline.ports import World
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.tracing import NO_TRACES, Traces
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Tier
@@ -52,7 +52,7 @@ class Root:
     url: str
     world: World
     s3: S3Connection | None
-    came_in: IntakeFigures = field(default_factory=IntakeFigures)
+    came_in: IntakeMetrics = field(default_factory=IntakeMetrics)
 
     @property
     def folder(self) -> Path | None:
@@ -120,7 +120,7 @@ def _world(store: FolderStore | S3Store, read_only: bool, traces: Traces) -> Wor
 
 def requests_at_once(root: Root, threads: int) -> Executor:
     """Makes so many requests to the root's store at once; a folder answers at once by itself."""
-    return InTurn() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
+    return InlineExecutor() if root.folder else ThreadPoolExecutor(threads, thread_name_prefix="store")
 
 
 def s3_connection(settings: Settings) -> S3Connection:

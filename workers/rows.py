@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.request import Completion, Request
 from schemas.requests.errors import RowError
 from schemas.requests.requests import Body
-from workers.policies.policy import Guard
+from workers.policies.policy import PolicyGuard
 
 
 class RowName(NamedTuple):
@@ -32,7 +32,7 @@ class PreparedRow:
     names: tuple[RowName, ...]
     body: Body
     request: Request
-    guard: Guard | None = None
+    guard: PolicyGuard | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Final, Protocol
 from engine.embedding.embedder import StepEngine
 from engine.request import Completion
 from pipeline.ports import Clock
-from workers.observability.metrics import BesideFigures
+from workers.observability.metrics import SideWorkMetrics
 
 _REST_SECONDS: Final = 0.02
 
 
-class Beside(Protocol):
+class SideWork(Protocol):
     """Called by the thread that steps the engine, between two steps. Nothing here may wait, but `rest`."""
 
     @property
@@ -30,7 +30,7 @@ class Beside(Protocol):
         """Seconds that requests have to come to their end when the worker is told to stop."""
         ...
 
-    def figures(self) -> BesideFigures:
+    def figures(self) -> SideWorkMetrics:
         """How it stands, and what it has counted."""
         ...
 
@@ -56,7 +56,7 @@ class Beside(Protocol):
         ...
 
 
-class Nothing:
+class NoSideWork:
     """Beside the shards there is nothing."""
 
     busy = False
@@ -65,9 +65,9 @@ class Nothing:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def figures(self) -> BesideFigures:
+    def figures(self) -> SideWorkMetrics:
         """All is zero."""
-        return BesideFigures()
+        return SideWorkMetrics()
 
     def turn(self, *, admit: bool) -> None:
         """Nothing comes."""
@@ -88,7 +88,7 @@ class Nothing:
 
 
 def run_out(
-    beside: Beside, engine: StepEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
+    beside: SideWork, engine: StepEngine, step: Callable[[], None], tell: Callable[[], None], clock: Clock
 ) -> None:
     """Let what is beside come to its end if that is soon enough, and hand back the rest. The worker takes no more
     shards, and has none."""

@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.logs import get_logger
 from engine.native.choice import NO_FP8_HERE
 from engine.native.library import NativeLibrary
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 
 logger = get_logger(__name__)
 
@@ -52,7 +52,7 @@ def make_backend(
     dtype: torch.dtype,
     device: torch.device,
     native: NativeLibrary | None = None,
-    kv_kind: Kind | None = None,
+    kv_kind: ElementKind | None = None,
     *,
     fp8: bool = False,
 ) -> AttentionBackend:

@@ -17,8 +17,8 @@ from engine.attention.base import AttentionBatch, KVLayout
 from engine.attention.storage import zeros
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary, StepTasks
-from engine.native.structs import KIND_OF, CacheShape, GroupInput, Kind, LayerStruct
-from engine.native.workspace import MOST_PARTIALS, Workspace
+from engine.native.structs import KIND_OF, CacheShape, ElementKind, GroupInput, LayerStruct
+from engine.native.workspace import MOST_PARTIALS, KernelWorkspace
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class NativeStorage:
         window_of: per layer, its sliding window in tokens, or None.
     """
 
-    def __init__(self, layout: KVLayout, kind: Kind) -> None:
+    def __init__(self, layout: KVLayout, kind: ElementKind) -> None:
         self.layout = layout
         columns = -(-layout.block_size // _LANES) * _LANES
         value_dim = -(-layout.head_dim // _LANES) * _LANES
@@ -52,11 +52,11 @@ class NativeStorage:
         self.values: list[Tensor] = [torch.empty(0)] * num_layers
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
-        dtype = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16, Kind.I8: torch.int8}[kind]
-        per_word = {Kind.F32: 1, Kind.BF16: 2, Kind.I8: 4}[kind]
+        dtype = {ElementKind.F32: torch.float32, ElementKind.BF16: torch.bfloat16, ElementKind.I8: torch.int8}[kind]
+        per_word = {ElementKind.F32: 1, ElementKind.BF16: 2, ElementKind.I8: 4}[kind]
         key_dim = -(-layout.head_dim // per_word) * per_word
         heads = layout.num_kv_heads
-        if kind == Kind.I8:
+        if kind == ElementKind.I8:
             self.key_scales = [torch.empty(0)] * num_layers
             self.value_scales = [torch.empty(0)] * num_layers
         for index, group in enumerate(layout.groups):
@@ -65,7 +65,7 @@ class NativeStorage:
                 self.window_of[layer] = group.window
                 self.keys[layer] = zeros((group.num_blocks, heads * key_dim * columns), dtype, CPU)
                 self.values[layer] = zeros((group.num_blocks, heads * columns * value_dim), dtype, CPU)
-                if kind == Kind.I8:
+                if kind == ElementKind.I8:
                     self.key_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
                     self.value_scales[layer] = zeros((group.num_blocks, heads * columns), torch.float32, CPU)
 
@@ -105,14 +105,14 @@ class NativeAttention:
     name = "native"
 
     def __init__(
-        self, layout: KVLayout, dtype: torch.dtype, library: NativeLibrary, kv_kind: Kind | None = None
+        self, layout: KVLayout, dtype: torch.dtype, library: NativeLibrary, kv_kind: ElementKind | None = None
     ) -> None:
         """`kv_kind`: of the cache; None: the dtype's.
 
         Raises:
             EngineError: the dtype is not one that the kernels compute in, or a head is too long for int8.
         """
-        if kv_kind == Kind.I8 and layout.head_dim > MOST_INT8_DIM:
+        if kv_kind == ElementKind.I8 and layout.head_dim > MOST_INT8_DIM:
             raise EngineError(f"an int8 cache takes heads of {MOST_INT8_DIM} at most, not {layout.head_dim}")
         if dtype not in KIND_OF:
             raise EngineError(f"native attention computes in bfloat16 and float32, not {dtype}; use paged-sdpa")
@@ -121,7 +121,7 @@ class NativeAttention:
         self.storage = NativeStorage(layout, self.activations if kv_kind is None else kv_kind)
         self._layers = [self.storage.layer_struct(layer) for layer in range(len(self.storage.keys))]
         self._heads = layout.num_heads or layout.num_kv_heads
-        self._space: Workspace | None = None
+        self._space: KernelWorkspace | None = None
 
     def prepare(self, batch: AttentionBatch) -> NativeStep:
         groups = self.storage.layout.groups
@@ -145,7 +145,7 @@ class NativeAttention:
         out = torch.empty(q.shape, dtype=q.dtype)
         heads = self._heads
         if self._space is None or self._space.max_tokens < step.num_decodes:
-            self._space = Workspace.for_attention(
+            self._space = KernelWorkspace.for_attention(
                 self.library, self.storage.shape, heads, max(64, 2 * step.num_decodes)
             )
         self.library.attend(

@@ -79,7 +79,7 @@ class _Rows(NamedTuple):
     most: Ints | None
 
 
-class BlockOutlook:
+class BlockDemandForecast:
     """What running sequences will want, as it stands in one step, while others are admitted to them.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoints.chunked_reader import Extent, PieceReader
+from engine.checkpoints.chunked_reader import ChunkedReader, Extent
 from engine.checkpoints.config import quantization_settings
 from engine.errors import CorruptWeights, ModelNotFound, UnsupportedModel
 from engine.quant.weight import QWeight
@@ -68,7 +68,7 @@ class SafetensorsCheckpoint:
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         self._extents: dict[str, Extent] = {}
-        self._reader: PieceReader | None = None
+        self._reader: ChunkedReader | None = None
         listed = _indexed(folder)
         for path in sorted(set(listed.values())) if listed else [_single_file(folder)]:
             handle = _open(path)
@@ -93,7 +93,7 @@ class SafetensorsCheckpoint:
     def read(self, name: str, into: Tensor) -> None:
         self._check(name)
         if self._reader is None or self._reader.device != into.device:
-            self._reader = PieceReader(into.device)
+            self._reader = ChunkedReader(into.device)
         if not into.is_contiguous():
             into.copy_(self.tensor(name))
             return

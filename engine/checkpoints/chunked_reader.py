@@ -38,7 +38,7 @@ class Extent:
     dtype: torch.dtype
 
 
-class PieceReader:
+class ChunkedReader:
     """Fills tensors on one device.
 
     Attributes:

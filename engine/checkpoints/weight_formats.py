@@ -27,7 +27,7 @@ class _Count:
         self.dense_bytes += weight.n * weight.k * dtype.itemsize
 
 
-class FormTally:
+class WeightFormatStats:
     """What stayed quantized, and what was dequantized to which dtype."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from engine.request import (
     as_token_ids,
     check_request,
 )
-from engine.scheduler.latency import ClassStats, Histogram
+from engine.scheduler.latency import ClassStats, LatencyHistogram
 from engine.scheduler.sequence import CLASSES, class_of
 
 WAITING_PROMPTS: Final = 1024
@@ -76,9 +76,9 @@ class EncoderEngine:
         self._waiting = WaitingPrompts()
         self._ended: list[Completion] = []
         self._steps = self._step_rows = self._computed = 0
-        self._step_times = Histogram()
+        self._step_times = LatencyHistogram()
         self._arrived: dict[str, float] = {}
-        self._whole = [Histogram() for _ in range(CLASSES)]
+        self._whole = [LatencyHistogram() for _ in range(CLASSES)]
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> EncoderEngine:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoints.checkpoint import WeightSource
-from engine.checkpoints.weight_formats import FormTally
+from engine.checkpoints.weight_formats import WeightFormatStats
 from engine.errors import UnsupportedModel
 from engine.models.loader import DecoderBuilder
 from engine.quant.base import Linear
@@ -68,7 +68,7 @@ def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource
     `builder` computes with them; it is said which stay dense."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     linears = _linears(model)
-    tally = FormTally()
+    tally = WeightFormatStats()
     for name in weights.names:
         if (weight := weights.quantized(name)) is None:
             continue

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import DERIVED, WeightSource
-from engine.checkpoints.weight_formats import FormTally
+from engine.checkpoints.weight_formats import WeightFormatStats
 from engine.config import Quantize
 from engine.errors import CorruptWeights
 from engine.models.base import CausalModel
@@ -117,7 +117,7 @@ class WeightReader:
         self._source = source
         self._builder = builder
         self._left = set(source.names)
-        self._tally = FormTally()
+        self._tally = WeightFormatStats()
         self.dtype = dtype
         self.device = device
 

@@ -27,8 +27,8 @@ from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
 from engine.native.shapes import ShapeTable
-from engine.native.structs import KIND_OF, PARTS, DecoderShape, Kind, LayerStruct, StepStruct
-from engine.native.workspace import Workspace
+from engine.native.structs import KIND_OF, PARTS, DecoderShape, ElementKind, LayerStruct, StepStruct
+from engine.native.workspace import KernelWorkspace
 from engine.quant.base import Linear
 from engine.quant.rtn import AT_LOAD, round_to_nearest
 from engine.quant.weight import QWeight
@@ -143,10 +143,10 @@ class NativeDecoder:
             found.append(self._table)
         return found
 
-    def _room(self, rows: int) -> Workspace:
+    def _room(self, rows: int) -> KernelWorkspace:
         if self._bound is not None and rows <= self._bound.space.max_tokens:
             return self._bound.space
-        return Workspace.for_linear(self.library, self._decoder.hidden_size, rows, reorders=self._head.reorders)
+        return KernelWorkspace.for_linear(self.library, self._decoder.hidden_size, rows, reorders=self._head.reorders)
 
     def _bind(self, attention: NativeAttention, tokens: int) -> _Bound:
         """Structs that point to the weights and to this attention's cache, and room for so many tokens."""
@@ -175,7 +175,7 @@ class NativeDecoder:
                 setattr(struct, name, None if weight is None else weight.data_ptr())
             struct.rope = spec.layer_ropes[index]
             layers[index] = struct
-        space = Workspace.for_decoder(
+        space = KernelWorkspace.for_decoder(
             self.library, cache, spec.num_heads, spec.hidden_size, spec.intermediate_size, self._kind, tokens,
             reorders=any(linear.reorders for linear in self._linears()),
         )  # fmt: skip
@@ -191,7 +191,7 @@ class _Bound:
     attention: NativeAttention
     shape: DecoderShape
     layers: Any
-    space: Workspace
+    space: KernelWorkspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +256,13 @@ class NativeBuilder:
         shape = (-1, lanes, *stacked.shape[1:])
         return torch.stack((gate.reshape(shape), up.reshape(shape)), dim=1).reshape(-1, *stacked.shape[1:])
 
-    def _kind(self, weight: Tensor) -> Kind:
+    def _kind(self, weight: Tensor) -> ElementKind:
         if self.quantize == "int8-weight-only":
-            return Kind.W8
+            return ElementKind.W8
         if self.quantize == "int8":
             table = self.table or ShapeTable(self.library, weight.dtype)
             if table.int8_is_faster(*weight.shape):
-                return Kind.I8
+                return ElementKind.I8
         return KIND_OF[weight.dtype]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.native import structs
 from engine.native.build import INSTRUCTION_SETS, NativeUnavailable, build
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 
 CHOICES = ("auto", *INSTRUCTION_SETS, "amx")
 """Values of `EngineConfig.instruction_set`. "amx": avx512_bf16 with torch's matrix primitives for whole tiles."""
@@ -68,7 +68,9 @@ class NativeLibrary:
         self._matrix = int(brgemm or name == "amx")
         self.panel: int = self._library.tm_panel(self._isa)
 
-    def pack(self, kind: Kind, rows: Tensor, packed: Tensor, scale: Tensor | None, offset: Tensor | None) -> None:
+    def pack(
+        self, kind: ElementKind, rows: Tensor, packed: Tensor, scale: Tensor | None, offset: Tensor | None
+    ) -> None:
         """Pack contiguous float32 rows [n, k] into `packed` words; `scale` float32 [padded n], `offset` int32 [groups,
         padded n], a view of as many columns as there are rows at least."""
         n, k = rows.shape
@@ -78,7 +80,7 @@ class NativeLibrary:
         )
 
     def pack_codes(
-        self, kind: Kind, k: int, codes: Tensor, rows: Tensor, packed: Tensor, offset: Tensor | None
+        self, kind: ElementKind, k: int, codes: Tensor, rows: Tensor, packed: Tensor, offset: Tensor | None
     ) -> None:
         """Pack codes [n, bytes] (k of them a row) into zeroed panels: column c is row rows[c] (int32, -1: zeros)."""
         self._library.tm_pack_codes(
@@ -102,14 +104,16 @@ class NativeLibrary:
             norm.data_ptr(), ctypes.byref(step), ctypes.byref(space),
         )  # fmt: skip
 
-    def linear(self, activations: Kind, weight: Any, x: Tensor, y: Tensor, space: Any) -> None:
+    def linear(self, activations: ElementKind, weight: Any, x: Tensor, y: Tensor, space: Any) -> None:
         """y float32 [rows, n] = x [rows, k] W^T + b."""
         self._library.tm_linear(
             self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
             y.data_ptr(), ctypes.byref(space),
         )  # fmt: skip
 
-    def argmax(self, activations: Kind, weight: Any, x: Tensor, best: Tensor, finite: Tensor, space: Any) -> None:
+    def argmax(
+        self, activations: ElementKind, weight: Any, x: Tensor, best: Tensor, finite: Tensor, space: Any
+    ) -> None:
         """Column of the largest product of each row (int64 [rows]), and whether its products are sound (bool)."""
         self._library.tm_argmax(
             self._isa, self.threads, self._matrix, activations, ctypes.byref(weight), x.data_ptr(), x.shape[0],
@@ -117,7 +121,7 @@ class NativeLibrary:
         )  # fmt: skip
 
     def attend(
-        self, cache: Any, activations: Kind, heads: int, scale: float, layer: Any, group: int,
+        self, cache: Any, activations: ElementKind, heads: int, scale: float, layer: Any, group: int,
         qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, space: Any,
     ) -> None:  # fmt: skip
         """Store k and v, then attend; all contiguous. `group`: address of the step's AttentionGroup."""

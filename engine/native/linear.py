@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary
-from engine.native.packing import Packed, pack_dense
-from engine.native.structs import KIND_OF, Kind, LinearStruct
-from engine.native.workspace import Workspace
+from engine.native.packing import PackedWeight, pack_dense
+from engine.native.structs import KIND_OF, ElementKind, LinearStruct
+from engine.native.workspace import KernelWorkspace
 
 
 class NativeLinear:
@@ -18,16 +18,18 @@ class NativeLinear:
 
     __slots__ = ("_packed", "_space", "in_features", "kind", "library", "out_features")
 
-    def __init__(self, library: NativeLibrary, packed: Packed) -> None:
+    def __init__(self, library: NativeLibrary, packed: PackedWeight) -> None:
         """Of a weight that was packed for this library."""
         self.library = library
         self.kind = packed.kind
         self.out_features, self.in_features = packed.n, packed.k
         self._packed = packed
-        self._space: Workspace | None = None
+        self._space: KernelWorkspace | None = None
 
     @classmethod
-    def dense(cls, library: NativeLibrary, kind: Kind, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+    def dense(
+        cls, library: NativeLibrary, kind: ElementKind, weight: Tensor, bias: Tensor | None = None
+    ) -> NativeLinear:
         """Packs weight [out_features, in_features] (any float dtype; drop your reference to it) as `kind`."""
         return cls(library, pack_dense(library, kind, weight, bias))
 
@@ -59,7 +61,7 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self._workspace(x.shape[0])).to(x.dtype)
 
-    def product(self, x: Tensor, space: Workspace) -> Tensor:
+    def product(self, x: Tensor, space: KernelWorkspace) -> Tensor:
         """float32 [rows, out_features] for x [rows, in_features]."""
         x = self._operand(x)
         y = torch.empty(x.shape[0], self.out_features, dtype=torch.float32)
@@ -67,7 +69,7 @@ class NativeLinear:
             self.library.linear(KIND_OF[x.dtype], self.struct, x, y, space.struct)
         return y
 
-    def argmax(self, x: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
+    def argmax(self, x: Tensor, space: KernelWorkspace) -> tuple[Tensor, Tensor]:
         """For each row of x the column of the largest product (int64 [rows], the first of equals), and whether there
         is one and no product is NaN or +inf (bool [rows]). The products themselves are never stored."""
         x = self._operand(x)
@@ -84,13 +86,15 @@ class NativeLinear:
             EngineError: the weight multiplies another dtype.
         """
         kind = KIND_OF.get(x.dtype)
-        if kind is None or (self.kind in (Kind.F32, Kind.BF16) and kind != self.kind):
+        if kind is None or (self.kind in (ElementKind.F32, ElementKind.BF16) and kind != self.kind):
             raise EngineError(f"a weight packed as {self.kind.name} can't be multiplied with {x.dtype}")
-        if kind == Kind.BF16 and x.shape[1] % 2:
+        if kind == ElementKind.BF16 and x.shape[1] % 2:
             return F.pad(x, (0, 1))
         return x.contiguous()
 
-    def _workspace(self, rows: int) -> Workspace:
+    def _workspace(self, rows: int) -> KernelWorkspace:
         if self._space is None or self._space.max_tokens < rows:
-            self._space = Workspace.for_linear(self.library, self.in_features, max(rows, 16), reorders=self.reorders)
+            self._space = KernelWorkspace.for_linear(
+                self.library, self.in_features, max(rows, 16), reorders=self.reorders
+            )
         return self._space

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import CorruptWeights
 from engine.native.library import NativeLibrary
-from engine.native.structs import FactorForm, FactorsStruct, Kind, LinearStruct
+from engine.native.structs import ElementKind, FactorForm, FactorsStruct, LinearStruct
 from engine.native.workspace import QUANT_GROUP
 from engine.quant.weight import Factors, QWeight, TwoLevel
 
@@ -23,14 +23,14 @@ _ROWS_AT_ONCE = 4096
 _ROOM = 64
 """Bytes after the last panel, of which kernels may read some."""
 
-_SMALL = {"int4": Kind.Q4, "int8": Kind.Q8, "fp8": Kind.E4M3}
-_NAMES = {Kind.F32: "float32", Kind.BF16: "bfloat16", Kind.Q4: "int4", Kind.E4M3: "fp8"}
+_SMALL = {"int4": ElementKind.Q4, "int8": ElementKind.Q8, "fp8": ElementKind.E4M3}
+_NAMES = {ElementKind.F32: "float32", ElementKind.BF16: "bfloat16", ElementKind.Q4: "int4", ElementKind.E4M3: "fp8"}
 _FORMS = {torch.float16: FactorForm.F16, torch.bfloat16: FactorForm.BF16, torch.float32: FactorForm.F32}
 _TWO_LEVEL = {torch.int8: FactorForm.TWO_I8, torch.uint8: FactorForm.TWO_U8}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """A weight in panels.
 
     Attributes:
@@ -41,7 +41,7 @@ class Packed:
         looked_up: its rows are embeddings, too.
     """
 
-    kind: Kind
+    kind: ElementKind
     n: int
     k: int
     struct: LinearStruct
@@ -65,16 +65,16 @@ def runs_small(weight: QWeight) -> bool:
     return (weight.groups == 1 or weight.group % 2 == 0) and all(dtype == torch.float16 for dtype in steps)
 
 
-def pack_dense(library: NativeLibrary, kind: Kind, weight: Tensor, bias: Tensor | None) -> Packed:
+def pack_dense(library: NativeLibrary, kind: ElementKind, weight: Tensor, bias: Tensor | None) -> PackedWeight:
     """Weight [n, k] of any float dtype as `kind`, which is quantized here for I8 and W8."""
     n, k = weight.shape
     padded = _padded(n, library.panel)
-    words = {Kind.F32: k, Kind.I8: -(-k // 4)}.get(kind, -(-k // 2))
-    row_bytes = words * (2 if kind == Kind.W8 else 4)
+    words = {ElementKind.F32: k, ElementKind.I8: -(-k // 4)}.get(kind, -(-k // 2))
+    row_bytes = words * (2 if kind == ElementKind.W8 else 4)
     packed = torch.empty((padded * row_bytes + _ROOM) // 4, dtype=torch.int32)
-    quantized = kind in (Kind.I8, Kind.W8)
+    quantized = kind in (ElementKind.I8, ElementKind.W8)
     scale = torch.empty(padded, dtype=torch.float32) if quantized else None
-    offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == Kind.I8 else None
+    offset = torch.empty(-(-k // QUANT_GROUP), padded, dtype=torch.int32) if kind == ElementKind.I8 else None
     rows = _ROWS_AT_ONCE // library.panel * library.panel
     for at in range(0, n, rows):
         part = weight[at : at + rows].to(torch.float32).contiguous()
@@ -86,7 +86,7 @@ def pack_dense(library: NativeLibrary, kind: Kind, weight: Tensor, bias: Tensor 
 
 def pack_quantized(
     library: NativeLibrary, weight: QWeight, bias: Tensor | None = None, *, gated: bool = False, looked_up: bool = False
-) -> Packed:
+) -> PackedWeight:
     """A quantized weight that `runs_small`, code by code.
 
     An int8 weight with a factor a row and int8 activations multiplies rows that are quantized as they come, with scales
@@ -103,16 +103,16 @@ def pack_quantized(
         raise CorruptWeights("an fp8 weight holds NaN")
     rows = _row_map(library, weight.n, gated)
     n = rows.numel() if gated else weight.n
-    kind = Kind.I8 if _multiplies_int8(weight) and not looked_up else _SMALL[weight.form]
+    kind = ElementKind.I8 if _multiplies_int8(weight) and not looked_up else _SMALL[weight.form]
     k = weight.k
-    words = -(-k // (4 if kind == Kind.I8 else 2))
-    row_bytes = {Kind.I8: 4 * words, Kind.Q4: -(-words // 8) * 8}.get(kind, 2 * words)
+    words = -(-k // (4 if kind == ElementKind.I8 else 2))
+    row_bytes = {ElementKind.I8: 4 * words, ElementKind.Q4: -(-words // 8) * 8}.get(kind, 2 * words)
     packed = torch.empty((rows.numel() * row_bytes + _ROOM) // 4, dtype=torch.int32)
-    offset = torch.empty(-(-k // QUANT_GROUP), rows.numel(), dtype=torch.int32) if kind == Kind.I8 else None
+    offset = torch.empty(-(-k // QUANT_GROUP), rows.numel(), dtype=torch.int32) if kind == ElementKind.I8 else None
     library.pack_codes(kind, k, weight.codes.contiguous(), rows, packed, offset)
     struct = LinearStruct(kind, n, k, words)
     parts: dict[str, Tensor | None] = {"packed": packed, "offset": offset}
-    if kind == Kind.I8:
+    if kind == ElementKind.I8:
         assert isinstance(weight.scale, Tensor)
         parts["scale"] = _panels(weight.scale.float(), rows, library.panel).reshape(-1)
         return _packed(library, struct, parts, bias)
@@ -170,14 +170,14 @@ def _packed(
     parts: dict[str, Tensor | None],
     bias: Tensor | None,
     kept: list[Tensor] | None = None,
-) -> Packed:
+) -> PackedWeight:
     if bias is not None:
         parts["bias"] = padded_bias = torch.zeros(_padded(struct.n, library.panel), dtype=torch.float32)
         padded_bias[: bias.shape[0]] = bias
     stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
     for name, tensor in stored.items():
         setattr(struct, name, tensor.data_ptr())
-    return Packed(Kind(struct.kind), struct.n, struct.k, struct, (*stored.values(), *(kept or ())))
+    return PackedWeight(ElementKind(struct.kind), struct.n, struct.k, struct, (*stored.values(), *(kept or ())))
 
 
 def _padded(n: int, to: int) -> int:

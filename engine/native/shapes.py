@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
-from engine.native.structs import KIND_OF, Kind
-from engine.native.workspace import Workspace
+from engine.native.structs import KIND_OF, ElementKind
+from engine.native.workspace import KernelWorkspace
 
 ROWS = (1, 16, 128)
 """Rows of a step at which products are timed: a lone stream, a thin batch, a full one. Each counts the same."""
@@ -53,7 +53,7 @@ class ShapeTable:
             self._times[key] = self._measure(min(n, _MOST_COLUMNS), k)
             self._write()
         times = self._times[key]
-        pairs = zip(times[Kind.I8.name], times[KIND_OF[self._dtype].name], strict=True)
+        pairs = zip(times[ElementKind.I8.name], times[KIND_OF[self._dtype].name], strict=True)
         return sum(math.log(small / plain) for small, plain in pairs) < 0
 
     @property
@@ -65,9 +65,9 @@ class ShapeTable:
         # One thread: a core that is taken away for a moment must not decide the table.
         library = NativeLibrary(self._library.path, self._library.name, 1)
         weight = torch.randn(n, k)
-        space = Workspace.for_linear(library, k, max(ROWS))
+        space = KernelWorkspace.for_linear(library, k, max(ROWS))
         inputs = [torch.randn(rows, k).to(self._dtype) for rows in ROWS]
-        linears = {kind: NativeLinear.dense(library, kind, weight) for kind in (KIND_OF[self._dtype], Kind.I8)}
+        linears = {kind: NativeLinear.dense(library, kind, weight) for kind in (KIND_OF[self._dtype], ElementKind.I8)}
         return {
             kind.name: [_seconds(partial(linear.product, x, space)) for x in inputs] for kind, linear in linears.items()
         }
@@ -77,7 +77,7 @@ class ShapeTable:
             table = json.loads(self._file.read_text())
         except (OSError, ValueError):
             return {}
-        kinds = {Kind.I8.name, KIND_OF[self._dtype].name}
+        kinds = {ElementKind.I8.name, KIND_OF[self._dtype].name}
         sound = isinstance(table, dict) and all(
             isinstance(times, dict) and all(_sound(times.get(kind)) for kind in kinds) for times in table.values()
         )

@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 
 
-class Kind(IntEnum):
+class ElementKind(IntEnum):
     """Element kinds. I8 weights multiply quantized activations, those below it plain ones: they are unpacked as they
     are multiplied, W8 scaled afterwards, the others by groups before."""
 
@@ -25,7 +25,7 @@ class Kind(IntEnum):
 PARTS = ("norm", "product", "rotate", "attention", "quantize", "head")
 """What time is booked to, in the order of the kernels' counters."""
 
-KIND_OF = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+KIND_OF = {torch.float32: ElementKind.F32, torch.bfloat16: ElementKind.BF16}
 """Kinds that activations can have."""
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.native.library import NativeLibrary
-from engine.native.structs import PARTS, CacheShape, Kind, WorkspaceStruct
+from engine.native.structs import PARTS, CacheShape, ElementKind, WorkspaceStruct
 
 ROW_BLOCK = 120
 TILE_KEYS = 256
@@ -21,7 +21,7 @@ MOST_PARTIALS = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Workspace:
+class KernelWorkspace:
     """A `WorkspaceStruct` and the tensors it points to.
 
     Attributes:
@@ -37,7 +37,7 @@ class Workspace:
     @classmethod
     def for_linear(
         cls, library: NativeLibrary, in_features: int, max_tokens: int, *, reorders: bool = False
-    ) -> Workspace:
+    ) -> KernelWorkspace:
         """For products only. `reorders`: also with weights whose columns are in an order of their own."""
         words = _padded(in_features if reorders else -(-in_features // 4), 16)
         thread_bytes = _product_bytes(library, in_features)
@@ -53,7 +53,7 @@ class Workspace:
     @classmethod
     def for_attention(
         cls, library: NativeLibrary, cache: CacheShape, heads: int, max_decodes: int, *, extra: int = 0
-    ) -> Workspace:
+    ) -> KernelWorkspace:
         """For attention alone, with room for the states of `max_decodes` decoding sequences."""
         stride = cache.value_dim + 2
         buffers = {
@@ -65,9 +65,9 @@ class Workspace:
 
     @classmethod
     def for_decoder(
-        cls, library: NativeLibrary, cache: CacheShape, heads: int, hidden: int, intermediate: int, activations: Kind,
-        max_tokens: int, *, reorders: bool = False,
-    ) -> Workspace:  # fmt: skip
+        cls, library: NativeLibrary, cache: CacheShape, heads: int, hidden: int, intermediate: int,
+        activations: ElementKind, max_tokens: int, *, reorders: bool = False,
+    ) -> KernelWorkspace:  # fmt: skip
         """For whole steps of up to `max_tokens` tokens; `reorders` as in `for_linear`."""
         panel, dim = library.panel, cache.head_dim
         strides = {
@@ -77,7 +77,7 @@ class Workspace:
             "gated_stride": _padded(intermediate, panel),
             "scale_stride": -(-max(hidden, heads * dim, intermediate) // QUANT_GROUP),
         }
-        element = 1 if activations == Kind.F32 else 2  # elements of activations in a word
+        element = 1 if activations == ElementKind.F32 else 2  # elements of activations in a word
         widest = max(hidden, heads * dim, intermediate)
         input_words = _padded(max(-(-(widest if reorders else hidden) // element), -(-widest // 4)), 16)
         stride = cache.value_dim + 2
@@ -99,7 +99,7 @@ class Workspace:
     @classmethod
     def _of(
         cls, library: NativeLibrary, buffers: dict[str, Tensor], thread_bytes: int, max_tokens: int, **sizes: int
-    ) -> Workspace:
+    ) -> KernelWorkspace:
         thread_bytes = _padded(thread_bytes, 4096) + 128  # not a multiple of a page: two threads' rooms don't alias
         space = torch.zeros(library.threads * thread_bytes + 64, dtype=torch.uint8)
         spent = torch.zeros(len(PARTS), dtype=torch.int64)

@@ -21,8 +21,19 @@ from engine.logs import get_logger
 from engine.models.base import Attend, ModelSpec
 from engine.parallel.decoder import RankDecoder
 from engine.parallel.loading import load_share, resident_bytes
-from engine.parallel.messages import Answer, Failed, Forward, Load, Loaded, Logits, MakeCache, Measure, Measured, Zero
-from engine.parallel.rank_group import Team
+from engine.parallel.messages import (
+    Answer,
+    Failed,
+    Forward,
+    Loaded,
+    LoadShare,
+    Logits,
+    MakeCache,
+    Measure,
+    MeasuredMemory,
+    ZeroBlocks,
+)
+from engine.parallel.rank_group import RankGroupProcesses
 from engine.plan import CacheGroup, StepOutput, StepPlan
 from engine.runner.device_memory import MemoryUse, cache_budget, measure
 from engine.runner.memory import available_bytes, plan_cache
@@ -32,44 +43,44 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LeadStep:
+class LeaderStep:
     """A step as the other ranks get it, and as the leader's own attention has prepared it."""
 
     batch: AttentionBatch
     prepared: Any
 
 
-class LeadAttention:
+class LeaderAttention:
     """The leader's attention over its part of the cache; the others do alike."""
 
-    def __init__(self, inner: AttentionBackend, team: Team) -> None:
+    def __init__(self, inner: AttentionBackend, team: RankGroupProcesses) -> None:
         self.name = inner.name
         self.inner = inner
         self._team = team
 
-    def prepare(self, batch: AttentionBatch) -> LeadStep:
+    def prepare(self, batch: AttentionBatch) -> LeaderStep:
         """See `AttentionBackend.prepare`."""
-        return LeadStep(batch, self.inner.prepare(batch))
+        return LeaderStep(batch, self.inner.prepare(batch))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeadStep) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: LeaderStep) -> Tensor:
         """See `AttentionBackend.attend`; of the leader's heads."""
         return self.inner.attend(layer, q, k, v, scale, step.prepared)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
         with self._team.together():
-            self._team.tell(Zero(group, blocks))
+            self._team.tell(ZeroBlocks(group, blocks))
             self.inner.zero(group, blocks)
 
 
-class LeadModel:
+class LeaderModel:
     """A `CausalModel` that all ranks compute.
 
     Attributes:
         resident: bytes of memory that loading took on each rank, beyond files that are mapped.
     """
 
-    def __init__(self, model: RankDecoder, team: Team, spec: ModelSpec, resident: list[int]) -> None:
+    def __init__(self, model: RankDecoder, team: RankGroupProcesses, spec: ModelSpec, resident: list[int]) -> None:
         self.resident = resident
         self._model = model
         self._team = team
@@ -83,7 +94,7 @@ class LeadModel:
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
         """See `CausalModel.forward`."""
         assert isinstance(attend, AttentionStep), "ranks attend by steps"
-        assert isinstance(attend.prepared, LeadStep), "the leader's attention has prepared the step"
+        assert isinstance(attend.prepared, LeaderStep), "the leader's attention has prepared the step"
         inputs = torch.stack((input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths))
         with self._team.together():
             self._team.tell(Forward(attend.prepared.batch, len(input_ids), rope_lengths is not None))
@@ -100,10 +111,10 @@ class LeadModel:
             return self._model.logits(self._team.group.broadcast(hidden))
 
 
-class LeadRunner:
+class LeaderRunner:
     """A runner whose results count only if all ranks were there to the end."""
 
-    def __init__(self, inner: StepRunner, team: Team) -> None:
+    def __init__(self, inner: StepRunner, team: RankGroupProcesses) -> None:
         self._inner = inner
         self._team = team
 
@@ -123,12 +134,12 @@ class ParallelModel:
         team: of the ranks.
     """
 
-    model: LeadModel
-    attention: LeadAttention
+    model: LeaderModel
+    attention: LeaderAttention
     groups: tuple[CacheGroup, ...]
     limit: int
     device: torch.device
-    team: Team
+    team: RankGroupProcesses
 
 
 def check_parallel(config: EngineConfig) -> None:
@@ -154,7 +165,11 @@ def check_parallel(config: EngineConfig) -> None:
 
 
 def load_parallel(
-    path: str | Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, team: Team | None = None
+    path: str | Path,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    team: RankGroupProcesses | None = None,
 ) -> ParallelModel:
     """Load a model on as many ranks as the settings say, with its cache.
 
@@ -172,7 +187,7 @@ def load_parallel(
         )
     path = Path(path).absolute()
     own = team is None
-    team = team or Team(config.tensor_parallel, device, config.threads, config.rank_seconds)
+    team = team or RankGroupProcesses(config.tensor_parallel, device, config.threads, config.rank_seconds)
     try:
         return _load(path, config, dtype, team)
     except BaseException:
@@ -181,7 +196,7 @@ def load_parallel(
         raise
 
 
-def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> ParallelModel:
+def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupProcesses) -> ParallelModel:
     own, loaded = _load_shares(path, config, dtype, team)
     spec = own.spec
     limit = config.max_model_len or spec.max_position
@@ -200,14 +215,16 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> P
     finally:
         answers = team.answers()
     _check(answers)
-    model = LeadModel(own, team, own.whole, [one.resident for one in loaded])
+    model = LeaderModel(own, team, own.whole, [one.resident for one in loaded])
     logger.info("ranks are loaded", ranks=team.size, resident_mib=[size >> 20 for size in model.resident])
-    return ParallelModel(model, LeadAttention(attention, team), groups, limit, team.group.device, team)
+    return ParallelModel(model, LeaderAttention(attention, team), groups, limit, team.group.device, team)
 
 
-def _load_shares(path: Path, config: EngineConfig, dtype: torch.dtype, team: Team) -> tuple[RankDecoder, list[Loaded]]:
+def _load_shares(
+    path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupProcesses
+) -> tuple[RankDecoder, list[Loaded]]:
     """The leader's share, and what each rank says of its own."""
-    team.tell(Load(path, dtype, config.quantize, config.max_model_len))
+    team.tell(LoadShare(path, dtype, config.quantize, config.max_model_len))
     before = resident_bytes()
     try:
         model = load_share(path, dtype, team.group, quantize=config.quantize, max_positions=config.max_model_len)
@@ -218,14 +235,14 @@ def _load_shares(path: Path, config: EngineConfig, dtype: torch.dtype, team: Tea
     return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
 
 
-def _measured(own: RankDecoder, config: EngineConfig, team: Team) -> list[MemoryUse]:
+def _measured(own: RankDecoder, config: EngineConfig, team: RankGroupProcesses) -> list[MemoryUse]:
     """What the largest step takes of each rank's device; they compute it together."""
     with team.together():
         team.tell(Measure(config.schedule))
         mine = measure(own, config.schedule, team.group.device)
     answers = team.answers()
     _check(answers)
-    return [mine, *(answer.use for answer in answers if isinstance(answer, Measured))]
+    return [mine, *(answer.use for answer in answers if isinstance(answer, MeasuredMemory))]
 
 
 def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
@@ -237,7 +254,7 @@ def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
     return replace(cache, memory_bytes=min(cache_budget(use, cache.gpu_memory_utilization) for use in uses))
 
 
-def _of_each(cache: CacheConfig, available: list[int], team: Team) -> CacheConfig:
+def _of_each(cache: CacheConfig, available: list[int], team: RankGroupProcesses) -> CacheConfig:
     """The cache's settings for one rank. What was given as bytes is for all ranks together; else, on a CPU, they share
     what the one with the least memory has left."""
     if cache.memory_bytes is not None:

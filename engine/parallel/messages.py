@@ -15,7 +15,7 @@ from engine.runner.device_memory import MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinGroup:
     """Meet the others. The first message.
 
     Attributes:
@@ -31,7 +31,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadShare:
     """Load a share of a model, in place of one that was loaded before; answered with `Loaded`."""
 
     path: Path
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Compute the largest step of this schedule, all ranks together; answered with `Measured`."""
+    """Compute the largest step of this schedule, all ranks together; answered with `MeasuredMemory`."""
 
     schedule: ScheduleConfig
 
@@ -57,7 +57,7 @@ class MakeCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class ZeroBlocks:
     """`AttentionBackend.zero`."""
 
     group: int
@@ -99,7 +99,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMemory:
     """What the largest step took of the rank's device."""
 
     use: MemoryUse
@@ -112,5 +112,5 @@ class Failed:
     reason: str
 
 
-Message = Join | Load | Measure | MakeCache | Zero | Forward | Logits
-Answer = Done | Loaded | Measured | Failed
+Message = JoinGroup | LoadShare | Measure | MakeCache | ZeroBlocks | Forward | Logits
+Answer = Done | Loaded | MeasuredMemory | Failed

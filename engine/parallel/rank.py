@@ -23,22 +23,22 @@ from engine.parallel.messages import (
     Done,
     Failed,
     Forward,
-    Join,
-    Load,
+    JoinGroup,
     Loaded,
+    LoadShare,
     Logits,
     MakeCache,
     Measure,
-    Measured,
+    MeasuredMemory,
     Message,
-    Zero,
+    ZeroBlocks,
 )
 from engine.parallel.process_group import RankGroup
 from engine.runner.device_memory import measure
 from engine.runner.memory import available_bytes
 
 
-class Follower:
+class RankWorker:
     """Does what it is told. A new model takes the place of the one before."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -49,13 +49,13 @@ class Follower:
     def obey(self, message: Message) -> Answer | None:
         """Do one thing; None: nobody waits for an answer. Raises what doing it raises."""
         match message:
-            case Load():
+            case LoadShare():
                 return self._load(message)
             case Measure():
-                return Measured(measure(self._model, message.schedule, self._group.device))
+                return MeasuredMemory(measure(self._model, message.schedule, self._group.device))
             case MakeCache():
                 return self._make_cache(message)
-            case Zero():
+            case ZeroBlocks():
                 self._cache.zero(message.group, message.blocks)
             case Forward():
                 self._forward(message)
@@ -63,7 +63,7 @@ class Follower:
                 spec = self._model.spec
                 hidden = torch.empty(message.rows, spec.hidden_size, dtype=spec.dtype, device=self._group.device)
                 self._model.logits(self._group.broadcast(hidden))
-            case Join():
+            case JoinGroup():
                 raise AssertionError("a rank joins once")
         return None
 
@@ -77,7 +77,7 @@ class Follower:
         assert self._attention is not None, "the cache is made before a step"
         return self._attention
 
-    def _load(self, message: Load) -> Answer:
+    def _load(self, message: LoadShare) -> Answer:
         self._loaded = self._attention = None
         before = resident_bytes()
         try:
@@ -107,7 +107,7 @@ class Follower:
 
 def serve(connection: Connection) -> None:
     """Obey until the leader hangs up."""
-    follower: Follower | None = None
+    follower: RankWorker | None = None
     while True:
         try:
             message = connection.recv()
@@ -115,8 +115,8 @@ def serve(connection: Connection) -> None:
             return
         answer: Answer | None
         try:
-            if isinstance(message, Join):
-                follower, answer = Follower(_join(message)), Done()
+            if isinstance(message, JoinGroup):
+                follower, answer = RankWorker(_join(message)), Done()
             else:
                 assert follower is not None, "the first message is to join"
                 answer = follower.obey(message)
@@ -129,7 +129,7 @@ def serve(connection: Connection) -> None:
             _answer(connection, answer)
 
 
-def _join(message: Join) -> RankGroup:
+def _join(message: JoinGroup) -> RankGroup:
     if message.threads is not None:
         torch.set_num_threads(message.threads)
     device = rank_device(message.device, message.rank)

@@ -27,7 +27,7 @@ import torch
 from engine.errors import EngineError, EngineLost
 from engine.logs import get_logger
 from engine.parallel.loading import rank_device
-from engine.parallel.messages import Answer, Failed, Join, Message
+from engine.parallel.messages import Answer, Failed, JoinGroup, Message
 from engine.parallel.process_group import RankGroup
 
 LOOK_SECONDS: Final = 0.2
@@ -82,7 +82,7 @@ class Rank:
             self.process.wait()
 
 
-class Team:
+class RankGroupProcesses:
     """The ranks of an engine, the leader included. They end when this object is closed, dropped, or its process is
     gone.
 
@@ -111,7 +111,7 @@ class Team:
             for rank in self._ranks:
                 self.answer(rank)
             for rank in self._ranks:
-                rank.line.send(Join(rank.number, size, device.type, folder / "meeting", timeout, threads))
+                rank.line.send(JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads))
             if threads is not None:
                 torch.set_num_threads(threads)
             self.group = RankGroup(0, size, rank_device(device.type, 0), folder / "meeting", timeout)

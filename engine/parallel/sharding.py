@@ -18,7 +18,7 @@ _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorShard:
     """A rank's part of a tensor: elements first ... end - 1 along an axis (0: rows)."""
 
     axis: int
@@ -65,11 +65,11 @@ class Share:
         return -(-self.spec.vocab_size // self.size)
 
     @property
-    def vocabulary(self) -> Cut:
+    def vocabulary(self) -> TensorShard:
         first = self.rank * self.vocabulary_width
-        return Cut(0, first, min(first + self.vocabulary_width, self.spec.vocab_size))
+        return TensorShard(0, first, min(first + self.vocabulary_width, self.spec.vocab_size))
 
-    def cut(self, name: str) -> Cut | None:
+    def cut(self, name: str) -> TensorShard | None:
         """The part of the tensor `name` (as transformers calls it); None: all of it."""
         if _VOCABULARY.search(name):
             return self.vocabulary
@@ -82,10 +82,10 @@ class Share:
             "q_proj": heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads, "gate_proj": inner, "up_proj": inner,
         }  # fmt: skip
         if module in by_rows:
-            return Cut(0, *by_rows[module])
+            return TensorShard(0, *by_rows[module])
         by_columns = {"o_proj": heads, "down_proj": inner}
         if module in by_columns and kind == "weight":
-            return Cut(1, *by_columns[module])
+            return TensorShard(1, *by_columns[module])
         return None
 
     def is_added_once(self, name: str) -> bool:

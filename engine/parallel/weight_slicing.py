@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.checkpoints.checkpoint import PartSource, WeightSource
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.parallel.sharding import Cut, Share
+from engine.parallel.sharding import Share, TensorShard
 from engine.quant.formats.base import halves
 from engine.quant.weight import Factors, QWeight, TwoLevel
 
@@ -64,7 +64,7 @@ class ShareOfWeights:
             return weight.take(torch.arange(cut.first, cut.end))
         return columns(weight, cut.first, cut.end, name)
 
-    def _is_whole(self, name: str, found: int, cut: Cut) -> bool:
+    def _is_whole(self, name: str, found: int, cut: TensorShard) -> bool:
         """Whether an axis has as many elements as all ranks together read."""
         spec, width = self._share.spec, cut.end - cut.first
         if ".k_proj." in name or ".v_proj." in name:

@@ -26,7 +26,7 @@ from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_te
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class QuantizationReport:
     """What was made.
 
     Attributes:
@@ -100,7 +100,7 @@ def write_quantized(
     ready: Mapping[str, QWeight] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     file_bytes: int = FILE_BYTES,
-) -> Written:
+) -> QuantizationReport:
     """Write the model at `path`, quantized, into the folder `out`, which exists: config.json and weights.
 
     Args:
@@ -137,7 +137,9 @@ def write_quantized(
         progress(done, len(names))
     writer.close()
     _write_config(opened, out, scheme, [*kept, *head])
-    return Written(modules, tuple(kept), writer.num_bytes, dense_bytes, (wrong / whole) ** 0.5 if whole else 0.0)
+    return QuantizationReport(
+        modules, tuple(kept), writer.num_bytes, dense_bytes, (wrong / whole) ** 0.5 if whole else 0.0
+    )
 
 
 def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str], list[str]]:

@@ -22,9 +22,9 @@ import torch
 from engine.errors import EngineError, EngineLost
 from engine.logs import get_logger
 from engine.plan import StepOutput, StepPlan
-from engine.runner.collect import Collector
-from engine.runner.runner import AheadRunner, StepRunner, Submitted
-from engine.scheduler.latency import Histogram
+from engine.runner.collect import CompletionCollector
+from engine.runner.runner import AheadRunner, StepRunner, SubmittedStep
+from engine.scheduler.latency import LatencyHistogram
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
 
@@ -51,7 +51,7 @@ class _Flight:
     """A step that was submitted, and when it was begun (seconds)."""
 
     plan: StepPlan
-    submitted: Submitted
+    submitted: SubmittedStep
     begun: float
 
 
@@ -96,7 +96,7 @@ class StepLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        collector: Collector,
+        collector: CompletionCollector,
         clock: Callable[[], float],
         *,
         overlapped: bool = False,
@@ -104,7 +104,7 @@ class StepLoop:
         trouble: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.stats = LoopStats()
-        self.step_times = Histogram()
+        self.step_times = LatencyHistogram()
         self._scheduler = scheduler
         self._collector = collector
         self._clock = clock

@@ -22,7 +22,7 @@ NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphShape:
     """What one graph computes.
 
     Attributes:
@@ -53,7 +53,7 @@ def mixed_sizes(most: int) -> list[int]:
     return sorted({size for size in sizes if size < most} | {most})
 
 
-class Buckets:
+class GraphBuckets:
     """The shapes of an engine.
 
     Args:
@@ -64,17 +64,19 @@ class Buckets:
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int) -> None:
         most_rows = min(max_num_seqs, max_num_batched_tokens, most_tokens)
         most_mixed = min(max_num_batched_tokens, most_tokens)
-        self._decodes = [Shape(size, size, size, False) for size in decode_sizes(most_rows)]
-        self._mixed = [Shape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(most_mixed)]
+        self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(most_rows)]
+        self._mixed = [
+            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(most_mixed)
+        ]
         self._decode_sizes = [shape.tokens for shape in self._decodes]
         self._mixed_sizes = [shape.tokens for shape in self._mixed]
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[GraphShape]:
         """All of them, the largest first: what the first recording takes is enough for the others."""
         return sorted([*self._decodes, *self._mixed], key=lambda shape: (shape.tokens, shape.mixed), reverse=True)
 
-    def pick(self, rows: int, num_tokens: int, num_decodes: int) -> Shape | None:
+    def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
         """The smallest shape that holds a step of so many rows and tokens; None: there is none."""
         single = num_decodes == rows
         sizes, shapes = (self._decode_sizes, self._decodes) if single else (self._mixed_sizes, self._mixed)
@@ -82,7 +84,7 @@ class Buckets:
         return shapes[at] if at < len(shapes) else None
 
 
-def padded(batch: AttentionBatch, shape: Shape) -> AttentionBatch:
+def padded(batch: AttentionBatch, shape: GraphShape) -> AttentionBatch:
     """The step with as many sequences and tokens as the shape has: those behind its own have no token, no keys, block
     0 in their tables and `NO_SLOT` to write to."""
     sequences = shape.sequences - len(batch.starts)

@@ -39,7 +39,7 @@ def _table(lines: list[_Line], top: int) -> TokenLogprobs:
     )
 
 
-class Collector:
+class CompletionCollector:
     """Gathers the choices of each request until the last one ended."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel
-from engine.runner.buckets import Buckets, Shape, padded
+from engine.runner.buckets import GraphBuckets, GraphShape, padded
 from engine.runner.device_memory import give_back
 
 logger = get_logger(__name__)
@@ -107,7 +107,7 @@ class Graphs:
         self,
         model: CausalModel,
         attention: AttentionBackend,
-        buckets: Buckets,
+        buckets: GraphBuckets,
         table_width: int,
         recorder: Recorder,
         device: torch.device,
@@ -119,7 +119,7 @@ class Graphs:
         most = buckets.shapes[0].tokens
         self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._recorded: dict[Shape, _Recorded] = {}
+        self._recorded: dict[GraphShape, _Recorded] = {}
         begun = time.perf_counter()
         for shape in buckets.shapes:
             try:
@@ -141,11 +141,11 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def pick(self, rows: int, num_tokens: int, num_decodes: int) -> Shape | None:
+    def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
         """The shape for a step of so many rows and tokens, with so many single-token rows; None: it takes no graph."""
         return self._buckets.pick(rows, num_tokens, num_decodes)
 
-    def forward(self, shape: Shape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
         """`CausalModel.forward` of a step that `pick` gave this shape: hidden states [T, hidden_size], to be read
         before the next step is launched.
 
@@ -161,7 +161,7 @@ class Graphs:
         self._attention.refill(recorded.prepared, padded(batch, shape))
         return recorded.replay()[:count]
 
-    def _record(self, shape: Shape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
+    def _record(self, shape: GraphShape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
         prepared = self._attention.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, width)
         groups = self._attention.num_groups
         self._attention.refill(prepared, padded(_nothing(groups), shape))
@@ -201,7 +201,7 @@ def graphs_of(
         logger.info("steps are launched without graphs", reason=reason)
         return None
     schedule = config.schedule
-    buckets = Buckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.graph_tokens)
+    buckets = GraphBuckets(schedule.max_num_seqs, schedule.max_num_batched_tokens, config.graph_tokens)
     try:
         return Graphs(model, attention, buckets, table_width, recorder, device)
     except EngineError as error:

@@ -38,7 +38,7 @@ class StepRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedStep:
     """A step that the device has been told to compute.
 
     Attributes:
@@ -57,11 +57,11 @@ class Submitted:
 class AheadRunner(StepRunner, Protocol):
     """A runner whose steps can be told to the device before the results of the last one are known."""
 
-    def submit(self, plan: StepPlan) -> Submitted:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """Let the device compute the plan. Its rows that are `ahead` go on from what the step before samples."""
         ...
 
-    def result(self, submitted: Submitted) -> StepOutput:
+    def result(self, submitted: SubmittedStep) -> StepOutput:
         """What came of it; waits until it is there, and not for steps submitted later. Once for each, in order."""
         ...
 
@@ -156,7 +156,7 @@ class ModelRunner:
         return self._outputs(plan, self._forward(plan))
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> Submitted:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """See `AheadRunner`. A step of which the host must see more than tokens is over when this returns."""
         hidden = self._forward(plan)
         places = np.flatnonzero(plan.samples)
@@ -166,12 +166,12 @@ class ModelRunner:
             output = self._outputs(plan, hidden)
             if len(places):  # whoever plans the next step need not know which way this one went
                 self._keep(rows, *self._transfer.up(output.token_ids[places].astype(np.int64)))
-            return Submitted(plan, output)
+            return SubmittedStep(plan, output)
         if not len(places):
-            return Submitted(plan, self._nothing(plan))
+            return SubmittedStep(plan, self._nothing(plan))
         packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
         self._keep(rows, packed[0])
-        return Submitted(plan, None, places, self._transfer.down(packed))
+        return SubmittedStep(plan, None, places, self._transfer.down(packed))
 
     def _keep(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
         """Let the next step find what these rows sampled, int64 [S]."""
@@ -179,7 +179,7 @@ class ModelRunner:
         # What a row draws from values that are not finite is no token, and is never looked at; but it is looked up.
         self._sampled.index_copy_(0, at, tokens.clamp(0, self._model.spec.vocab_size - 1))
 
-    def result(self, submitted: Submitted) -> StepOutput:
+    def result(self, submitted: SubmittedStep) -> StepOutput:
         """See `AheadRunner`."""
         if submitted.output is not None:
             return submitted.output

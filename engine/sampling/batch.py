@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.draw import Workspace
+from engine.sampling.draw import DrawWorkspace
 from engine.sampling.filters import Filters, draw_from_largest, draw_from_sorted
 from engine.sampling.select import draw_from_selected
 from engine.transfer import Transfer
@@ -28,7 +28,7 @@ _SPARE = 16  # entries listed beyond top_k, so that ties at its end are seen
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class DrawBatch:
     """The lines of a step that draw (n of its S lines), and where their tokens go.
 
     Attributes:
@@ -48,7 +48,7 @@ class Draws:
     filters: Filters
     u: Tensor
     inner: Tensor
-    space: Workspace
+    space: DrawWorkspace
     transfer: Transfer
     asks: bool
 

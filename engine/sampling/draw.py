@@ -123,7 +123,7 @@ def _target(total: Tensor, u: Tensor) -> Tensor:
     return torch.minimum((total.double() * u[:, None]).to(torch.int64), total - 1)
 
 
-class Workspace:
+class DrawWorkspace:
     """Buffers for passes over the whole vocabulary, a few lines at a time, and the passes."""
 
     __slots__ = ("_fixed", "_float", "_keep", "_vocab", "lines")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import UNITS, Workspace, descending, largest, pick, relative, units
+from engine.sampling.draw import UNITS, DrawWorkspace, descending, largest, pick, relative, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def draw_from_largest(
     return ids.gather(1, pick(weights, u)[:, None])[:, 0], settled[:, 0]
 
 
-def draw_from_sorted(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: Workspace) -> Tensor:
+def draw_from_sorted(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: DrawWorkspace) -> Tensor:
     """Draw with the whole line sorted, tokens int64 [n]; arguments as above, n at most `space.lines`."""
     ordered = descending(logits)
     length = prefix_length(ordered, peak, filters, None)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.draw import Workspace, largest
+from engine.sampling.draw import DrawWorkspace, largest
 
 _SPARE = 16  # entries beyond k in the first list, so that ties at its end are seen
 
@@ -26,7 +26,7 @@ class RawDistribution:
     log_partition: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, space: Workspace) -> RawDistribution:
+    def of(cls, logits: Tensor, space: DrawWorkspace) -> RawDistribution:
         """Normalise lines [n, vocab], a few at a time; the logits are kept as they are, not copied."""
         peak = logits.amax(-1, keepdim=True)
         parts = [
@@ -85,7 +85,7 @@ def prompt_logprobs(
     """
     c, vocab = logits.shape
     k = min(k, vocab)
-    space = Workspace(vocab, logits.device)
+    space = DrawWorkspace(vocab, logits.device)
     chosen = np.empty(c, dtype=np.float32)
     ids = np.empty((c, k), dtype=np.int32)
     top = np.empty((c, k), dtype=np.float32)

@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.plan import NO_TOKEN
 from engine.request import Request
 from engine.sampling import chain
-from engine.sampling.batch import Draws
-from engine.sampling.draw import Workspace, argmax, block_max
+from engine.sampling.batch import DrawBatch
+from engine.sampling.draw import DrawWorkspace, argmax, block_max
 from engine.sampling.filters import Filters
 from engine.sampling.logprobs import RawDistribution, prompt_logprobs
 from engine.sampling.philox import uniforms
@@ -77,7 +77,7 @@ class Sampler:
         self._device = device
         self._transfer = transfer_of(device)
         self._asks = device.type == "cpu"  # elsewhere the host would have to wait for the answer
-        self._buffers: Workspace | None = None
+        self._buffers: DrawWorkspace | None = None
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
         """Give a row to a sequence.
@@ -212,7 +212,7 @@ class Sampler:
         u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
         filters = Filters(*(column[:, None] for column in columns))
         space, asks = self._space(), self._asks
-        draws = Draws(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
+        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
         draws.run(top_k, top_p, min_p)
 
     @staticmethod
@@ -253,7 +253,7 @@ class Sampler:
             if not output.failed[line]:
                 output.logprobs[int(rows[line])] = (float(chosen[i]), ids[i, : counts[i]], top[i, : counts[i]])
 
-    def _space(self) -> Workspace:
+    def _space(self) -> DrawWorkspace:
         if self._buffers is None:
-            self._buffers = Workspace(self._vocab_size, self._device)
+            self._buffers = DrawWorkspace(self._vocab_size, self._device)
         return self._buffers

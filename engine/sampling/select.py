@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import UNITS, Workspace, relative
+from engine.sampling.draw import UNITS, DrawWorkspace, relative
 from engine.sampling.filters import Filters
 
 _ROUNDS = ((21, 11), (10, 11), (0, 10))  # shift and bits of a round
@@ -48,7 +48,7 @@ def leading(keys: Tensor, amounts: Tensor, wanted: Tensor) -> Tensor:
     return (keys > threshold) | ((keys == threshold) & (before < missing))
 
 
-def draw_from_selected(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: Workspace) -> Tensor:
+def draw_from_selected(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: DrawWorkspace) -> Tensor:
     """Draw among the tokens that the filters keep, tokens int64 [n].
 
     Args:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from engine.plan import StepPlan
 from engine.request import Request
 from engine.scheduler.running_batch import RunningBatch
-from engine.speculative.base import Ask, Draft, Proposer
+from engine.speculative.base import Draft, DraftRequest, Proposer
 from engine.speculative.draft_lengths import DraftLengths
 from engine.speculative.gain import Gain
-from engine.speculative.stats import SpeculationStats, Tally
+from engine.speculative.stats import DraftCounter, SpeculationStats
 from engine.speculative.trial_budget import TrialBudget
 
 Ints = NDArray[np.int32]
@@ -52,7 +52,7 @@ class Drafting:
     ) -> None:
         self.lengths = lengths
         self.idle = False
-        self._tally = Tally()
+        self._tally = DraftCounter()
         self._gain = Gain()
         self._batch = batch
         self._proposer = proposer
@@ -85,7 +85,7 @@ class Drafting:
             return None
         most = np.minimum(room[places], min(self.lengths.most, left // len(places)))
         asks = [
-            Ask(row, int(batch.epoch[row]), held, batch.owner(row).request, batch.owner(row).choice)
+            DraftRequest(row, int(batch.epoch[row]), held, batch.owner(row).request, batch.owner(row).choice)
             for row, wanted in zip(rows[places].tolist(), most.tolist(), strict=True)
             if wanted > 0 and batch.owner(row).may_draft and (held := self._reserve(row, wanted)) > 0
         ]
@@ -113,7 +113,7 @@ class Drafting:
                 wanted -= 1
         return wanted
 
-    def _place(self, rows: Ints, asks: list[Ask], drafts: list[Draft]) -> Ints | None:
+    def _place(self, rows: Ints, asks: list[DraftRequest], drafts: list[Draft]) -> Ints | None:
         """Write the guesses behind the known tokens."""
         state, cache = self._batch.rows, self._batch.cache
         of_row = np.zeros(len(state.num_known), dtype=np.int32)

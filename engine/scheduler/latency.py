@@ -38,7 +38,7 @@ class LatencyCounts:
     seconds: float = 0.0
 
 
-class Histogram:
+class LatencyHistogram:
     """Counts samples of a time."""
 
     __slots__ = ("_counts", "_seconds")
@@ -91,7 +91,7 @@ class Latencies:
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
-        self._first, self._between, self._whole = ([Histogram() for _ in range(CLASSES)] for _ in range(3))
+        self._first, self._between, self._whole = ([LatencyHistogram() for _ in range(CLASSES)] for _ in range(3))
 
     def sampled(self, rows: NDArray[np.int32], now: float) -> None:
         """These rows have a new token.

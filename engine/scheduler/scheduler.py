@@ -57,7 +57,7 @@ from engine.scheduler.length_estimator import LazyHeap, LengthEstimator
 from engine.scheduler.resume import check_partial, end_of
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.sequence import FinishedSequence, Sequence, SequenceState
-from engine.scheduler.slo_control import URGENT, Pace, Paced
+from engine.scheduler.slo_control import URGENT, SloController, StepContents
 from engine.scheduler.stats import SchedulerStats
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.stop_conditions import StopTable
@@ -119,7 +119,7 @@ class Scheduler:
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
         self._latencies = Latencies(self._batch)
-        self._pace = None if config.pace is None else Pace(config.pace, self._batch, budget)
+        self._pace = None if config.pace is None else SloController(config.pace, self._batch, budget)
         self._budget = TokenBudget(budget)
         self._planner = StepPlanner(
             self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, pace=self._pace
@@ -128,7 +128,7 @@ class Scheduler:
         self._drafting: Drafting | None = None
         self._requests: dict[str, list[Sequence]] = {}
         self._deadlines = LazyHeap[list[Sequence], float](_unfinished)
-        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64], Paced | None]] = deque()
+        self._in_flight: deque[tuple[StepPlan, NDArray[np.int64], StepContents | None]] = deque()
         self._finished: list[FinishedSequence] = []
         self._next_serial = 0
         self._now = 0.0  # the latest time told; `cancel` is told none

@@ -24,7 +24,7 @@ from math import exp, inf, nan
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import PaceConfig
+from engine.config import SloConfig
 from engine.plan import StepPlan
 from engine.scheduler.running_batch import RunningBatch
 
@@ -42,7 +42,7 @@ LEAST_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class StepContents:
     """What a planned step held.
 
     Attributes:
@@ -155,7 +155,7 @@ class Quantile:
             self.value *= exp(GAIN * (self._quantile - (sample <= self.value)))
 
 
-class Pace:
+class SloController:
     """The limits of one engine's steps, and what they follow.
 
     Args:
@@ -164,7 +164,7 @@ class Pace:
         budget: most tokens of a step.
     """
 
-    def __init__(self, config: PaceConfig, batch: RunningBatch, budget: int) -> None:
+    def __init__(self, config: SloConfig, batch: RunningBatch, budget: int) -> None:
         least = min(config.least_tokens, budget)
         self._config = config
         self._batch = batch
@@ -203,7 +203,7 @@ class Pace:
         """Tokens that other classes may compute in a step.
 
         Args:
-            streams, prompts: as `Paced` has them.
+            streams, prompts: as `StepContents` has them.
             prompt_tokens: of urgent rows in the step.
         """
         if self._config.fixed_tokens is not None:
@@ -213,7 +213,7 @@ class Pace:
             limit = min(limit, self._streams.tokens - prompt_tokens)
         return max(limit, self._config.least_tokens)
 
-    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], paced: Paced, now: float) -> None:
+    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], paced: StepContents, now: float) -> None:
         """A step's tokens are here.
 
         Args:
@@ -242,7 +242,7 @@ class Pace:
         self._epoch[rows] = self._batch.epoch[rows]
         self._last[rows] = now
 
-    def _first(self, seconds: float, paced: Paced) -> None:
+    def _first(self, seconds: float, paced: StepContents) -> None:
         late = seconds > self._config.ttft
         self._ttft.note(seconds)
         self._first_tokens += 1

@@ -15,14 +15,14 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache.demand import BlockDemand, BlockOutlook
+from engine.cache.demand import BlockDemand, BlockDemandForecast
 from engine.cache.prefix import PrefixNode
 from engine.plan import NewRow, StepPlan
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.length_estimator import LengthEstimator
 from engine.scheduler.running_batch import RunningBatch
 from engine.scheduler.sequence import Sequence, SequenceState
-from engine.scheduler.slo_control import URGENT, Pace, Paced
+from engine.scheduler.slo_control import URGENT, SloController, StepContents
 from engine.scheduler.stats import Counters
 from engine.scheduler.token_budget import TokenBudget
 from engine.scheduler.waiting_queue import WaitingQueue
@@ -51,11 +51,11 @@ class StepPlanner:
         demand: BlockDemand,
         *,
         budget: TokenBudget,
-        pace: Pace | None = None,
+        pace: SloController | None = None,
     ) -> None:
         self.counters = Counters()
         self.drafting: Drafting | None = None
-        self.paced: Paced | None = None
+        self.paced: StepContents | None = None
         self._pace = pace
         self._batch = batch
         self._rows = batch.rows
@@ -82,7 +82,7 @@ class StepPlanner:
         self._counts: list[NDArray[np.int32]] = []
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
-        self._outlook: BlockOutlook | None = None
+        self._outlook: BlockDemandForecast | None = None
 
     def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
@@ -117,7 +117,7 @@ class StepPlanner:
         others = before - self._left
         beside = self._budget - self._held - self._left - streams
         held = self._held > 0 and (len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0)
-        self.paced = Paced(streams, prompts, beside, others, held)
+        self.paced = StepContents(streams, prompts, beside, others, held)
         return plan
 
     def _urgent(self) -> bool:
@@ -126,7 +126,7 @@ class StepPlanner:
         running = len(order) > 0 and self._batch.priority[order[0]] == URGENT
         return bool(running) or (head is not None and head.request.priority == URGENT)
 
-    def _plan_urgent(self, pace: Pace, now: float) -> tuple[int, int]:
+    def _plan_urgent(self, pace: SloController, now: float) -> tuple[int, int]:
         """Plan class 0, and take from the budget what nobody else may have. Returns how many rows of it are answering,
         and how many have yet to begin."""
         urgent = self._order[self._batch.priority[self._order] == URGENT]
@@ -357,7 +357,7 @@ class StepPlanner:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
             known, positions = self._batch.known(rows), self._batch.expected_positions(rows)
             pending = known - self._rows.num_computed[rows]
-            self._outlook = BlockOutlook(self._demand, rows, self._rows.block_tables, known, positions, pending)
+            self._outlook = BlockDemandForecast(self._demand, rows, self._rows.block_tables, known, positions, pending)
         known_tokens, count = len(sequence.token_ids), len(hits)
         pending_tokens = known_tokens - count * self._cache.block_size
         taken = self._cache.free_hits(hits)

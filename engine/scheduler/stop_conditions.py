@@ -11,7 +11,7 @@ from engine.plan import NO_TOKEN
 from engine.request import SamplingParams
 
 
-class Ends(NamedTuple):
+class StopDecisions(NamedTuple):
     """What the newest tokens mean for their rows."""
 
     stopped: NDArray[np.bool_]  # the token is a stop token: it ends the row and is not part of the output
@@ -50,7 +50,7 @@ class StopTable:
         self.min_known[row] = prompt_len + params.min_tokens
         self.max_known[row] = prompt_len + params.max_tokens
 
-    def check(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], known: NDArray[np.int32]) -> Ends:
+    def check(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], known: NDArray[np.int32]) -> StopDecisions:
         """Judge each row's newest token.
 
         Args:
@@ -61,4 +61,4 @@ class StopTable:
             for i in np.flatnonzero(self._has_many[rows]).tolist():
                 stopped[i] = int(tokens[i]) in self._many[int(rows[i])]
         stopped &= known >= self.min_known[rows]
-        return Ends(stopped, known + 1 >= self.max_known[rows])
+        return StopDecisions(stopped, known + 1 >= self.max_known[rows])

@@ -12,7 +12,7 @@ from engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """A row for which drafts are wanted.
 
     Attributes:
@@ -36,7 +36,7 @@ TRUSTS = 8
 class Draft(NamedTuple):
     """Guesses at a row's next tokens."""
 
-    tokens: NDArray[np.int32]  # int32 [at most `Ask.most`], perhaps none
+    tokens: NDArray[np.int32]  # int32 [at most `DraftRequest.most`], perhaps none
     source: str  # who guessed, for the counters
     trust: int = 0  # the kind, below `TRUSTS`, as the proposer sorts them; what each is worth is measured
 
@@ -48,7 +48,7 @@ class Proposer(Protocol):
     back under it. What was accepted shows in the row's known tokens.
     """
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         """One draft for each row asked for, in order."""
         ...
 

@@ -154,7 +154,7 @@ class StepCosts:
         return self.KEPT * old + (1 - self.KEPT) * new
 
 
-class Chances:
+class AcceptanceRates:
     """How often something stayed, of each row and of each kind; drawn towards the share of all while little was seen.
 
     A draft's odds are those of all drafts, times what its row, and what its kind, makes of these (as if the two were
@@ -222,7 +222,7 @@ class AdaptiveLengths:
         self._since_try = 0
         self._price = 0.0
         self._epoch = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._first, self._next = Chances(max_num_seqs, 0.6), Chances(max_num_seqs, 0.7)
+        self._first, self._next = AcceptanceRates(max_num_seqs, 0.6), AcceptanceRates(max_num_seqs, 0.7)
 
     def worthwhile(self, rows: Ints, counts: Ints) -> bool:
         """As `DraftLengths.worthwhile`. Steps that compute prompts are not thin, and keep the machine busy."""

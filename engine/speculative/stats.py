@@ -56,7 +56,7 @@ class SpeculationStats:
         return self.gained / self.compared_seconds if self.compared_seconds else None
 
 
-class Tally:
+class DraftCounter:
     """Counts drafts."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from pipeline.jobs.planning import (
     fail_job,
     plan_open_job,
 )
-from pipeline.ledger.active_index import Swept, is_open, marked_jobs, sweep
+from pipeline.ledger.active_index import SweepResult, is_open, marked_jobs, sweep
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ledger.records import PlanningFailure
 from pipeline.ports import Lease, PartStopped, PipelineError, World
@@ -53,7 +53,7 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ForemanSettings:
+class JobControllerSettings:
     """How a root is looked after; times in seconds.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Known:
         return self.planning is not None and (self.planning.running() or self.planning.done())
 
 
-class Foreman:
+class JobController:
     """Plans and dispatches what is open in the root that `world.store` is.
 
     Args:
@@ -176,7 +176,7 @@ class Foreman:
         world: World,
         dispatcher: Dispatcher,
         open_input: Callable[[InputRef], PinnedInput] = open_pinned,
-        settings: ForemanSettings | None = None,
+        settings: JobControllerSettings | None = None,
         lease: Lease | None = None,
         planners: Executor | None = None,
         planner: JobPlanner | None = None,
@@ -184,14 +184,14 @@ class Foreman:
         self._world = world
         self._dispatcher = dispatcher
         self._planner = planner or InProcessPlanner(world, open_input)
-        self._settings = settings or ForemanSettings()
+        self._settings = settings or JobControllerSettings()
         self._known: dict[str, _Known] = {}
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
         self._planning = PlanningQueue(self._planners, self._settings.planners)
         self._sweeper = planners or ThreadPoolExecutor(1, thread_name_prefix="sweeper")
         self._leading = Leading(lease, world.clock, "dispatching", self._settings.renew_every)
         self._next_look = self._next_sweep = 0.0
-        self._sweeping: Future[Swept] | None = None
+        self._sweeping: Future[SweepResult] | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Tick until `stop` is set. What the store or the broker fails to do now is logged and tried again. Raises

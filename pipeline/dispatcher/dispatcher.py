@@ -5,8 +5,8 @@ a lost message costs time and never a shard, and a doubled one costs a look. Sha
 the plan stands. Jobs that are whole are ended; those cancelled or past their deadline are closed.
 
 There is a queue for each model and tier, kept short, so that what is urgent is never far from its head. Workers take
-from the more urgent tiers first (`ShardClient`); here is decided whose shard is next in a queue (`turns`): what
-presses, then tenants by weight, then the tenant's jobs by deadline and age, then the planner's order.
+from the more urgent tiers first (`ShardClient`); here is decided whose shard is next in a queue (`dispatch_order`):
+what presses, then tenants by weight, then the tenant's jobs by deadline and age, then the planner's order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from datetime import datetime
 
 import structlog
 
-from pipeline.dispatcher.eta import Outlook, Tokens
+from pipeline.dispatcher.eta import EtaForecaster, Tokens
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.dispatcher.job_state import TRIES, Found, JobSettings, OpenJob, Put, Shard, cost
-from pipeline.dispatcher.metrics import DispatchFigures
-from pipeline.dispatcher.ordering import backlog_for, presses, turns
-from pipeline.dispatcher.poller import Look
-from pipeline.dispatcher.spend_limits import Purses, SpendSettings
+from pipeline.dispatcher.job_state import TRIES, Found, OpenJob, OpenJobSettings, QueuedShard, Shard, cost
+from pipeline.dispatcher.metrics import DispatchMetrics
+from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk
+from pipeline.dispatcher.poller import StatePoller
+from pipeline.dispatcher.spend_limits import SpendLimiter, SpendSettings
 from pipeline.dispatcher.stalled_jobs import Attention
 from pipeline.jobs.event_sink import EventSink, NoEvents
 from pipeline.jobs.lost_shards import RowsUnknown
@@ -35,7 +35,7 @@ from pipeline.ledger.active_index import is_open, jobs_to_close, tidy
 from pipeline.ledger.ledger import JOB, JobLedger, JobNotFound, PlanDamaged
 from pipeline.ports import Heartbeats, PartStopped, ShardQueue, ShardTask, StoreError, World
 from pipeline.runtime.availability import ServiceUnavailable
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.runtime.supervision import reason_of
 from pipeline.tracing import trace_job
 from pipeline.worker_client.protocol import BY_URGENCY
@@ -49,7 +49,7 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """How the dispatcher works; times in seconds. The rest is as in `JobSettings`.
+    """How the dispatcher works; times in seconds. The rest is as in `OpenJobSettings`.
 
     Attributes:
         backlog: shards in a queue that nobody has taken yet; short, so that order and priority can still change.
@@ -87,8 +87,8 @@ class DispatchSettings:
     isolate: bool = False
 
     @property
-    def of_jobs(self) -> JobSettings:
-        return JobSettings(
+    def of_jobs(self) -> OpenJobSettings:
+        return OpenJobSettings(
             self.sweep_every, self.cache_every, self.eta_every, self.closing_every, self.grace, self.price_per_hour
         )
 
@@ -105,7 +105,7 @@ class Dispatcher:
         settings: DispatchSettings | None = None,
         together: Executor | None = None,
         beside: Executor | None = None,
-        figures: DispatchFigures | None = None,
+        figures: DispatchMetrics | None = None,
     ) -> None:
         """Args:
         together: makes requests to the store at once, where that saves time; None: one after the other.
@@ -117,16 +117,16 @@ class Dispatcher:
         self._heartbeats = heartbeats
         self._events = events or NoEvents()
         self._settings = settings or DispatchSettings()
-        self._together = together or InTurn()
-        self._beside = beside or InTurn()
-        self._figures = figures or DispatchFigures()
+        self._together = together or InlineExecutor()
+        self._beside = beside or InlineExecutor()
+        self._figures = figures or DispatchMetrics()
         self._since: datetime | None = None  # it dispatches since then; None: another does
         self._jobs: dict[str, OpenJob] = {}
         self._outcomes: dict[str, Manifest] = {}
         self._attention = Attention()
         self._closing_left = self._others_took = 0.0  # seconds of this tick, and of the last one
-        self._outlook = Outlook(self._settings.weights)
-        self._purses = Purses(world, self._settings.spending, self._settings.price_per_hour)
+        self._outlook = EtaForecaster(self._settings.weights)
+        self._purses = SpendLimiter(world, self._settings.spending, self._settings.price_per_hour)
         self._next_outlook = self._next_closing = self._next_figures = 0.0
         self._to_close: set[str] = set()
         self._serving: defaultdict[str, set[str]] = defaultdict(set)  # workers that live, by model
@@ -259,7 +259,7 @@ class Dispatcher:
             self._to_close = jobs_to_close(self._world.store)
         self._try_again(now)
         jobs = list(self._jobs.values())
-        look = Look(self._together, held, now, planning)
+        look = StatePoller(self._together, held, now, planning)
         look.take(jobs)
         for open_job in jobs:
             if not still():
@@ -328,7 +328,7 @@ class Dispatcher:
                 self._attention.postpone(trouble, now)
                 logger.error("a job can't be tried again now", job=name, reason=self._reason(name, error))
 
-    def _advance(self, open_job: OpenJob, look: Look, held: set[Shard], now: float) -> None:
+    def _advance(self, open_job: OpenJob, look: StatePoller, held: set[Shard], now: float) -> None:
         self._settle(open_job, look.of(open_job))
         if not open_job.whole:
             self._close(open_job, held, now)
@@ -424,7 +424,7 @@ class Dispatcher:
         shares = self._shares[queue]
         now = self._world.clock.now()
         key = queue.rpartition(".")[0]
-        triage = self._outlook.triage(key, jobs[0][0].job.tier)
+        triage = self._outlook.plan_shedding(key, jobs[0][0].job.tier)
 
         def lost(open_job: OpenJob) -> bool:
             return open_job.job.id in triage.lost
@@ -433,7 +433,7 @@ class Dispatcher:
             job = open_job.job
             left = None if job.deadline is None or lost(open_job) else (job.deadline - now).total_seconds()
             rate, together = self._outlook.rate(key), triage.together.get(job.id, 0.0)
-            return presses(left, open_job.left[key], together, rate, shares.ahead(job.tenant))
+            return is_deadline_at_risk(left, open_job.left[key], together, rate, shares.ahead(job.tenant))
 
         def allowed(open_job: OpenJob, number: int) -> bool:
             allows = False
@@ -441,14 +441,14 @@ class Dispatcher:
                 allows = open_job.job.id in self._jobs and self._purses.allows(open_job, open_job.open_shards[number])
             return allows  # noqa: RET504 - the block may have been left
 
-        for open_job, number in turns(shares, jobs, room, lambda one: one.job, pressing, lost, allowed):
+        for open_job, number in dispatch_order(shares, jobs, room, lambda one: one.job, pressing, lost, allowed):
             shard = open_job.open_shards[number]
             self._put(open_job, shard, self._settings.patience)
             shares.charge(open_job.job.tenant, cost(shard))
 
     def _put(self, open_job: OpenJob, shard: ShardRef, patience: float) -> None:
         self._queue.put(open_job.queue_of(shard), ShardTask(open_job.job.id, shard.number))
-        open_job.puts[shard.number] = Put(self._world.clock.monotonic(), patience)
+        open_job.puts[shard.number] = QueuedShard(self._world.clock.monotonic(), patience)
 
     def _settle(self, open_job: OpenJob, found: Iterable[Found]) -> None:
         """Charge the tenant what the new parts have cost instead of what was expected."""

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 
-from pipeline.dispatcher.forecast import Load, forecast
+from pipeline.dispatcher.forecast import JobLoad, forecast
 from pipeline.dispatcher.job_state import OpenJob, cost
-from pipeline.dispatcher.load_shedding import Due, Triage, triage
+from pipeline.dispatcher.load_shedding import JobDeadline, SheddingPlan, plan_shedding
 from pipeline.dispatcher.ordering import urgency
 from pipeline.ports import WorkerState
 from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
@@ -18,14 +18,14 @@ Tokens = Mapping[str, float]
 """What is left of a job, by what computes it (`ModelPin.key`)."""
 
 
-class Outlook:
+class EtaForecaster:
     """The forecasts of a dispatcher. `weights`: of tenants."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._rates: defaultdict[str, float] = defaultdict(float)  # tokens per second, by model
         self._left: list[tuple[Job, Tokens]] = []
-        self._triage: dict[tuple[str, Tier], Triage] = {}
+        self._triage: dict[tuple[str, Tier], SheddingPlan] = {}
 
     def look(self, jobs: Collection[OpenJob], workers: Collection[WorkerState], now: datetime) -> None:
         """Learn how the jobs and the workers stand, and tell each job when it should be done. Those that are being
@@ -53,21 +53,21 @@ class Outlook:
         """Tokens a second of all that computes this (`ModelPin.key`), as of the last look; 0: not known."""
         return self._rates.get(model, 0.0)
 
-    def triage(self, model: str, tier: Tier) -> Triage:
+    def plan_shedding(self, model: str, tier: Tier) -> SheddingPlan:
         """Which of a tier's deadlines can be met by what computes this (`ModelPin.key`), as of the last look."""
-        return self._triage.get((model, tier), Triage())
+        return self._triage.get((model, tier), SheddingPlan())
 
-    def _sorted_out(self, now: datetime) -> dict[tuple[str, Tier], Triage]:
-        due: defaultdict[tuple[str, Tier], list[Due]] = defaultdict(list)
+    def _sorted_out(self, now: datetime) -> dict[tuple[str, Tier], SheddingPlan]:
+        due: defaultdict[tuple[str, Tier], list[JobDeadline]] = defaultdict(list)
         for job, by_model in self._left:
             if job.deadline is not None:
                 for model, tokens in by_model.items():
-                    due[model, job.tier].append(Due(job.id, (job.deadline - now).total_seconds(), tokens))
-        return {(model, tier): triage(jobs, self.rate(model)) for (model, tier), jobs in due.items()}
+                    due[model, job.tier].append(JobDeadline(job.id, (job.deadline - now).total_seconds(), tokens))
+        return {(model, tier): plan_shedding(jobs, self.rate(model)) for (model, tier), jobs in due.items()}
 
     def _ends(self, left: list[tuple[Job, Tokens]]) -> dict[str, float]:
         loads = [
-            Load(job.id, model, job.tier, job.tenant, tokens)
+            JobLoad(job.id, model, job.tier, job.tenant, tokens)
             for job, by_model in sorted(left, key=lambda one: urgency(one[0]))
             for model, tokens in by_model.items()
         ]

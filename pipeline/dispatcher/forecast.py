@@ -19,7 +19,7 @@ from schemas.jobs.job import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class JobLoad:
     """What is left of a job on one model.
 
     Attributes:
@@ -34,7 +34,7 @@ class Load:
 
 
 def forecast(
-    loads: Iterable[Load], rates: Mapping[str, float], weights: Mapping[str, float], floor: float = FLOOR
+    loads: Iterable[JobLoad], rates: Mapping[str, float], weights: Mapping[str, float], floor: float = FLOOR
 ) -> dict[str, float]:
     """Seconds from now until each job is done; without those that need a model whose speed isn't known.
 
@@ -44,7 +44,7 @@ def forecast(
         weights: of tenants; others have 1.
         floor: the share of bulk work while there is more urgent work.
     """
-    by_model: defaultdict[str, list[Load]] = defaultdict(list)
+    by_model: defaultdict[str, list[JobLoad]] = defaultdict(list)
     for load in loads:
         by_model[load.model].append(load)
     ends: dict[str, float] = {}
@@ -59,9 +59,9 @@ def forecast(
 class _Shares:
     """One tier of one model: its tenants' jobs, and its virtual clock (tokens per unit of weight)."""
 
-    def __init__(self, loads: list[Load], weights: Mapping[str, float]) -> None:
+    def __init__(self, loads: list[JobLoad], weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._waiting: defaultdict[str, deque[Load]] = defaultdict(deque)
+        self._waiting: defaultdict[str, deque[JobLoad]] = defaultdict(deque)
         for load in loads:
             self._waiting[load.tenant].append(load)
         self._clock = self._weight = 0.0
@@ -94,7 +94,7 @@ class _Shares:
         heappush(self._ends, (self._clock + load.tokens / self._weights.get(tenant, 1.0), tenant, load.job))
 
 
-def _of_model(loads: list[Load], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
+def _of_model(loads: list[JobLoad], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
     urgent, bulk = (_Shares([load for load in loads if load.tier is tier], weights) for tier in BY_URGENCY)
     now, ends = 0.0, {}
     while urgent or bulk:

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pipeline.jobs.closing import close_shard, find_closing, give_up_shard, status_while
-from pipeline.jobs.cost import Spent, spent_on
+from pipeline.jobs.cost import JobCost, spent_on
 from pipeline.jobs.event_sink import EventSink
-from pipeline.jobs.manifest import Tally, build_manifest, failed_manifest
+from pipeline.jobs.manifest import PartTotals, build_manifest, failed_manifest
 from pipeline.ledger.active_index import tidy
 from pipeline.ledger.ledger import REJECTS, JobLedger, LedgerError, part_key
 from pipeline.ports import ObjectNotFound, World, queue_name
@@ -41,7 +41,7 @@ Found = tuple[PartEntry, ShardRef | None]
 
 
 @dataclass(frozen=True, slots=True)
-class JobSettings:
+class OpenJobSettings:
     """How an open job is looked at; times in seconds.
 
     Attributes:
@@ -63,7 +63,7 @@ class JobSettings:
 
 
 @dataclass(slots=True)
-class Put:
+class QueuedShard:
     """A shard that was put on the queue: when (monotonic), after how many seconds it is put again, and whether a worker
     was ever seen with it."""
 
@@ -96,7 +96,7 @@ class OpenJob:
         job: Job,
         world: World,
         events: EventSink,
-        settings: JobSettings,
+        settings: OpenJobSettings,
         beside: Executor,
         *,
         taken_over: bool = False,
@@ -105,9 +105,9 @@ class OpenJob:
         self.ledger = ledger
         self.job = job
         self.open_shards: dict[int, ShardRef] = {}
-        self.puts: dict[int, Put] = {}
+        self.puts: dict[int, QueuedShard] = {}
         self.left: Counter[str] = Counter()
-        self.spent = Spent()
+        self.spent = JobCost()
         self.spent_by_day: defaultdict[str, float] = defaultdict(float)
         self.logged: dict[int, float] = {}
         self.eta: datetime | None = None
@@ -124,7 +124,7 @@ class OpenJob:
         self._segment_of: dict[int, PlanSegment] = {}  # by open shard
         self._open_rejects: dict[int, PlanSegment] = {}  # whose refused rows are no part yet
         self._parts: dict[int, PartEntry] = {}
-        self._tally = Tally()
+        self._tally = PartTotals()
         self._cost_of: defaultdict[str, float] = defaultdict(float)  # of parts, by what computed them
         self._tokens_of: Counter[str] = Counter()  # that were planned for them
         self._knows_logged = not taken_over

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class JobDeadline:
     """A job with a deadline: seconds until then, and tokens that are left of it."""
 
     job: str
@@ -23,7 +23,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Triage:
+class SheddingPlan:
     """What is in time, and what is not.
 
     Attributes:
@@ -35,10 +35,10 @@ class Triage:
     together: Mapping[str, float] = field(default_factory=dict)
 
 
-def triage(jobs: Iterable[Due], rate: float) -> Triage:
+def plan_shedding(jobs: Iterable[JobDeadline], rate: float) -> SheddingPlan:
     """`rate`: tokens a second of all workers; with 0 nothing is known, and nothing lost."""
     if rate <= 0:
-        return Triage()
+        return SheddingPlan()
     ordered = sorted(jobs, key=lambda due: (due.time_left, due.job))
     kept: list[tuple[float, str]] = []  # the largest first
     lost, total = set[str](), 0.0
@@ -54,4 +54,4 @@ def triage(jobs: Iterable[Due], rate: float) -> Triage:
         if due.job not in lost:
             total += due.tokens
             together[due.job] = total
-    return Triage(frozenset(lost), together)
+    return SheddingPlan(frozenset(lost), together)

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Final
 
 from pipeline.dispatcher.job_state import Found, OpenJob, Shard
-from pipeline.observability.histogram import Buckets
+from pipeline.observability.histogram import LatencyRecorder
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job
@@ -29,7 +29,7 @@ JOB_BOUNDS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class OpenJobsMetrics:
     """How open jobs stand.
 
     Attributes:
@@ -47,7 +47,7 @@ class Standing:
     attention: int = 0
 
 
-class DispatchFigures:
+class DispatchMetrics:
     """The figures of one dispatcher.
 
     Attributes:
@@ -56,8 +56,8 @@ class DispatchFigures:
     """
 
     def __init__(self) -> None:
-        self.standing: Standing | None = None
-        self.took: dict[str, Buckets] = {}
+        self.standing: OpenJobsMetrics | None = None
+        self.took: dict[str, LatencyRecorder] = {}
         self._lock = threading.Lock()
         self._rows: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[tuple[str, str, str]] = Counter()
@@ -132,7 +132,7 @@ class DispatchFigures:
                 shards[tier, state] += number
             if open_job.closing is None and (queued or waiting or not open_job.planned):
                 oldest[tier] = min(job.created_at, oldest.get(tier, job.created_at))
-        self.standing = Standing(backlog, count, shards, oldest, attention)
+        self.standing = OpenJobsMetrics(backlog, count, shards, oldest, attention)
 
     def stand_by(self) -> None:
         """Another dispatcher leads: how jobs stand is not known here."""
@@ -143,7 +143,7 @@ class DispatchFigures:
         with self._lock:
             self._ended[tier, status.value] += 1
         if tier not in self.took:
-            self.took[tier] = Buckets(JOB_BOUNDS)
+            self.took[tier] = LatencyRecorder(JOB_BOUNDS)
         self.took[tier].add(max(0.0, (now - job.created_at).total_seconds()))
 
 

@@ -28,7 +28,7 @@ one's share for long."""
 FAR = datetime.max.replace(tzinfo=UTC)
 
 
-class Ordered(Protocol):
+class OrderingKey(Protocol):
     """What of an order says whose turn it is."""
 
     @property
@@ -44,16 +44,16 @@ class Ordered(Protocol):
 J = TypeVar("J")
 
 
-def urgency(job: Ordered) -> tuple[datetime, datetime, str]:
+def urgency(job: OrderingKey) -> tuple[datetime, datetime, str]:
     """Which job of a tenant and tier goes first: by deadline, then age."""
     return (job.deadline or FAR, job.created_at, job.id)
 
 
-def turns(
+def dispatch_order(
     shares: FairShares,
     jobs: Iterable[tuple[J, list[int]]],
     room: int,
-    order_of: Callable[[J], Ordered],
+    order_of: Callable[[J], OrderingKey],
     pressing: Callable[[J], bool] = lambda _job: False,
     lost: Callable[[J], bool] = lambda _job: False,
     allowed: Callable[[J, int], bool] = lambda _job, _number: True,
@@ -97,12 +97,14 @@ def turns(
             del by_tenant[tenant]
 
 
-def presses(time_left: float | None, tokens_left: float, together: float, rate: float, ahead: float) -> bool:
+def is_deadline_at_risk(
+    time_left: float | None, tokens_left: float, together: float, rate: float, ahead: float
+) -> bool:
     """Whether a job that isn't lost goes before its tenant's turn.
 
     Args:
         time_left: seconds until its deadline; None: it has none.  tokens_left: of it.
-        together: tokens of it and of all that is due before it (`Triage.together`).
+        together: tokens of it and of all that is due before it (`SheddingPlan.together`).
         rate: tokens a second of all workers that can compute it; 0: not known.
         ahead: of its tenant, see `FairShares.ahead`.
     """

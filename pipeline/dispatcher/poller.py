@@ -26,7 +26,7 @@ READ_AT_ONCE: Final = 128
 _T = TypeVar("_T")
 
 
-class Look:
+class StatePoller:
     """One look at all open jobs.
 
     Args:

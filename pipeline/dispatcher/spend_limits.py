@@ -79,7 +79,7 @@ class _Limit:
         return self.spent + self.logged >= self.amount
 
 
-class Purses:
+class SpendLimiter:
     """The limits of a dispatcher's jobs, for the thread that ticks.
 
     Args:

@@ -13,7 +13,7 @@ MAX_PAUSE_SECONDS: Final = 300.0
 
 
 @dataclass(slots=True)
-class Trouble:
+class StalledJob:
     """Of one job.
 
     Attributes:
@@ -35,16 +35,16 @@ class Attention:
     """The jobs of one dispatcher that need somebody's attention, by id. For the thread that ticks."""
 
     def __init__(self) -> None:
-        self._troubles: dict[str, Trouble] = {}
+        self._troubles: dict[str, StalledJob] = {}
 
     def __len__(self) -> int:
         return len(self._troubles)
 
-    def note(self, job: str, ledger: JobLedger, reason: str, now: float) -> Trouble:
+    def note(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
         """The job has failed (again), and rests for a while."""
         trouble = self._troubles.get(job)
         if trouble is None:
-            trouble = self._troubles[job] = Trouble(ledger, reason)
+            trouble = self._troubles[job] = StalledJob(ledger, reason)
         else:
             trouble.pause_seconds = min(2 * trouble.pause_seconds, MAX_PAUSE_SECONDS)
         trouble.tries += 1
@@ -65,14 +65,14 @@ class Attention:
         """The job has ended, is gone, or is well."""
         self._troubles.pop(job, None)
 
-    def due(self, now: float) -> list[tuple[str, Trouble]]:
+    def due(self, now: float) -> list[tuple[str, StalledJob]]:
         """Jobs whose time has come: to be tried again, or well, if they are being tried."""
         return [(job, trouble) for job, trouble in self._troubles.items() if now >= trouble.again]
 
-    def try_again(self, trouble: Trouble, now: float) -> None:
+    def try_again(self, trouble: StalledJob, now: float) -> None:
         """The job is taken up again; without a further failure it is well after as long a pause."""
         trouble.is_tried, trouble.again = True, now + trouble.pause_seconds
 
-    def postpone(self, trouble: Trouble, now: float) -> None:
+    def postpone(self, trouble: StalledJob, now: float) -> None:
         """The job could not be taken up again now; it rests for as long a pause as before."""
         trouble.is_tried, trouble.again = False, now + trouble.pause_seconds

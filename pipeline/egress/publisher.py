@@ -23,7 +23,7 @@ import orjson
 import pyarrow.parquet as pq
 import structlog
 
-from pipeline.ingest.kafka.dead_letters import OwedLetters
+from pipeline.ingest.kafka.dead_letters import UnsentDeadLetters
 from pipeline.ingest.kafka.micro_batches import (
     ORIGINS,
     KafkaBatch,
@@ -52,7 +52,7 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncerSettings:
+class PublisherSettings:
     """Times in seconds.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Quiet:
     again: float
 
 
-class Announcer:
+class Publisher:
     """Announces the jobs of a root. Several may run: each sends what it finds unmarked, so without a lease that they
     contend for most is sent by each of them.
 
@@ -105,17 +105,17 @@ class Announcer:
         self,
         world: World,
         messages: Messages,
-        settings: AnnouncerSettings | None = None,
+        settings: PublisherSettings | None = None,
         lease: Lease | None = None,
     ) -> None:
         self.failures = 0
         self._world = world
         self._store: ObjectStore = world.store
         self._messages = messages
-        self._settings = settings or AnnouncerSettings()
+        self._settings = settings or PublisherSettings()
         self._known: defaultdict[str, set[str]] = defaultdict(set)
         self._quiet: dict[str, _Quiet] = {}
-        self._owed = OwedLetters(world, messages, self._settings.deadletter_topic)
+        self._owed = UnsentDeadLetters(world, messages, self._settings.deadletter_topic)
         self._sweep_at = self._owed_at = float("-inf")
         self._leading = Leading(lease, world.clock, "announcing")
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.models.registry import ReleaseBook, Standing
+from pipeline.models.registry import ModelRegistry, ReleaseState
 from pipeline.ports import Message, Messages, ObjectStore, PipelineError
 from schemas.jobs.events import ReleaseEnded
 
@@ -17,12 +17,12 @@ LOOK_SECONDS: Final = 10.0
 logger = structlog.get_logger(__name__)
 
 
-class ReleaseNews:
+class ReleaseEventPublisher:
     """A `Part`. Several may run: one that finds no marker sends, so some news may come from each of them."""
 
     def __init__(self, store: ObjectStore, messages: Messages, topic: str) -> None:
         self._store = store
-        self._book = ReleaseBook(store)
+        self._book = ModelRegistry(store)
         self._messages = messages
         self._topic = topic
         self._told: set[str] = set()
@@ -43,7 +43,7 @@ class ReleaseNews:
                 if standing.release.id not in self._told and standing.outcome is not None:
                     self._tell(standing)
 
-    def _tell(self, standing: Standing) -> None:
+    def _tell(self, standing: ReleaseState) -> None:
         release, outcome = standing.release, standing.outcome
         assert outcome is not None
         marker = ANNOUNCED + release.id

@@ -18,15 +18,15 @@ from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard
 from pipeline.gateway.http.error_mapping import answer_to, api_error
 from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
-from pipeline.gateway.http.middleware import Edge
+from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.inference.responses import Answers
-from pipeline.gateway.openapi.document import Described
+from pipeline.gateway.openapi.document import DocumentedApp
 from pipeline.gateway.openapi.document import answers as documented
 from pipeline.gateway.openapi.request_schemas import shapes
 from pipeline.gateway.openapi.schemas import Health, OpenApi
 from pipeline.gateway.page import page_router, read_files
 from pipeline.gateway.routes.batches import batches_router, files_router, models_router
-from pipeline.gateway.routes.dependencies import GatewayParts
+from pipeline.gateway.routes.dependencies import GatewayDependencies
 from pipeline.gateway.routes.inference import inference_router
 from pipeline.gateway.routes.metrics import metrics_router
 from pipeline.gateway.routes.status import status_router
@@ -40,14 +40,16 @@ OpenAPI has no word for WebSockets: `/v1/stream` takes them, with the events tha
 refused as it is for any route, before the connection is made."""
 
 
-def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers | None = None) -> Edge:
+def make_app(
+    parts: GatewayDependencies, draining: Callable[[], bool], answers: Answers | None = None
+) -> RequestMiddleware:
     """The application.
 
     Args:
         draining: whether requests are to be sent elsewhere.
         answers: to requests whose callers wait; None: only batches are served.
     """
-    app = Described(
+    app = DocumentedApp(
         shapes(None if answers is None else answers.asker.default_model),
         title="tokenmill",
         description=_DESCRIPTION,
@@ -81,7 +83,7 @@ def make_app(parts: GatewayParts, draining: Callable[[], bool], answers: Answers
     hosts = HostGuard(parts.settings.hosts, lambda: parts.authority.open)
     most = parts.settings.requests_at_once
     new_id, traces = (lambda: f"req-{parts.world.random.token(12).hex()}"), parts.world.traces
-    return Edge(app, new_id, draining, parts.figures, hosts, app.state.bodies, most, traces)
+    return RequestMiddleware(app, new_id, draining, parts.figures, hosts, app.state.bodies, most, traces)
 
 
 def _health_router(draining: Callable[[], bool]) -> APIRouter:

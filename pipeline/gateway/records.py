@@ -23,7 +23,7 @@ from pydantic import AwareDatetime, Field
 from pipeline.jobs.submit import time_digits
 from pipeline.ports import Randomness
 from schemas.jobs.inputs import InputFormat
-from schemas.stored import Count, Paper, Sha256
+from schemas.stored import Count, Sha256, StoredModel
 
 FILES: Final = "files/"
 BATCHES: Final = "batches/"
@@ -34,7 +34,7 @@ _RANDOM_BYTES: Final = 10
 _DERIVED_BYTES: Final = 20
 
 
-class StoredFile(Paper):
+class StoredFile(StoredModel):
     """`files/ID/file.json`.
 
     Attributes:
@@ -89,14 +89,14 @@ def read_marker(name: str) -> FileMarker:
     return FileMarker(file_id, purpose, int(size) if size.isdecimal() else 0)
 
 
-class Reader(Paper):
+class Reader(StoredModel):
     """`files/ID/readers/JOB.json`: since `at` the file is that job's input."""
 
     version: Literal[1] = 1
     at: AwareDatetime
 
 
-class BatchOrder(Paper):
+class BatchOrder(StoredModel):
     """`batches/JOB/order.json`: what a batch says that its job doesn't."""
 
     version: Literal[1] = 1
@@ -107,7 +107,7 @@ class BatchOrder(Paper):
     at: AwareDatetime
 
 
-class BatchOutcome(Paper):
+class BatchOutcome(StoredModel):
     """`batches/JOB/outcome.json`: all that comes of a batch stands.
 
     Attributes:
@@ -122,7 +122,7 @@ class BatchOutcome(Paper):
     at: AwareDatetime
 
 
-class Heard(Paper):
+class IdempotencyRecord(StoredModel):
     """`tenants/TENANT/idempotency/HASH.json`: a request with this key was heard, first `at`; `digest` of what it
     said."""
 

@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.models.catalog import Catalog
 from pipeline.observability.metric_definitions import OTHER
 from pipeline.ports import Heartbeats, WorkerState, World
-from pipeline.scaling.open_work import OpenJob, OpenJobs, OpenWork
+from pipeline.scaling.open_work import OpenJobs, OpenJobsIndex, OpenJobSummary
 from schemas.models import CatalogEntry
-from schemas.workers.metrics import LATENCY_BOUNDS, WorkerFigures
+from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
 
 class Status:
@@ -33,8 +33,8 @@ class Status:
         self._next_look = 0.0
         self._workers: list[WorkerState] = []
         self._entries: list[CatalogEntry] = []
-        self._work = OpenWork(world.store)
-        self._figures: dict[str, WorkerFigures] = {}
+        self._work = OpenJobsIndex(world.store)
+        self._figures: dict[str, WorkerMetrics] = {}
         self._open = OpenJobs([], more=False)
 
     def document(self, tenant: str | None, *, samples: bool) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Status:
 
 
 def _worker(
-    state: WorkerState, names: dict[str, str], figures: WorkerFigures | None, *, samples: bool
+    state: WorkerState, names: dict[str, str], figures: WorkerMetrics | None, *, samples: bool
 ) -> dict[str, Any]:
     return {
         "name": state.name if samples else None,
@@ -97,7 +97,7 @@ def _worker(
     }
 
 
-def _backlog(found: list[OpenJob], more: bool) -> dict[str, Any]:
+def _backlog(found: list[OpenJobSummary], more: bool) -> dict[str, Any]:
     jobs: Counter[tuple[str | None, str]] = Counter()
     tokens: Counter[tuple[str | None, str]] = Counter()
     for one in found:

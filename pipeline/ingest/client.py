@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from pipeline.ingest.files.options import format_of, sidecars_of
-from pipeline.ingest.files.source import Drop, Inbox
+from pipeline.ingest.files.source import FileVersion, Inbox
 from pipeline.jobs.submit import derived_job_id
 from pipeline.planner.api import InputError
 from pipeline.ports import PipelineError, Randomness
@@ -42,7 +42,7 @@ def new_name(source: Path, random: Randomness) -> str:
     return f"{stem}-{random.token(5).hex()}{source.suffix.lower()}"
 
 
-def job_of(inbox: Inbox, drop: Drop) -> str:
+def job_of(inbox: Inbox, drop: FileVersion) -> str:
     """The id of the job that the door will make of a dropped file."""
     pinned = inbox.pin(drop, format_of(drop.entry.name))
     return derived_job_id(drop.modified, inbox.door, *pinned.identity)
@@ -150,11 +150,11 @@ def send_reference(
 
     from pipeline.adapters.kafka.producer import ProducerSettings  # noqa: PLC0415
     from pipeline.ingest.kafka.micro_batches import moment  # noqa: PLC0415
-    from pipeline.ingest.kafka.settings import KafkaDoorSettings  # noqa: PLC0415
+    from pipeline.ingest.kafka.settings import KafkaIngestSettings  # noqa: PLC0415
     from pipeline.ingest.kafka.topic_ids import TopicIds  # noqa: PLC0415
 
     value = orjson.dumps({"uri": uri, "options": dict(options)})
-    ids = TopicIds(KafkaDoorSettings(connection, jobs={topic: "default"}, requests={}, epoch=epoch))
+    ids = TopicIds(KafkaIngestSettings(connection, jobs={topic: "default"}, requests={}, epoch=epoch))
     settings = ProducerSettings(connection, idempotence=idempotence)
     try:
         cluster = ids.cluster_of(topic)

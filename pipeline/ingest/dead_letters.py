@@ -19,9 +19,9 @@ from typing import Final, Literal
 from pydantic import AwareDatetime
 
 from pipeline.jobs.submit import derived_job_id
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore, PipelineError, World
-from schemas.stored import Count, Paper
+from schemas.stored import Count, StoredModel
 
 LETTERS: Final = "deadletters/"
 BUCKET_EVENTS: Final = "bucket-events"
@@ -35,7 +35,7 @@ Headers = Sequence[tuple[str, bytes | None]]
 """In order; a name may come more than once."""
 
 
-class NoSuchLetter(PipelineError):
+class DeadLetterNotFound(PipelineError):
     """Raised when there is no dead letter of the id."""
 
 
@@ -44,7 +44,7 @@ class CannotReplay(PipelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class LetterSource:
+class DeadLetterSource:
     """Where something came from: the same in every delivery of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class LetterSource:
     at: datetime
 
 
-class DeadLetter(Paper):
+class DeadLetter(StoredModel):
     """`deadletters/ID.json`. Its original lies beside it, unless it is empty or still where it came from.
 
     Attributes:
@@ -94,7 +94,7 @@ class DeadLetter(Paper):
         return [(name, None if value is None else base64.b64decode(value)) for name, value in self.headers]
 
 
-class Replay(Paper):
+class Replay(StoredModel):
     """`deadletters/ID.replay-NNNN.json`: the letter was sent again."""
 
     version: Literal[1] = 1
@@ -103,7 +103,7 @@ class Replay(Paper):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DeadLetterEntry:
     """A letter, and how often it was sent again."""
 
     letter: DeadLetter
@@ -114,7 +114,7 @@ Send = Callable[[DeadLetter, bytes], str]
 """Sends a letter's original through its door again; returns, for people, what became of it. Raises `PipelineError`."""
 
 
-def letter_id(source: LetterSource) -> str:
+def letter_id(source: DeadLetterSource) -> str:
     """The id of what comes from this source: the newest sort first."""
     made = derived_job_id(source.at, "dead letter", source.door, source.place, source.position)
     return f"dl-{made.removeprefix('job-')}"
@@ -139,7 +139,7 @@ class DeadLetters:
 
     def record(
         self,
-        source: LetterSource,
+        source: DeadLetterSource,
         reason_code: str,
         message: str,
         original: bytes = b"",
@@ -177,7 +177,7 @@ class DeadLetters:
             self._world.letters.note(source.door)
         return made
 
-    def open_source(self, source: LetterSource) -> LetterSource | None:
+    def open_source(self, source: DeadLetterSource) -> DeadLetterSource | None:
         """Under which source a refusal would be written now. None: it was refused, and nobody asked for another try."""
         attempt, times = source, 0
         while self._store.info(_letter_key(letter_id(attempt))) is not None:
@@ -187,33 +187,33 @@ class DeadLetters:
             attempt = replace(source, position=f"{source.position} again {times}")
         return attempt
 
-    def letters(self) -> Iterator[Found]:
+    def letters(self) -> Iterator[DeadLetterEntry]:
         """All letters, the newest first."""
         letter, replays = None, 0
         for info in self._store.list(LETTERS):
             name, _, what = info.key.removeprefix(LETTERS).partition(".")
             if what == "json":
                 if letter is not None:
-                    yield Found(letter, replays)
+                    yield DeadLetterEntry(letter, replays)
                 letter, replays = self._read(name), 0
             elif letter is not None and letter.id == name:
                 replays += what.startswith("replay-")
         if letter is not None:
-            yield Found(letter, replays)
+            yield DeadLetterEntry(letter, replays)
 
-    def find(self, letter: str) -> Found:
-        """The letter of this id. Raises `NoSuchLetter`."""
-        return Found(self._read(letter), len(self._replays(letter)))
+    def find(self, letter: str) -> DeadLetterEntry:
+        """The letter of this id. Raises `DeadLetterNotFound`."""
+        return DeadLetterEntry(self._read(letter), len(self._replays(letter)))
 
     def original(self, letter: DeadLetter) -> bytes:
-        """What was kept of the original. Raises `NoSuchLetter` where it is gone: the letter is being removed."""
+        """What was kept of the original. Raises `DeadLetterNotFound` where it is gone: the letter is being removed."""
         if not letter.stored:
             return b""
         key = _original_key(letter.id)
         try:
             return self._store.read(key)
         except ObjectNotFound as error:
-            raise NoSuchLetter(f"{self._store.locate(key)}: has just been removed, as its letter is") from error
+            raise DeadLetterNotFound(f"{self._store.locate(key)}: has just been removed, as its letter is") from error
 
     def replay(self, letter: str, send: Send | None = None, *, again: bool = False) -> str:
         """Send the letter's original through its door again, and mark the letter; what became of it, for people.
@@ -252,7 +252,7 @@ class DeadLetters:
 
     def replays(self, letter: str) -> list[Replay]:
         """When the letter was sent again, the earliest first."""
-        return [read_paper(self._store.locate(key), self._store.read(key), Replay) for key in self._replays(letter)]
+        return [parse_stored(self._store.locate(key), self._store.read(key), Replay) for key in self._replays(letter)]
 
     def _replays(self, letter: str) -> list[str]:
         return [info.key for info in self._store.list(f"{LETTERS}{letter}.replay-")]
@@ -263,8 +263,8 @@ class DeadLetters:
             data = self._store.read(key)
         except ObjectNotFound as error:
             where = self._store.locate(LETTERS.rstrip("/"))
-            raise NoSuchLetter(f"{where}: no dead letter {letter}; 'deadletters list' shows all") from error
-        return read_paper(self._store.locate(key), data, DeadLetter)
+            raise DeadLetterNotFound(f"{where}: no dead letter {letter}; 'deadletters list' shows all") from error
+        return parse_stored(self._store.locate(key), data, DeadLetter)
 
 
 def _letter_key(letter: str) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from pipeline.jobs.pending_webhooks import want_notice
-from pipeline.jobs.submit import Order, Submitted, submit
+from pipeline.jobs.submit import JobOrder, SubmittedJob, submit
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.models.catalog import Catalog
 from pipeline.ports import PipelineError, World
-from pipeline.scaling.tenant_backlog import Backlog
+from pipeline.scaling.tenant_backlog import TenantBacklog
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Job, JobSettings, OnInvalid, Tier
 from schemas.jobs.job_options import JobOptions
@@ -79,10 +79,10 @@ class IntakeSettings:
     noticed: frozenset[str] = frozenset()
 
 
-class Accepts(Protocol):
+class IntakeOptions(Protocol):
     """What doors ask of an `Intake`."""
 
-    def accept(self, draft: JobDraft) -> Submitted: ...
+    def accept(self, draft: JobDraft) -> SubmittedJob: ...
 
     def room_for(self, tenant: str) -> bool: ...
 
@@ -93,7 +93,7 @@ class Accepts(Protocol):
     def added(self, job: Job) -> None: ...
 
 
-class IntakeFigures:
+class IntakeMetrics:
     """What became of what came in. Threads may share one."""
 
     def __init__(self) -> None:
@@ -119,15 +119,15 @@ class Intake:
     """
 
     def __init__(
-        self, world: World, settings: IntakeSettings | None = None, figures: IntakeFigures | None = None
+        self, world: World, settings: IntakeSettings | None = None, figures: IntakeMetrics | None = None
     ) -> None:
-        self._figures = figures or IntakeFigures()
+        self._figures = figures or IntakeMetrics()
         self._world = world
         self._settings = settings or IntakeSettings()
         self._catalog = Catalog(world.store)
-        self._backlog = Backlog(world, self._settings.look_every)
+        self._backlog = TenantBacklog(world, self._settings.look_every)
 
-    def accept(self, draft: JobDraft) -> Submitted:
+    def accept(self, draft: JobDraft) -> SubmittedJob:
         """The draft's job, made now or by the same event before.
 
         Raises:
@@ -140,7 +140,7 @@ class Intake:
             if ledger.manifest() is None:
                 mark(ledger)  # whoever made it may have been interrupted
             self._figures.note("repeated")
-            return Submitted(standing, created=False)
+            return SubmittedJob(standing, created=False)
         try:
             order = self._order(draft)
         except IntakeRefused as error:
@@ -171,10 +171,10 @@ class Intake:
         """A job was made here, and not by `accept`: it counts at once."""
         self._backlog.added(job)
 
-    def _order(self, draft: JobDraft) -> Order:
+    def _order(self, draft: JobDraft) -> JobOrder:
         options, settings = draft.options, self._settings
         tier = options.tier or settings.default_tier
-        return Order(
+        return JobOrder(
             input=draft.input,
             models=self._models(options.model or settings.default_model),
             settings=JobSettings(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 _SCHEMES: Final = ("s3", "file")
 
 
-class Unfit(Exception):
+class InvalidSubmission(Exception):
     """Why something is refused, however often it comes: a short, stable code, and a message for people."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -21,20 +21,24 @@ class Unfit(Exception):
 
 
 def check_uri(uri: str, prefixes: Collection[str]) -> None:
-    """Raises `Unfit` for a URI that isn't below one of `prefixes`, or that doesn't say plainly where it is."""
+    """Raises `InvalidSubmission` for a URI that isn't below one of `prefixes`, or that is ambiguous."""
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} is none: {error}") from None
+        raise InvalidSubmission("bad_uri", f"uri {uri[:200]!r} is none: {error}") from None
     if parts.scheme not in _SCHEMES:
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} must begin with s3:// or file://")
+        raise InvalidSubmission("bad_uri", f"uri {uri[:200]!r} must begin with s3:// or file://")
     if parts.scheme == "file" and (
         parts.netloc or unquote(parts.path) != parts.path or posixpath.normpath(parts.path) != parts.path
     ):
-        raise Unfit("bad_uri", f"uri {uri[:200]!r} must be file:/// and an absolute path without . , .. or %")
+        raise InvalidSubmission(
+            "bad_uri", f"uri {uri[:200]!r} must be file:/// and an absolute path without . , .. or %"
+        )
     if not any(uri.startswith(prefix) and uri != prefix for prefix in prefixes):
         allowed = ", ".join(prefixes) or "none is configured"
-        raise Unfit("forbidden_uri", f"uri {uri[:200]!r} is not below what this tenant may name ({allowed})")
+        raise InvalidSubmission(
+            "forbidden_uri", f"uri {uri[:200]!r} is not below what this tenant may name ({allowed})"
+        )
 
 
 def first_mistake(error: ValidationError) -> str:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from pipeline.adapters.s3.client import ConditionFailed, MissingObject, S3Connection
 from pipeline.adapters.s3.settings import S3Settings
-from pipeline.adapters.s3.stream import Snapshot, look, open_snapshot
+from pipeline.adapters.s3.stream import ObjectVersion, look, open_snapshot
 from pipeline.adapters.s3.url import join_url, split_url
 from pipeline.inputs.reported_reads import with_reported_reads
 from pipeline.planner.api import InputError, SourceFile
@@ -81,7 +81,7 @@ class PinnedS3Input:
                     "put the old object back, or submit the new one as a job of its own"
                 )
 
-    def _open(self, state: Snapshot) -> BinaryIO:
+    def _open(self, state: ObjectVersion) -> BinaryIO:
         return with_reported_reads(open_snapshot(self._connection, state, partial(_lost, state)), self._on_read)
 
 
@@ -99,10 +99,10 @@ def _pin(connection: S3Connection, bucket: str, key: str, version: str | None) -
     return InputFile(uri=state.url, size=state.size, version=state.version, etag=state.etag)
 
 
-def _state(connection: S3Connection, file: InputFile, on_read: Callable[[], None] | None) -> Snapshot:
+def _state(connection: S3Connection, file: InputFile, on_read: Callable[[], None] | None) -> ObjectVersion:
     bucket, key = split_url(file.uri)
     if file.version is not None or file.etag is not None:
-        return Snapshot(bucket, key, file.size, file.etag, file.version)
+        return ObjectVersion(bucket, key, file.size, file.etag, file.version)
     if file.sha256 is None:
         raise InputError(f"{file.uri}: was pinned neither to a version, an ETag nor a hash; submit it again")
     try:
@@ -118,7 +118,7 @@ def _state(connection: S3Connection, file: InputFile, on_read: Callable[[], None
     return state
 
 
-def _lost(state: Snapshot, error: MissingObject | ConditionFailed) -> InputError:
+def _lost(state: ObjectVersion, error: MissingObject | ConditionFailed) -> InputError:
     if isinstance(error, MissingObject):
         what = "is gone" if state.version is None else f"version {state.version} is gone"
         return InputError(f"{state.url}: {what} since the job was accepted; put it back and run again")

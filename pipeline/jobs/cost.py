@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipeline.ledger.records import PartSummary
-from schemas.jobs.outcome import ModelSpending, Usage, Worked
+from schemas.jobs.outcome import ModelSpending, Usage, WorkerTime
 
 MILLION = 1_000_000
 
 
 @dataclass(slots=True)
-class Spent:
+class JobCost:
     """Time and money, added up.
 
     Attributes:
@@ -29,7 +29,7 @@ class Spent:
     cost: float = 0.0
     unpriced: float = 0.0
 
-    def add(self, worked: Worked, otherwise: float | None) -> None:
+    def add(self, worked: WorkerTime, otherwise: float | None) -> None:
         """Count this, too; `otherwise` is the price where the worker doesn't say."""
         cost = worked.cost(otherwise)
         self.seconds += worked.seconds
@@ -49,18 +49,18 @@ class Spent:
         return None if self.unpriced or not self.seconds else self.cost * 3600 / self.seconds
 
 
-def work_of(summary: PartSummary) -> Mapping[str, Worked]:
+def work_of(summary: PartSummary) -> Mapping[str, WorkerTime]:
     """What attempts took for a part, by attempt. A part without such words is of an earlier version: it says when its
     engine began and ended."""
     if summary.worked or summary.engine_started_at is None or summary.engine_finished_at is None:
         return summary.worked
     seconds = (summary.engine_finished_at - summary.engine_started_at).total_seconds()
-    return {summary.attempt_id: Worked(seconds=max(0.0, seconds))}
+    return {summary.attempt_id: WorkerTime(seconds=max(0.0, seconds))}
 
 
-def spent_on(summary: PartSummary, otherwise: float | None) -> Spent:
+def spent_on(summary: PartSummary, otherwise: float | None) -> JobCost:
     """What a part has cost, with all attempts at it that it knows of."""
-    spent = Spent()
+    spent = JobCost()
     for worked in work_of(summary).values():
         spent.add(worked, otherwise)
     return spent
@@ -72,14 +72,14 @@ def per_million(cost: float | None, tokens: int) -> float | None:
 
 
 def by_model(
-    parts: Iterable[tuple[str, PartSummary]], more: Iterable[tuple[str, Worked]], otherwise: float | None
+    parts: Iterable[tuple[str, PartSummary]], more: Iterable[tuple[str, WorkerTime]], otherwise: float | None
 ) -> tuple[ModelSpending, ...]:
     """What the shards of each model have cost, by the models' names.
 
     Args:
         parts: each with its model.  more: what attempts took beyond what the parts know of.
     """
-    spent: defaultdict[str, Spent] = defaultdict(Spent)
+    spent: defaultdict[str, JobCost] = defaultdict(JobCost)
     usage: defaultdict[str, Usage] = defaultdict(Usage)
     for model, summary in parts:
         usage[model] += summary.usage

@@ -15,19 +15,19 @@ from typing import Final
 import pyarrow as pa
 
 from pipeline.jobs.closing import CLOSER, ending
-from pipeline.jobs.cost import Spent, by_model, per_million, work_of
+from pipeline.jobs.cost import JobCost, by_model, per_million, work_of
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.ledger.records import EngineFacts, PartSummary
 from pipeline.ports import PipelineError
 from pipeline.results.checkpoints import read_history
 from pipeline.results.parts import PartEntry
 from schemas.jobs.job import Job
-from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, Usage, Worked
+from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, Usage, WorkerTime
 from schemas.jobs.plan import PlanSegment
 from schemas.jobs.results import RowStatus
 
 Interval = tuple[datetime, datetime]
-NOTHING: Final = Worked()
+NOTHING: Final = WorkerTime()
 
 
 class BrokenInvariant(PipelineError):
@@ -35,7 +35,7 @@ class BrokenInvariant(PipelineError):
     damaged store."""
 
 
-class Tally:
+class PartTotals:
     """Rows and tokens of parts, added up one by one."""
 
     def __init__(self, parts: Iterable[PartEntry] = ()) -> None:
@@ -76,7 +76,7 @@ def check_parts(ledger: JobLedger, job: Job, segments: Sequence[PlanSegment], pa
             raise BrokenInvariant(f"{where}: belongs to job {part.summary.job}, not to {job.id}; the job is not ended")
     rows_in = sum(segment.total for segment in segments)
     rows_out = sum(part.rows for part in parts.values())
-    counts = Tally(parts.values()).counts()
+    counts = PartTotals(parts.values()).counts()
     if not rows_in == rows_out == counts.total:
         raise BrokenInvariant(
             f"{ledger.place()}: {rows_in} rows in, {rows_out} rows out, {counts.total} counted; the job is not ended"
@@ -94,7 +94,7 @@ def build_manifest(
     """The outcome of a job whose parts all stand; raises `BrokenInvariant`. Reads every part once, for its hash."""
     check_parts(ledger, job, segments, parts)
     ordered = [parts[number] for number in sorted(parts)]
-    tally = Tally(ordered)
+    tally = PartTotals(ordered)
     counts, usage = tally.counts(), tally.usage()
     models = {shard.number: shard.model for segment in segments for shard in segment.shards}
     repeated, at_most, lost = _repeated(ledger, ordered)
@@ -138,7 +138,7 @@ def failed_manifest(
     """The outcome of a job that can't be completed. It lists and counts `parts`; the other rows have no result, and
     what attempts at them have cost is not added up."""
     ordered = [parts[number] for number in sorted(parts)]
-    tally = Tally(ordered)
+    tally = PartTotals(ordered)
     return Manifest(
         job=job.id,
         status=JobStatus.FAILED,
@@ -163,22 +163,22 @@ def _files(ledger: JobLedger, parts: Iterable[PartEntry]) -> tuple[FileEntry, ..
 
 
 def _spent(
-    parts: Sequence[tuple[str, PartSummary]], more: Sequence[tuple[str, Worked]], price_per_hour: float | None
-) -> Spent:
-    spent = Spent()
+    parts: Sequence[tuple[str, PartSummary]], more: Sequence[tuple[str, WorkerTime]], price_per_hour: float | None
+) -> JobCost:
+    spent = JobCost()
     for worked in (*(one for _, summary in parts for one in work_of(summary).values()), *(one for _, one in more)):
         spent.add(worked, price_per_hour)
     return spent
 
 
-def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int, list[tuple[int, Worked]]]:
+def _repeated(ledger: JobLedger, parts: Sequence[PartEntry]) -> tuple[Usage, int, list[tuple[int, WorkerTime]]]:
     """Tokens that were sampled for nothing and are in no part's usage, a bound for what nobody logged, and what the
     former took of workers, each with its shard's number.
 
     An attempt that died lost what it had sampled since its last durable checkpoint: the interval whose checkpoint was
     being written, and the one after. Attempts of one session died together.
     """
-    repeated, dead, lost = 0, set[str](), list[tuple[int, Worked]]()
+    repeated, dead, lost = 0, set[str](), list[tuple[int, WorkerTime]]()
     troubled = ledger.troubled()
     for part in parts:
         summary = part.summary

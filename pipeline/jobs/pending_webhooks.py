@@ -15,20 +15,20 @@ from typing import Final, Literal
 from pydantic import AwareDatetime
 
 from pipeline.ports import ObjectStore
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 WANTED: Final = "webhooks/wanted/"
 DUE: Final = "webhooks/due/"
 
 
-class Wanted(Paper):
+class WebhookRequest(StoredModel):
     """`webhooks/wanted/JOB`: since `at` somebody wants to know of its end."""
 
     version: Literal[1] = 1
     at: AwareDatetime
 
 
-class Due(Paper):
+class DueWebhook(StoredModel):
     """`webhooks/due/ENDPOINT/JOB`.
 
     Attributes:
@@ -45,4 +45,4 @@ class Due(Paper):
 
 def want_notice(store: ObjectStore, job: str, now: datetime) -> None:
     """A job of this id is about to be made, and somebody wants to know of its end."""
-    store.create(WANTED + job, Wanted(at=now).to_json())
+    store.create(WANTED + job, WebhookRequest(at=now).to_json())

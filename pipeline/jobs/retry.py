@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipeline.jobs.submit import Order, Submitted, derived_job_id, submit
+from pipeline.jobs.submit import JobOrder, SubmittedJob, derived_job_id, submit
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger, part_key
 from pipeline.ports import PipelineError, World
@@ -55,7 +55,7 @@ class NothingToRetry(PipelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RetryOverrides:
     """What a retry has otherwise than its first job; None: as there, and no deadline."""
 
     tier: Tier | None = None
@@ -153,14 +153,14 @@ def retried_settings(first: Retry, max_output_tokens: int | None) -> JobSettings
     return settings.model_copy(update={"default_max_tokens": default, "max_output_tokens": max_output_tokens})
 
 
-def limit_of_retry(job: Job, wishes: Wishes) -> float | None:
+def limit_of_retry(job: Job, wishes: RetryOverrides) -> float | None:
     """What the retry alone may cost: as much as the first job might, unless something else is wished."""
     return job.max_cost if wishes.max_cost is None else wishes.max_cost
 
 
 def submit_retry(
-    first: Retry, ended: Manifest, wishes: Wishes, world: World, before: Callable[[str], None] = lambda _: None
-) -> Submitted:
+    first: Retry, ended: Manifest, wishes: RetryOverrides, world: World, before: Callable[[str], None] = lambda _: None
+) -> SubmittedJob:
     """The retry as a job in the first one's root, `world.store`: made now, or by the same call before.
 
     Its id follows from the first job and from what is asked for. So asking twice, or two at once, is one job; only
@@ -192,8 +192,8 @@ def submit_retry(
         if manifest is None:
             mark(ledger)  # whoever made it may have been interrupted
         if manifest is None or manifest.status is not JobStatus.FAILED:
-            return Submitted(standing, created=False)
-    order = Order(
+            return SubmittedJob(standing, created=False)
+    order = JobOrder(
         input=job.input, models=job.models, settings=settings, tenant=job.tenant, tier=wishes.tier or job.tier,
         deadline=wishes.deadline, max_cost=limit_of_retry(job, wishes),
         output_expires_after=job.output_expires_after, retry_of=job.id, metadata=job.metadata,

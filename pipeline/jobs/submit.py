@@ -44,7 +44,7 @@ class DifferentJob(PipelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobOrder:
     """What a door wants: a job without id and time. A deadline given as an amount of time counts from acceptance: the
     same order later means the same deadline as before."""
 
@@ -62,7 +62,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedJob:
     """The job that stands, and whether this call made it. `job.input` names the files where they are now."""
 
     job: Job
@@ -70,8 +70,8 @@ class Submitted:
 
 
 def submit(
-    order: Order, ledger: JobLedger, world: World, *, job_id: str | None = None, fresh: bool = False
-) -> Submitted:
+    order: JobOrder, ledger: JobLedger, world: World, *, job_id: str | None = None, fresh: bool = False
+) -> SubmittedJob:
     """Accept the order, or find the job that the same order made here before.
 
     Args:
@@ -102,7 +102,7 @@ def submit(
         if ledger.create_job(job):
             mark(ledger)  # a sweep may have found the marker without its job
             _record_run(ledger, world, now)
-            return Submitted(job, created=True)
+            return SubmittedJob(job, created=True)
         standing = ledger.job()  # another door was first
     differences = _differences(standing, order)
     if differences:
@@ -112,7 +112,7 @@ def submit(
         _record_run(ledger, world, now)
     else:
         tidy(ledger)  # whoever ended the job may have been interrupted
-    return Submitted(standing.model_copy(update={"input": order.input}), created=False)
+    return SubmittedJob(standing.model_copy(update={"input": order.input}), created=False)
 
 
 def clear(ledger: JobLedger) -> None:
@@ -188,7 +188,7 @@ def _check_place(ledger: JobLedger, standing: Job | None) -> None:
                 )
 
 
-def _differences(job: Job, order: Order) -> list[tuple[str, str, str]]:
+def _differences(job: Job, order: JobOrder) -> list[tuple[str, str, str]]:
     """What sets the order apart from the job; where the same bytes lie doesn't matter."""
     old, new = dict(_facts(job)), dict(_facts(order))
     old["deadline"], new["deadline"] = job.deadline and job.deadline.isoformat(), None
@@ -207,7 +207,7 @@ def _differences(job: Job, order: Order) -> list[tuple[str, str, str]]:
     ]
 
 
-def _facts(order: Job | Order) -> Iterator[tuple[str, Any]]:
+def _facts(order: Job | JobOrder) -> Iterator[tuple[str, Any]]:
     yield "input.format", order.input.format.value
     yield "input.files", len(order.input.files)
     for index, file in enumerate(order.input.files):

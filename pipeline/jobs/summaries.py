@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from pipeline.jobs.manifest import Tally
+from pipeline.jobs.manifest import PartTotals
 from pipeline.ledger.active_index import open_jobs
 from pipeline.ledger.ledger import JOB, JOBS, JobLedger, JobNotFound, LedgerError
 from pipeline.ports import ObjectStore, PipelineError
@@ -126,7 +126,7 @@ def summarize_job(ledger: JobLedger, *, exact: bool = True) -> JobSummary:
     shards = {shard.number for segment in segments for shard in segment.shards}
     planned = {number for segment in segments for number in segment.parts}
     parts = [number for number, _ in ledger.parts() if number in planned]
-    tally = Tally(read_part(ledger, number) for number in parts)
+    tally = PartTotals(read_part(ledger, number) for number in parts)
     return JobSummary(
         job.id,
         ledger.place(),

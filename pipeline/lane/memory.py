@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.lane.protocol import NO_SHARES, LaneFull, LaneSettings, Shares, full_message
+from pipeline.lane.protocol import NO_SHARES, LaneFull, LaneSettings, TenantShares, full_message
 from pipeline.ports import Clock, PipelineError
 from schemas.workers.lane import LaneEvent, LaneRequest, Position, closes_attempt, position_of, request_json
 
@@ -93,7 +93,9 @@ class MemoryLane:
 
     # -- the workers' side
 
-    def take(self, worker: str, models: Sequence[str], most: int, timeout: float, shares: Shares) -> list[LaneRequest]:
+    def take(
+        self, worker: str, models: Sequence[str], most: int, timeout: float, shares: TenantShares
+    ) -> list[LaneRequest]:
         """See `LaneWorker.take`."""
         with self._changed:
             self._changed.wait_for(lambda: self._may_take(models, shares), timeout)
@@ -159,11 +161,11 @@ class MemoryLane:
         if tenants.total() >= bounds.most_waiting or own >= bounds.most_waiting_each:
             raise LaneFull(full_message(request, bounds, own))
 
-    def _may_take(self, models: Sequence[str], shares: Shares) -> bool:
+    def _may_take(self, models: Sequence[str], shares: TenantShares) -> bool:
         return any(shares.held.get(call.request.tenant, 0) < shares.most_each for call in self._free(models))
 
-    def _in_turn(self, models: Sequence[str], most: int, shares: Shares) -> list[_Call]:
-        """Up to `most` free requests, by tenant (see `Shares`)."""
+    def _in_turn(self, models: Sequence[str], most: int, shares: TenantShares) -> list[_Call]:
+        """Up to `most` free requests, by tenant (see `TenantShares`)."""
         waiting: dict[str, deque[_Call]] = {}
         for call in self._free(models):
             waiting.setdefault(call.request.tenant, deque()).append(call)
@@ -217,7 +219,9 @@ class MemoryLaneWorker:
         self._lane = lane
         self._name = name
 
-    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+    def take(
+        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+    ) -> list[LaneRequest]:
         """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
         return self._lane.take(self._name, models, most, timeout, shares)
 

@@ -82,7 +82,7 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TenantShares:
     """What a worker holds of each tenant. The next request that it takes is the oldest one of the tenant of which it
     holds the fewest; of equal ones the tenant whose turn was longest ago.
 
@@ -95,14 +95,16 @@ class Shares:
     most_each: int = 2**31
 
 
-NO_SHARES: Final = Shares()
+NO_SHARES: Final = TenantShares()
 """Nothing is held."""
 
 
 class LaneWorker(Protocol):
     """A worker's side. Calls raise `ServiceUnavailable` when the lane can't be reached."""
 
-    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+    def take(
+        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+    ) -> list[LaneRequest]:
         """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds. One that another
         worker took and didn't begin to answer before it fell silent is handed out again."""
         ...

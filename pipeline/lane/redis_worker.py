@@ -11,7 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
-from pipeline.lane.protocol import NO_SHARES, LaneSettings, Shares
+from pipeline.lane.protocol import NO_SHARES, LaneSettings, TenantShares
 from pipeline.lane.redis_scripts import EMIT, HOLD, TAKE
 from pipeline.ports import Clock
 from schemas.workers.lane import LaneEvent, LaneRequest, closes_attempt, event_json, read_request
@@ -77,7 +77,9 @@ class RedisLaneWorker:
         self._emit = self._client.script(EMIT)
         self._hold = self._client.script(HOLD)
 
-    def take(self, models: Sequence[str], most: int, timeout: float, shares: Shares = NO_SHARES) -> list[LaneRequest]:
+    def take(
+        self, models: Sequence[str], most: int, timeout: float, shares: TenantShares = NO_SHARES
+    ) -> list[LaneRequest]:
         """Up to `most` requests for these models, tenants in turn, or none after `timeout` seconds."""
         until = self._clock.monotonic() + timeout
         while models and most > 0:
@@ -143,7 +145,7 @@ class RedisLaneWorker:
 
     # -- taking
 
-    def _take_of(self, model: str, most: int, shares: Shares, seen: dict[str, bytes]) -> list[_Taken]:
+    def _take_of(self, model: str, most: int, shares: TenantShares, seen: dict[str, bytes]) -> list[_Taken]:
         """Requests for one model. Notes in `seen` behind what to wait for more."""
         names = ("waiting", "turns", "sent", "callers")
         waiting, turns, sent, callers = (self._client.key("lane", name, model) for name in names)

@@ -19,7 +19,7 @@ ACTIVE: Final = "active/"
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """What a sweep has mended: open jobs that had no marker, and markers that were stale."""
 
     marked: int = 0
@@ -56,7 +56,7 @@ def jobs_to_close(store: ObjectStore) -> set[str]:
     return {info.key.removeprefix(CLOSE) for info in store.list(CLOSE)}
 
 
-def sweep(store: ObjectStore) -> Swept:
+def sweep(store: ObjectStore) -> SweepResult:
     """Mark every open job and remove every stale marker. Looks at all jobs that ever were: slow, and rarely needed.
 
     A job that is being made at this moment keeps its marker: both its door and the sweep look again, and whoever is
@@ -81,7 +81,7 @@ def sweep(store: ObjectStore) -> Swept:
                 mark(ledger)
                 continue
         removed += 1
-    return Swept(marked, removed)
+    return SweepResult(marked, removed)
 
 
 def marked_jobs(store: ObjectStore) -> Iterator[JobLedger]:

@@ -23,7 +23,7 @@ from schemas.jobs.job import Closing, Job
 from schemas.jobs.outcome import JobStatus, Manifest
 from schemas.jobs.plan import PlanSegment, ShardRef
 from schemas.jobs.progress import Progress
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 JOB = "job.json"
 MANIFEST = "manifest.json"
@@ -49,7 +49,7 @@ REJECTS = 0
 
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _CHUNK = 1 << 20
-SomePaper = TypeVar("SomePaper", bound=Paper)
+SomePaper = TypeVar("SomePaper", bound=StoredModel)
 
 logger = structlog.get_logger(__name__)
 
@@ -420,10 +420,10 @@ class JobLedger:
             data = self.store.read(self.prefix + key)
         except ObjectNotFound:
             return None
-        return read_paper(self.place(key), data, kind)
+        return parse_stored(self.place(key), data, kind)
 
 
-def read_paper(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
+def parse_stored(where: str, data: bytes, kind: type[SomePaper]) -> SomePaper:
     """A paper from its JSON; raises `LedgerError` that names `where` when it is damaged or of a later version."""
     try:
         raw = orjson.loads(data)

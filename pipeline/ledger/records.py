@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.jobs.outcome import Counts, Usage, Worked
-from schemas.stored import Count, Paper, Report
+from schemas.jobs.outcome import Counts, Usage, WorkerTime
+from schemas.stored import Count, StoredModel, StoredReport
 
 EngineFact = str | int | float | bool | None
 
@@ -40,7 +40,7 @@ class ShardReport:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-class PartSummary(Report):
+class PartSummary(StoredReport):
     """The footer of a part: all that a manifest needs, so that nobody scans results to add up a job.
 
     Attributes:
@@ -71,10 +71,10 @@ class PartSummary(Report):
     versions: dict[str, str] = Field(default_factory=dict)
     exposed: Count = 0
     accounted: dict[str, Count] = Field(default_factory=dict)
-    worked: dict[str, Worked] = Field(default_factory=dict)
+    worked: dict[str, WorkerTime] = Field(default_factory=dict)
 
 
-class AttemptRecord(Report):
+class AttemptRecord(StoredReport):
     """`work/NNNNN/attempt-NNNN.json`: a worker began on the shard. How often a shard was tried survives any crash.
 
     `session` is one life of the worker: attempts of the same session end with the same death.
@@ -88,7 +88,7 @@ class AttemptRecord(Report):
     started_at: AwareDatetime
 
 
-class NoteRecord(Paper):
+class NoteRecord(StoredModel):
     """`work/NNNNN/note-ATTEMPT_ID-SEQ.json`: from here on the attempt computes these rows of the shard, nothing else.
     Empty: they survived, and it computes what it likes again."""
 
@@ -96,17 +96,17 @@ class NoteRecord(Paper):
     rows: tuple[Count, ...] = ()
 
 
-class EndRecord(Report):
+class EndRecord(StoredReport):
     """`work/NNNNN/ended-ATTEMPT_ID.json`: an attempt that ended without a commit, all tokens it had sampled, and
     what it took of its worker."""
 
     version: Literal[1] = 1
     attempt_id: str
     generated: Count
-    worked: Worked = Worked()
+    worked: WorkerTime = WorkerTime()
 
 
-class PlanningFailure(Report):
+class PlanningFailure(StoredReport):
     """`work/planning/failed-NN.json`: planning the job failed for a reason that was not foreseen. How often it did
     survives any restart."""
 
@@ -116,7 +116,7 @@ class PlanningFailure(Report):
     at: AwareDatetime
 
 
-class UnreadableRecord(Report):
+class UnreadableRecord(StoredReport):
     """`work/NNNNN/unreadable-ATTEMPT_ID.json`: an attempt could not go on with the shard, and why: its objects, or the
     plan's, can't be read, or an error was never foreseen. After some of these the shard is given up."""
 
@@ -126,14 +126,14 @@ class UnreadableRecord(Report):
     reason: str
 
 
-class RunRecord(Report):
+class RunRecord(StoredReport):
     """`work/runs/ID.json`: a run took the job up (again); so the time between runs is not billed."""
 
     version: Literal[1] = 1
     started_at: AwareDatetime
 
 
-class Tombstone(Paper):
+class Tombstone(StoredModel):
     """`tombstone.json`: the results of the job were removed, or are being removed since then. Its order and its outcome
     stay."""
 

@@ -34,7 +34,7 @@ _END: Final = "~"
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class TenantIndex:
     """What a tenant has of one kind, by ids. `tenant`: its folder. `kind`: the name of the markers' folders."""
 
     tenant: str
@@ -77,14 +77,14 @@ def tenant_folder(tenant: str) -> str:
     return f"{TENANTS}t-{quoted}/"
 
 
-def batches_of(tenant: str) -> Shelf:
+def batches_of(tenant: str) -> TenantIndex:
     """Its jobs."""
-    return Shelf(tenant_folder(tenant), "batches")
+    return TenantIndex(tenant_folder(tenant), "batches")
 
 
-def files_of(tenant: str) -> Shelf:
+def files_of(tenant: str) -> TenantIndex:
     """Its files."""
-    return Shelf(tenant_folder(tenant), "files")
+    return TenantIndex(tenant_folder(tenant), "files")
 
 
 def idempotency_of(tenant: str) -> str:

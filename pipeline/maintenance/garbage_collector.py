@@ -8,7 +8,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.maintenance.retention import Collector, RetentionSettings
+from pipeline.maintenance.retention import RetentionSettings, RetentionSweep
 from pipeline.ports import Lease, World
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.supervision import reason_of
@@ -21,7 +21,7 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HousekeepingSettings:
+class GarbageCollectorSettings:
     """Times in seconds.
 
     Attributes:
@@ -34,7 +34,7 @@ class HousekeepingSettings:
     again: float = 600.0
 
 
-class Housekeeper:
+class GarbageCollector:
     """Collects again and again. Several may run.
 
     Args:
@@ -45,12 +45,12 @@ class Housekeeper:
         self,
         world: World,
         retention: RetentionSettings,
-        settings: HousekeepingSettings | None = None,
+        settings: GarbageCollectorSettings | None = None,
         lease: Lease | None = None,
     ) -> None:
         self._world = world
         self._retention = retention
-        self._settings = settings or HousekeepingSettings()
+        self._settings = settings or GarbageCollectorSettings()
         self._lease = lease
         self._again = min(self._settings.every, self._settings.again)
         self._next = world.clock.monotonic() + self._again
@@ -82,7 +82,7 @@ class Housekeeper:
 
     def _collect(self, stop: threading.Event) -> bool:
         try:
-            found = Collector(self._world, self._retention, stopped=stop.is_set).run()
+            found = RetentionSweep(self._world, self._retention, stopped=stop.is_set).run()
         except Exception as error:  # noqa: BLE001 - the next collection goes on with it
             logger.error("not all was collected", reason=reason_of(error, "housekeeping", self._world))
             return False

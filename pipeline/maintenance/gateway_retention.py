@@ -14,9 +14,9 @@ from pipeline.gateway.files.service import (
     open_reader,
     unmark_deleted,
 )
-from pipeline.gateway.records import FILES, Heard
+from pipeline.gateway.records import FILES, IdempotencyRecord
 from pipeline.jobs.submit import id_moment
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ledger.tenant_index import TENANTS
 from pipeline.ports import ObjectInfo, ObjectNotFound, ObjectStore
 
@@ -77,7 +77,7 @@ def old_words(store: ObjectStore, before: datetime) -> Iterator[ObjectInfo]:
     for tenant in store.folders(TENANTS):
         for info in list(store.list(f"{tenant}idempotency/")):
             try:
-                heard = read_paper(store.locate(info.key), store.read(info.key), Heard)
+                heard = parse_stored(store.locate(info.key), store.read(info.key), IdempotencyRecord)
             except ObjectNotFound:
                 continue
             if heard.at <= before:

@@ -47,7 +47,7 @@ INCOMING: Final = "incoming/"
 T = TypeVar("T")
 
 
-class Kind(StrEnum):
+class RemovedKind(StrEnum):
     """Of what was removed."""
 
     WORK = "work"
@@ -80,16 +80,16 @@ class RetentionSettings:
 
 
 @dataclass(slots=True)
-class Collected:
+class RetentionCounts:
     """What was removed, or would be: objects and bytes by kind, and jobs whose results went."""
 
-    objects: Counter[Kind] = field(default_factory=Counter)
-    num_bytes: Counter[Kind] = field(default_factory=Counter)
+    objects: Counter[RemovedKind] = field(default_factory=Counter)
+    num_bytes: Counter[RemovedKind] = field(default_factory=Counter)
     jobs: list[str] = field(default_factory=list)
 
 
 @runtime_checkable
-class HoldsUploads(Protocol):
+class UploadStore(Protocol):
     """A store in which uploads in parts can be left behind."""
 
     def abort_stale_uploads(self, before: datetime) -> int:
@@ -97,7 +97,7 @@ class HoldsUploads(Protocol):
         ...
 
 
-class Collector:
+class RetentionSweep:
     """Collects what a root needs no more. Several may run.
 
     Args:
@@ -118,12 +118,12 @@ class Collector:
         self._settings = settings or RetentionSettings()
         self._dry_run = dry_run
         self._stopped = stopped
-        self._collected = Collected()
+        self._collected = RetentionCounts()
 
-    def run(self) -> Collected:
+    def run(self) -> RetentionCounts:
         """One collection. Raises `PipelineError` where the store fails or a paper can't be read; then what was removed
         by then stays removed, and the next collection goes on."""
-        self._collected = Collected()
+        self._collected = RetentionCounts()
         if not self._dry_run:
             sweep(self._store)
         for prefix in self._unless_stopped(self._store.folders(JOBS)):
@@ -133,8 +133,8 @@ class Collector:
         self._collect_letters()
         self._collect_spending()
         self._collect_markers()
-        if isinstance(self._store, HoldsUploads) and not self._dry_run:
-            self._collected.objects[Kind.UPLOAD] += self._store.abort_stale_uploads(
+        if isinstance(self._store, UploadStore) and not self._dry_run:
+            self._collected.objects[RemovedKind.UPLOAD] += self._store.abort_stale_uploads(
                 self._now() - self._settings.uploads
             )
         return self._collected
@@ -159,7 +159,7 @@ class Collector:
                 ledger.create_tombstone(Tombstone(job=manifest.job, at=self._now()))
         for name, info in _objects(ledger):
             if name == PROGRESS or name.startswith(OWN_FOLDERS):
-                self._remove(Kind.RESULTS, info)
+                self._remove(RemovedKind.RESULTS, info)
         self._collect_batches(ledger)
 
     def _has_expired(self, job: Job, manifest: Manifest) -> bool:
@@ -173,14 +173,14 @@ class Collector:
             objects += _objects(ledger, folder)
         for name, info in found[WORK]:
             if name.removeprefix(WORK).partition("/")[0].isdigit():
-                self._remove(Kind.WORK, info)
+                self._remove(RemovedKind.WORK, info)
         if found[SHARDS]:
             segments = list(ledger.segments())
             named = {shard.key for segment in segments for shard in segment.shards}
             named |= {segment.rejects.key for segment in segments if segment.rejects is not None}
             for name, info in found[SHARDS]:
                 if name not in named:
-                    self._remove(Kind.LOST_PLAN, info)
+                    self._remove(RemovedKind.LOST_PLAN, info)
 
     def _collect_batches(self, ledger: JobLedger) -> None:
         job = ledger.job()
@@ -192,7 +192,7 @@ class Collector:
                 key = INTAKE + file.uri.removeprefix(ours)
                 info = self._store.info(key)
                 if info is not None:
-                    self._remove(Kind.BATCH, info)
+                    self._remove(RemovedKind.BATCH, info)
                 self._collect_beside(key)
 
     def _collect_beside(self, key: str) -> None:
@@ -202,7 +202,7 @@ class Collector:
         beside = [info for info in self._store.list(beginning + dash) if info.key != key] if dash else []
         if not any(info.key.endswith(".jsonl") for info in beside):
             for info in beside:
-                self._remove(Kind.BATCH, info)
+                self._remove(RemovedKind.BATCH, info)
 
     def _collect_tickets(self) -> None:
         """Of tasks that are so old that nobody brings them again. Lines that a task brought along are its job's input;
@@ -217,17 +217,17 @@ class Collector:
             if ledger.find_job() is None:
                 for beside in list(self._store.list(info.key.removesuffix(TICKET))):
                     if beside.key != info.key:
-                        self._remove(Kind.BATCH, beside)
+                        self._remove(RemovedKind.BATCH, beside)
             elif ledger.manifest() is None:
                 continue
-            self._remove(Kind.TICKET, info)
+            self._remove(RemovedKind.TICKET, info)
 
     def _collect_files(self) -> None:
         now = self._now()
         for info in self._unless_stopped(expired_files(self._store, now, self._settings.uploads, self._dry_run)):
-            self._remove(Kind.FILE, info)
+            self._remove(RemovedKind.FILE, info)
         for info in self._unless_stopped(old_words(self._store, now - self._settings.intake)):
-            self._remove(Kind.TICKET, info)
+            self._remove(RemovedKind.TICKET, info)
 
     def _collect_letters(self) -> None:
         if self._settings.letters is None:
@@ -236,11 +236,11 @@ class Collector:
         old = [found.letter.id for found in DeadLetters(self._world).letters() if found.letter.recorded_at <= before]
         for letter in self._unless_stopped(old):
             for info in letter_objects(self._store, letter):
-                self._remove(Kind.LETTER, info)
+                self._remove(RemovedKind.LETTER, info)
 
     def _collect_spending(self) -> None:
         for info in self._unless_stopped(old_spending(self._store, self._now().date())):
-            self._remove(Kind.MARKER, info)
+            self._remove(RemovedKind.MARKER, info)
 
     def _collect_markers(self) -> None:
         """Of the root's own drop place: others' files can't be looked for from here, and their markers stay."""
@@ -250,9 +250,9 @@ class Collector:
             if there is None:
                 there = {file_hash(self._store.locate(found.key)) for found in self._store.list(INCOMING)}
             if info.key.removeprefix(markers).partition("-")[0] not in there:
-                self._remove(Kind.MARKER, info)
+                self._remove(RemovedKind.MARKER, info)
 
-    def _remove(self, kind: Kind, info: ObjectInfo) -> None:
+    def _remove(self, kind: RemovedKind, info: ObjectInfo) -> None:
         self._collected.objects[kind] += 1
         self._collected.num_bytes[kind] += info.size
         if not self._dry_run:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from schemas.models import ModelPin
 from schemas.releases import CanaryAnswer, CanaryFailure, CanaryRecord
@@ -33,7 +33,7 @@ class Canaries:
             data = self._store.read(key)
         except ObjectNotFound:
             return None
-        return read_paper(self._store.locate(key), data, CanaryRecord)
+        return parse_stored(self._store.locate(key), data, CanaryRecord)
 
     def record(self, record: CanaryRecord) -> bool:
         """Write it down; False when another was first, which then counts."""
@@ -51,7 +51,7 @@ class Canaries:
         """How many workers found other answers, by the model's name."""
         found: Counter[str] = Counter()
         for info in self._store.list(FAILED):
-            failure = read_paper(self._store.locate(info.key), self._store.read(info.key), CanaryFailure)
+            failure = parse_stored(self._store.locate(info.key), self._store.read(info.key), CanaryFailure)
             found[failure.pin.name] += 1
         return found
 

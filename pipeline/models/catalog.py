@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.ledger.ledger import LedgerError, read_paper
+from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from schemas.models import CatalogEntry, ModelPin
 
@@ -78,7 +78,7 @@ class Catalog:
             data = self._store.read(key)
         except ObjectNotFound:
             return None
-        return read_paper(self._store.locate(key), data, CatalogEntry)
+        return parse_stored(self._store.locate(key), data, CatalogEntry)
 
 
 def version_name(pin: ModelPin) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Final, Literal
 
-from schemas.releases import Bounds, Comparison, Drift
+from schemas.releases import Bounds, LogprobDrift, ReleaseComparison
 from schemas.settings.releases import ReleaseRules
 
 LIMITS: Final = 3
@@ -47,15 +47,15 @@ class ShadowedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReleaseVerdict:
     """What a comparison comes to."""
 
     promote: bool
     reasons: tuple[str, ...]
-    comparison: Comparison
+    comparison: ReleaseComparison
 
 
-def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: Drift | None) -> Verdict | None:
+def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseVerdict | None:
     """The verdict, as soon as there is one; None: more is to be compared. `shards`: in the order in which they came."""
     most = max(rules.most_shards, rules.least_shards)
     look, count = 0, min(rules.least_shards, most)
@@ -64,22 +64,22 @@ def judge(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: Drift | N
         standings = _standings(compared, rules)
         broken = [why for standing, why in standings if standing == "broken"]
         if broken:
-            return Verdict(False, tuple(broken), compared)
+            return ReleaseVerdict(False, tuple(broken), compared)
         if all(standing == "kept" for standing, _ in standings):
-            return Verdict(True, tuple(why for _, why in standings), compared)
+            return ReleaseVerdict(True, tuple(why for _, why in standings), compared)
         if count == most:
             left = [why for standing, why in standings if standing == "open"]
-            return Verdict(False, ("not shown to be as good", *left), compared)
+            return ReleaseVerdict(False, ("not shown to be as good", *left), compared)
         look, count = look + 1, min(2 * count, most)
     return None
 
 
-def standing_of(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: Drift | None) -> Comparison:
+def standing_of(shards: Sequence[ShadowedShard], rules: ReleaseRules, drift: LogprobDrift | None) -> ReleaseComparison:
     """What all that was compared says so far, for somebody who looks; decides nothing."""
     return compare(shards, drift, 1 - rules.confidence)
 
 
-def compare(shards: Sequence[ShadowedShard], drift: Drift | None, error: float) -> Comparison:
+def compare(shards: Sequence[ShadowedShard], drift: LogprobDrift | None, error: float) -> ReleaseComparison:
     """The figures, with bounds that each may be missed on either side with probability `error`."""
     rows = sum(shard.rows for shard in shards)
     failed, mended = sum(shard.failed for shard in shards), sum(shard.mended for shard in shards)
@@ -87,7 +87,7 @@ def compare(shards: Sequence[ShadowedShard], drift: Drift | None, error: float) 
     latency = _mean([shard.latency for shard in shards if shard.latency is not None], error)
     if latency is not None:
         latency = Bounds(**{name: math.exp(min(value, 50.0)) for name, value in latency.model_dump().items()})
-    return Comparison(
+    return ReleaseComparison(
         shards=len(shards), rows=rows, failed=failed, mended=mended, agreement=agreement, latency=latency, drift=drift,
         more_errors=_more_errors(rows, failed, mended, error),
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _error(rules: ReleaseRules, look: int) -> float:
     return (1 - rules.confidence) / (2.0 ** (look + 1) * LIMITS)
 
 
-def _standings(compared: Comparison, rules: ReleaseRules) -> list[tuple[Standing, str]]:
+def _standings(compared: ReleaseComparison, rules: ReleaseRules) -> list[tuple[Standing, str]]:
     """How each limit stands, and in words."""
     found = []
     if compared.drift is not None and rules.drift is not None:

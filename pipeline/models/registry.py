@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, TypeVar
 
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.models.catalog import Catalog
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError
 from schemas.models import CatalogEntry
-from schemas.releases import Comparison, Drift, Outcome, Release
+from schemas.releases import LogprobDrift, Release, ReleaseComparison, ReleaseOutcome
 from schemas.settings.releases import ReleaseRules
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 RELEASES: Final = "releases/"
-SomePaper = TypeVar("SomePaper", bound=Paper)
+SomePaper = TypeVar("SomePaper", bound=StoredModel)
 
 
 class ReleaseError(PipelineError):
@@ -33,11 +33,11 @@ class ReleaseError(PipelineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReleaseState:
     """A release, and its outcome once there is one."""
 
     release: Release
-    outcome: Outcome | None
+    outcome: ReleaseOutcome | None
 
     @property
     def served(self) -> CatalogEntry:
@@ -46,25 +46,25 @@ class Standing:
         return self.release.candidate if promoted else self.release.stable
 
 
-class ReleaseBook:
+class ModelRegistry:
     """The releases of the root in `store`. Holds no state."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._catalog = Catalog(store)
 
-    def last(self, name: str) -> Standing | None:
+    def last(self, name: str) -> ReleaseState | None:
         """The last release of the model; None: there was none."""
         return self._last(_folder(name))
 
-    def all_last(self) -> Iterator[Standing]:
+    def all_last(self) -> Iterator[ReleaseState]:
         """The last release of each model that ever had one."""
         for folder in list(self._store.folders(RELEASES)):
             standing = self._last(folder)
             if standing is not None:
                 yield standing
 
-    def history(self, name: str) -> list[Standing]:
+    def history(self, name: str) -> list[ReleaseState]:
         """All releases of the model, the first one first."""
         found = (self._read(_folder(name), number) for number in sorted(self._numbers(_folder(name))))
         return [standing for standing in found if standing is not None]
@@ -110,17 +110,19 @@ class ReleaseBook:
         by: Literal["comparison", "time", "operator"],
         at: datetime,
         reasons: tuple[str, ...] = (),
-        comparison: Comparison | None = None,
-    ) -> Outcome:
+        comparison: ReleaseComparison | None = None,
+    ) -> ReleaseOutcome:
         """End a release; the outcome that counts, which is another if somebody was first."""
-        outcome = Outcome(release=release.id, verdict=verdict, by=by, reasons=reasons, comparison=comparison, at=at)
+        outcome = ReleaseOutcome(
+            release=release.id, verdict=verdict, by=by, reasons=reasons, comparison=comparison, at=at
+        )
         key = f"{RELEASES}{release.id}/outcome.json"
         if not self._store.create(key, outcome.to_json()):
-            outcome = self._paper(key, Outcome) or outcome
-        self.settle(Standing(release, outcome))
+            outcome = self._paper(key, ReleaseOutcome) or outcome
+        self.settle(ReleaseState(release, outcome))
         return outcome
 
-    def go_back(self, name: str, at: datetime) -> Standing:
+    def go_back(self, name: str, at: datetime) -> ReleaseState:
         """The version before the one that was promoted last is served again: a release of its own, decided at once.
         Raises `ReleaseError` where none was promoted."""
         last = self.last(name)
@@ -128,9 +130,11 @@ class ReleaseBook:
             raise ReleaseError(f"the last release of {name} was not promoted; there is nothing to go back from")
         former = last.release.stable
         release = self.begin(name, former, last.release.rules, at, "direct")
-        return Standing(release, self.end(release, "promoted", "operator", at, ("the version before is served again",)))
+        return ReleaseState(
+            release, self.end(release, "promoted", "operator", at, ("the version before is served again",))
+        )
 
-    def settle(self, standing: Standing) -> None:
+    def settle(self, standing: ReleaseState) -> None:
         """Have the catalog say what the release came to; does nothing where it does already. A worker that looked just
         before the end may have said something else."""
         if standing.outcome is None:
@@ -153,34 +157,34 @@ class ReleaseBook:
         self._catalog.publish(entry)
         return True
 
-    def note_drift(self, release: Release, drift: Drift) -> None:
+    def note_drift(self, release: Release, drift: LogprobDrift) -> None:
         """How far the candidate's log-probabilities lie from the stable version's; the first word counts."""
         self._store.create(f"{RELEASES}{release.id}/drift.json", drift.to_json())
 
-    def drift(self, release: Release) -> Drift | None:
+    def drift(self, release: Release) -> LogprobDrift | None:
         """What was noted."""
-        return self._paper(f"{RELEASES}{release.id}/drift.json", Drift)
+        return self._paper(f"{RELEASES}{release.id}/drift.json", LogprobDrift)
 
     def _numbers(self, folder: str) -> list[int]:
         """Of what lies there; whoever began one of them may have died before it was written."""
         names = [prefix[len(folder) :].rstrip("/") for prefix in self._store.folders(folder)]
         return [int(name) for name in names if name.isdigit()]
 
-    def _last(self, folder: str) -> Standing | None:
+    def _last(self, folder: str) -> ReleaseState | None:
         found = (self._read(folder, number) for number in sorted(self._numbers(folder), reverse=True))
         return next((standing for standing in found if standing is not None), None)
 
-    def _read(self, folder: str, number: int) -> Standing | None:
+    def _read(self, folder: str, number: int) -> ReleaseState | None:
         place = f"{folder}{number:05d}/"
         release = self._paper(f"{place}release.json", Release)
-        return None if release is None else Standing(release, self._paper(f"{place}outcome.json", Outcome))
+        return None if release is None else ReleaseState(release, self._paper(f"{place}outcome.json", ReleaseOutcome))
 
     def _paper(self, key: str, kind: type[SomePaper]) -> SomePaper | None:
         try:
             data = self._store.read(key)
         except ObjectNotFound:
             return None
-        return read_paper(self._store.locate(key), data, kind)
+        return parse_stored(self._store.locate(key), data, kind)
 
 
 def _folder(name: str) -> str:

@@ -16,10 +16,10 @@ import structlog
 from pipeline.ledger.ledger import LedgerError
 from pipeline.models.canaries import Canaries
 from pipeline.models.evaluation import ShadowedShard, judge, standing_of
-from pipeline.models.registry import ReleaseBook, Standing
-from pipeline.models.shadow_results import Compared, ShadowCopies
+from pipeline.models.registry import ModelRegistry, ReleaseState
+from pipeline.models.shadow_results import ShadowComparison, ShadowCopies
 from pipeline.ports import PipelineError, World
-from schemas.releases import Comparison, Outcome, Release
+from schemas.releases import Release, ReleaseComparison, ReleaseOutcome
 
 LOOK_SECONDS: Final = 2.0
 
@@ -27,7 +27,7 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseFigures:
+class ReleaseMetrics:
     """What a keeper saw last.
 
     Attributes:
@@ -36,21 +36,21 @@ class ReleaseFigures:
         canaries: workers that failed their canary prompts, by the model's name; of all time.
     """
 
-    open: dict[str, Comparison]
+    open: dict[str, ReleaseComparison]
     ended: dict[tuple[str, str], int]
     canaries: dict[str, int]
 
 
-class ReleaseKeeper:
+class RolloutController:
     """A `Part`. One thread runs it; `figures` is for any."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._book = ReleaseBook(world.store)
+        self._book = ModelRegistry(world.store)
         self._canaries = Canaries(world.store)
-        self._compared: dict[str, dict[str, Compared | None]] = {}  # release -> copy's key -> what came of it
+        self._compared: dict[str, dict[str, ShadowComparison | None]] = {}  # release -> copy's key -> what came of it
         self._ended: Counter[tuple[str, str]] = Counter()
-        self.figures = ReleaseFigures({}, {}, {})
+        self.figures = ReleaseMetrics({}, {}, {})
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`. What can't be read now is logged, and looked at again."""
@@ -63,7 +63,7 @@ class ReleaseKeeper:
 
     def look(self) -> None:
         """One look at the last release of each model."""
-        standing_open: dict[str, Comparison] = {}
+        standing_open: dict[str, ReleaseComparison] = {}
         for standing in self._book.all_last():
             if standing.outcome is None:
                 outcome, compared = self._look_at(standing.release)
@@ -71,12 +71,12 @@ class ReleaseKeeper:
                     standing_open[standing.release.name] = compared
                     self._begin_to_count(standing.release.name)
                     continue
-                standing = Standing(standing.release, outcome)
+                standing = ReleaseState(standing.release, outcome)
             self._settle(standing)
         canaries = dict(self._canaries.failures())
-        self.figures = ReleaseFigures(standing_open, dict(self._ended), canaries)
+        self.figures = ReleaseMetrics(standing_open, dict(self._ended), canaries)
 
-    def _look_at(self, release: Release) -> tuple[Outcome | None, Comparison]:
+    def _look_at(self, release: Release) -> tuple[ReleaseOutcome | None, ReleaseComparison]:
         shards, drift, rules = self._shards(release), self._book.drift(release), release.rules
         now = self._world.clock.now()
         compared = standing_of(shards, rules, drift)
@@ -105,7 +105,7 @@ class ReleaseKeeper:
         for verdict in ("promoted", "rolled_back"):
             self._ended[name, verdict] += 0
 
-    def _settle(self, standing: Standing) -> None:
+    def _settle(self, standing: ReleaseState) -> None:
         """Have the catalog follow, and remove the copies. A worker may finish one a moment after the end."""
         self._book.settle(standing)
         ShadowCopies(self._world.store, standing.release).remove()
@@ -115,12 +115,12 @@ class ReleaseKeeper:
         return _shards(self._world, release, self._compared.setdefault(release.id, {}))
 
 
-def compared_now(world: World, release: Release) -> Comparison:
+def compared_now(world: World, release: Release) -> ReleaseComparison:
     """How an open release stands; reads all copies."""
-    return standing_of(_shards(world, release, {}), release.rules, ReleaseBook(world.store).drift(release))
+    return standing_of(_shards(world, release, {}), release.rules, ModelRegistry(world.store).drift(release))
 
 
-def _shards(world: World, release: Release, known: dict[str, Compared | None]) -> list[ShadowedShard]:
+def _shards(world: World, release: Release, known: dict[str, ShadowComparison | None]) -> list[ShadowedShard]:
     """What was compared, in the order in which the copies were made: looks that are over see the same again. `known`:
     what came of each copy; grows."""
     copies = ShadowCopies(world.store, release)
@@ -134,6 +134,6 @@ def _shards(world: World, release: Release, known: dict[str, Compared | None]) -
     return [one.shard for one in _in_order(known.values()) if one.shard is not None]
 
 
-def _in_order(compared: Iterable[Compared | None]) -> list[Compared]:
+def _in_order(compared: Iterable[ShadowComparison | None]) -> list[ShadowComparison]:
     found = [one for one in compared if one is not None]
     return sorted(found, key=lambda one: (one.head.finished_at, one.head.job, one.head.shard))

@@ -21,7 +21,7 @@ from pipeline.jobs.lost_shards import read_table
 from pipeline.ledger.active_index import marked_jobs
 from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError
 from pipeline.ledger.records import ShardReport
-from pipeline.models.registry import ReleaseBook
+from pipeline.models.registry import ModelRegistry
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import ObjectNotFound, World
 from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
@@ -30,7 +30,7 @@ from schemas.jobs.job import Job, Tier
 from schemas.jobs.plan import ShardRef
 from schemas.models import ModelPin
 from schemas.releases import Release
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 LOOK_SECONDS: Final = 1.0
 """Between two looks for parts that are new, and whether the release has ended."""
@@ -58,7 +58,7 @@ class ShadowClient:
         self.worker = worker
         self._world = world
         self._release = release
-        self._book = ReleaseBook(world.store)
+        self._book = ModelRegistry(world.store)
         self._copies = ShadowCopies(world.store, release)
         self._jobs: dict[str, _Watched | None] = {}  # None: it has nothing to do with this release
         self._found: deque[tuple[_Watched, ShardRef]] = deque()
@@ -67,7 +67,7 @@ class ShadowClient:
         self._load = WorkerLoad()
 
     @property
-    def figures(self) -> WorkerFigures | None:
+    def figures(self) -> WorkerMetrics | None:
         """What the worker told last."""
         return self._load.figures
 

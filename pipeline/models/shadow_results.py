@@ -18,7 +18,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, part_key, read_paper
+from pipeline.ledger.ledger import JOBS, JobLedger, LedgerError, parse_stored, part_key
 from pipeline.models.evaluation import ShadowedShard
 from pipeline.models.registry import RELEASES
 from pipeline.ports import ObjectNotFound, ObjectStore
@@ -34,7 +34,7 @@ _COMPUTED: Final = {RowStatus.SUCCEEDED.value, RowStatus.FAILED.value}
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ShadowComparison:
     """One copy beside the part that it is of; `shard` None: they have no row in common that both computed."""
 
     head: ShadowHead
@@ -67,18 +67,18 @@ class ShadowCopies:
         pq.write_table(rows.replace_schema_metadata({FOOTER: head.to_json()}), body, compression="zstd")
         return self._store.create(self.key(job, shard), body.getvalue())
 
-    def compare(self, key: str) -> Compared | None:
+    def compare(self, key: str) -> ShadowComparison | None:
         """A copy and its part; None: the part is gone. Raises `LedgerError` when the copy is damaged."""
         try:
             copy = _table(self._store.read(key))
-            head = read_paper(self._store.locate(key), (copy.schema.metadata or {}).get(FOOTER, b""), ShadowHead)
+            head = parse_stored(self._store.locate(key), (copy.schema.metadata or {}).get(FOOTER, b""), ShadowHead)
             ledger = JobLedger(self._store, f"{JOBS}{head.job}/")
             part = _table(self._store.read(ledger.prefix + part_key(head.shard)))
         except ObjectNotFound:
             return None
         except pa.ArrowInvalid as error:
             raise LedgerError(f"{self._store.locate(key)}: is not a whole Parquet file ({error})") from error
-        return Compared(head, compare_rows(part.select(_COLUMNS), copy.select(_COLUMNS)))
+        return ShadowComparison(head, compare_rows(part.select(_COLUMNS), copy.select(_COLUMNS)))
 
     def remove(self) -> None:
         """Remove all of them: they hold answers, and the comparison is in the outcome."""

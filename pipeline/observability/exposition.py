@@ -14,7 +14,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from pipeline.observability.metric_definitions import METRICS, Metric
-from pipeline.observability.samples import Source, Times, Told
+from pipeline.observability.samples import Samples, Source, Times
 from pipeline.ports import PipelineError
 
 logger = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """What the sources tell now, in the table's order."""
-        told = Told()
+        told = Samples()
         for source in self._sources:
             try:
                 source(told)
@@ -46,7 +46,7 @@ class Metrics(Collector):
         return encoder(self._registry), content_type
 
 
-def _family(metric: Metric, told: Told) -> Family:
+def _family(metric: Metric, told: Samples) -> Family:
     labels, values = told.labels[metric.name], told.values[metric.name]
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)

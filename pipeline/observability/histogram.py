@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from schemas.workers.metrics import LATENCY_BOUNDS
 
 
-class Buckets:
+class LatencyRecorder:
     """Samples of a time, by bucket. Threads may share one.
 
     Args:

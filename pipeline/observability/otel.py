@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace import Span as OtelSpan
 
-from pipeline.tracing import Attributes, Kind, Place, Span, current_traceparent, place_of
+from pipeline.tracing import Attributes, Kind, Span, TraceContext, current_traceparent, place_of
 from schemas.jobs.job import Job
 
 _KINDS: Final = {
@@ -107,23 +107,23 @@ class OtelTraces:
         """Send what is left, within the exporter's own bound."""
         self._provider.shutdown()
 
-    def _place_of(self, job: Job) -> Place:
+    def _place_of(self, job: Job) -> TraceContext:
         digest = hashlib.sha256(job.id.encode()).digest()
         span = int.from_bytes(digest[:8], "big") or 1
         above = None if job.traceparent is None else place_of(job.traceparent)
         if above is not None:
-            return Place(above.trace, span, above.flags)
+            return TraceContext(above.trace, span, above.flags)
         # As the sampler of any of our processes would have it: those that there are go by the trace's id.
         trace = int.from_bytes(digest[8:24], "big") or 1
         sampled = self._provider.sampler.should_sample(None, trace, "job").decision is Decision.RECORD_AND_SAMPLE
-        return Place(trace, span, int(sampled))
+        return TraceContext(trace, span, int(sampled))
 
 
 class _Span:
     def __init__(self, span: OtelSpan) -> None:
         self._span = span
         context = span.get_span_context()
-        self.traceparent: str | None = str(Place(context.trace_id, context.span_id, int(context.trace_flags)))
+        self.traceparent: str | None = str(TraceContext(context.trace_id, context.span_id, int(context.trace_flags)))
 
     def set(self, attributes: Attributes) -> None:
         if self._span.is_recording():
@@ -149,20 +149,20 @@ class _Ids(RandomIdGenerator):
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def chosen(self, place: Place) -> _Chosen:
+    def chosen(self, place: TraceContext) -> _Chosen:
         return _Chosen(self._local, place)
 
     def generate_trace_id(self) -> int:
-        place: Place | None = getattr(self._local, "place", None)
+        place: TraceContext | None = getattr(self._local, "place", None)
         return super().generate_trace_id() if place is None else place.trace
 
     def generate_span_id(self) -> int:
-        place: Place | None = getattr(self._local, "place", None)
+        place: TraceContext | None = getattr(self._local, "place", None)
         return super().generate_span_id() if place is None else place.span
 
 
 class _Chosen:
-    def __init__(self, local: threading.local, place: Place) -> None:
+    def __init__(self, local: threading.local, place: TraceContext) -> None:
         self._local, self._place = local, place
 
     def __enter__(self) -> None:
@@ -177,7 +177,7 @@ def _known(attributes: Attributes | None) -> dict[str, str | int | float | bool]
     return {name: value for name, value in (attributes or {}).items() if value is not None}
 
 
-def _span_context(place: Place) -> SpanContext:
+def _span_context(place: TraceContext) -> SpanContext:
     return SpanContext(place.trace, place.span, is_remote=True, trace_flags=TraceFlags(place.flags))
 
 

@@ -22,7 +22,7 @@ class Times:
 Value = float | Times
 
 
-class Told:
+class Samples:
     """Values by name and labels. A name that isn't in the table, or other labels than it has there, are mistakes of
     ours.
 
@@ -44,6 +44,6 @@ class Told:
         self.values.setdefault(name, {})[given] = value
 
 
-Source = Callable[[Told], None]
+Source = Callable[[Samples], None]
 """Tells what a part of the process knows. Called by the threads that answer scrapes; may take the time of a look at a
 server, and raise `PipelineError` when that can't be had: then the rest is told without it."""

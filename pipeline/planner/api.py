@@ -55,7 +55,7 @@ class InvalidInput(InputError):
         self.count = count
 
 
-class OtherPlan(PipelineError):
+class PlanMismatch(PipelineError):
     """Raised when a segment that stands covers other lines than this plan's would: it is from another input."""
 
     def __init__(self, standing: PlanSegment, due: str) -> None:

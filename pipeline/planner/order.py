@@ -45,7 +45,7 @@ def find_leaders(request_hashes: NDArray[np.uint64], shareable: NDArray[np.bool_
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
+class PrefixChains:
     """Prefix chains of many requests, end to end.
 
     Attributes (E entries of R requests):
@@ -56,17 +56,17 @@ class Chains:
     sizes: NDArray[np.int32]
     depths: Ints
 
-    def take(self, indices: Ints) -> Chains:
+    def take(self, indices: Ints) -> PrefixChains:
         """The chains of some requests, in the order of `indices`."""
         depths = self.depths[indices]
         starts = (np.cumsum(self.depths) - self.depths)[indices]
         ends = np.cumsum(depths)
         entries = np.arange(int(depths.sum())) + np.repeat(starts - (ends - depths), depths)
-        return Chains(self.hashes[entries], self.sizes[entries], depths)
+        return PrefixChains(self.hashes[entries], self.sizes[entries], depths)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class RunningOrder:
     """How requests run. All arrays have one entry a request, in running order.
 
     Attributes:
@@ -88,11 +88,11 @@ class Arrangement:
 def arrange(
     models: NDArray[np.int32],
     expected: NDArray[np.int32],
-    chains: Chains,
+    chains: PrefixChains,
     *,
     min_group_rows: int,
     min_prefix_bytes: int,
-) -> Arrangement:
+) -> RunningOrder:
     """Order requests by model, prefix and expected answer.
 
     Args:
@@ -131,7 +131,7 @@ def arrange(
     for depth, key in enumerate(keys):
         chosen = depths == depth
         ends[chosen] = _run_ends(key[order])[chosen]
-    return Arrangement(order, joined, memberships.groups[order], ends, shared_bytes)
+    return RunningOrder(order, joined, memberships.groups[order], ends, shared_bytes)
 
 
 class _Memberships:

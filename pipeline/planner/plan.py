@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.planner.api import (
     InvalidInput,
-    OtherPlan,
+    PlanMismatch,
     PlanSink,
     PlanSummary,
     RowSource,
@@ -22,7 +22,7 @@ from pipeline.planner.api import (
     TokenCounter,
 )
 from pipeline.planner.seen import SeenIds
-from pipeline.planner.segment import SegmentBuilder, Spill
+from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TokenEstimator
 from pipeline.planner.validate import CheckedBatch, Validator
@@ -55,7 +55,7 @@ def plan(
     Raises:
         InputError: the input can't be read.
         InvalidInput: lines are invalid and the job's `on_invalid` is "job"; no segment was committed.
-        OtherPlan: a segment that stands covers other lines than it would here.
+        PlanMismatch: a segment that stands covers other lines than it would here.
     """
     with tempfile.TemporaryDirectory(prefix="plan-", dir=world.scratch) as folder:
         return _Planning(source, job, sink, world, attempt, TokenEstimator(counter), Path(folder)).run(most_segments)
@@ -190,7 +190,7 @@ class _Open:
         self._lines = self._rejected = self._unselected = 0
         self._path = planning._folder / f"segment-{index}.arrow"
         if self.existing is None:
-            spill = Spill(self._path, planning._source.carried)
+            spill = SegmentTexts(self._path, planning._source.carried)
             self._builder = SegmentBuilder(spill, [model.name for model in planning._job.models])
 
     def add(self, checked: CheckedBatch) -> None:
@@ -255,9 +255,9 @@ class _Open:
 
 
 def check_range(standing: PlanSegment, first_row: int, end_row: int, *, last: bool) -> None:
-    """Whether a segment that stands covers these rows of the input; raises `OtherPlan`."""
+    """Whether a segment that stands covers these rows of the input; raises `PlanMismatch`."""
     if (standing.first_row, standing.end_row, standing.last) != (first_row, end_row, last):
-        raise OtherPlan(standing, f"{first_row} to {end_row}" + (", the last ones" if last else ""))
+        raise PlanMismatch(standing, f"{first_row} to {end_row}" + (", the last ones" if last else ""))
 
 
 def summarize(segments: list[PlanSegment]) -> PlanSummary:

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.planner.cut import ShardLimits, cut
-from pipeline.planner.order import NO_GROUP, Arrangement, Chains, arrange, find_leaders
-from pipeline.planner.validate import Checked, CheckedBatch
+from pipeline.planner.order import NO_GROUP, PrefixChains, RunningOrder, arrange, find_leaders
+from pipeline.planner.validate import CheckedBatch, ValidRow
 from pipeline.ports import StoreError
 from schemas.jobs.tables import SHARD_FIELDS, shard_schema
 from schemas.requests.limits import PlanSettings
@@ -34,7 +34,7 @@ SPARE_BYTES: Final = 256 << 20
 """Of the disk, left free for what else the machine does; uploads leave as much."""
 
 
-class Spill:
+class SegmentTexts:
     """The texts of a segment's valid requests, in input order, in one Arrow file.
 
     Raises:
@@ -49,7 +49,7 @@ class Spill:
         self._writer = pa.ipc.new_file(str(path), self.schema)
         self._starts = [0]
 
-    def add(self, rows: list[Checked], carried: pa.Table | None) -> None:
+    def add(self, rows: list[ValidRow], carried: pa.Table | None) -> None:
         columns: list[pa.Array] = [
             pa.array([row.custom_id for row in rows], pa.string()),
             pa.array([row.url for row in rows], pa.string()),
@@ -71,12 +71,12 @@ class Spill:
             ) from error
         self._starts.append(self._starts[-1] + len(rows))
 
-    def open(self) -> SpillReader:
+    def open(self) -> SegmentTextReader:
         self._writer.close()
-        return SpillReader(self._path, np.array(self._starts, dtype=np.int64))
+        return SegmentTextReader(self._path, np.array(self._starts, dtype=np.int64))
 
 
-class SpillReader:
+class SegmentTextReader:
     """Rows of a spill by their index. The pages it maps are the file's: the system may drop them at any time, and they
     are let go batch by batch, so that memory doesn't follow the size of the segment."""
 
@@ -118,7 +118,7 @@ class ShardDraft:
 class SegmentBuilder:
     """Collects a segment's valid requests."""
 
-    def __init__(self, spill: Spill | None, models: list[str]) -> None:
+    def __init__(self, spill: SegmentTexts | None, models: list[str]) -> None:
         self._spill = spill
         self._model_names = models
         self._codes = {name: code for code, name in enumerate(models)}
@@ -157,12 +157,12 @@ class SegmentBuilder:
             small_first: see `ShardLimits`.
         """
         hashes = np.frombuffer(self._hashes, dtype=np.uint64).reshape(-1, 2)
-        chains = Chains(
+        chains = PrefixChains(
             np.asarray(self._chain_hashes, dtype=np.int64),
             np.asarray(self._chain_sizes, dtype=np.int32),
             np.asarray(self._depths, dtype=np.int64),
         )
-        columns = Columns(
+        columns = SegmentColumns(
             rows=np.asarray(self._rows, dtype=np.int64),
             hashes=hashes,
             models=np.asarray(self._models, dtype=np.int32),
@@ -187,7 +187,7 @@ class SegmentBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class SegmentColumns:
     """The numbers of a segment's valid requests, by index; `hashes` is uint64 [requests, 2]."""
 
     rows: NDArray[np.int64]
@@ -204,13 +204,13 @@ class SegmentPlan:
 
     def __init__(
         self,
-        columns: Columns,
+        columns: SegmentColumns,
         leaders: NDArray[np.int64],
         computed: NDArray[np.int64],
-        arrangement: Arrangement,
+        arrangement: RunningOrder,
         settings: PlanSettings,
         models: list[str],
-        spill: SpillReader | None,
+        spill: SegmentTextReader | None,
         carried: pa.Schema | None,
         small_first: bool,
     ) -> None:

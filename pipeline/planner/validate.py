@@ -32,7 +32,7 @@ NO_EFFECT = frozenset(("user", "metadata", "store", "safety_identifier", "prompt
 SAMPLING_ONLY = ("seed", "top_p", "top_k", "min_p")  # mean nothing to a greedy request
 
 
-class Checked(NamedTuple):
+class ValidRow(NamedTuple):
     """A valid request, and what planning needs to know of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Checked(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Of an answer, as `Checked` has it."""
+    """Of an answer, as `ValidRow` has it."""
 
     shareable: bool
     choices: int
@@ -69,7 +69,7 @@ class _Answer(NamedTuple):
     certain_tokens: int
 
 
-class Rejected(NamedTuple):
+class RejectedRow(NamedTuple):
     """A line that is answered with `error` at once."""
 
     position: int
@@ -84,8 +84,8 @@ class CheckedBatch:
     """One batch, sorted into valid and rejected lines; both in input order. `unselected` lines are left out."""
 
     batch: SourceBatch
-    valid: list[Checked] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    valid: list[ValidRow] = field(default_factory=list)
+    rejected: list[RejectedRow] = field(default_factory=list)
     unselected: int = 0
 
 
@@ -128,7 +128,7 @@ class Validator:
                 message = f"{batch.name}: {error.message}" if batch.name else error.message
                 located = RowError(error.code, message, param=error.param, line=source.line)
                 model = _inner(value, "body", "model")
-                checked.rejected.append(Rejected(position, source.row, _inner(value, "custom_id"), model, located))
+                checked.rejected.append(RejectedRow(position, source.row, _inner(value, "custom_id"), model, located))
         return checked
 
     def _wanted(self, row: int) -> bool:
@@ -154,7 +154,7 @@ class Validator:
             if first is not None
         }
 
-    def _request(self, position: int, source: SourceRow) -> Checked:
+    def _request(self, position: int, source: SourceRow) -> ValidRow:
         line = parse_line(source.value, self._settings.limits)
         if self._settings.url not in (None, line.url):
             message = f"url is {line.url!r}, but this job's endpoint is {self._settings.url}; submit the line elsewhere"
@@ -170,7 +170,7 @@ class Validator:
         answer = self._answer(body, prompt_tokens)
         key = self._keys[body.model, line.url]
         stored, same = stored_and_hash(line.url, body)
-        return Checked(
+        return ValidRow(
             position=position,
             row=source.row,
             custom_id=line.custom_id,

@@ -20,7 +20,7 @@ from pipeline.ledger.ledger import JobLedger, work_key
 from pipeline.ledger.records import AttemptRecord, NoteRecord
 from pipeline.ports import ObjectNotFound
 from schemas.jobs.checkpoints import FINISHED_SCHEMA, Checkpoint, DamagedCheckpoint, LoggedChoice, decode, join
-from schemas.jobs.outcome import Worked
+from schemas.jobs.outcome import WorkerTime
 
 _CHECKPOINT = re.compile(r"([0-9a-f]{16})-(\d{6,})")
 _NOTE = re.compile(r"note-([0-9a-f]{16})-(\d{6,})\.json")
@@ -60,7 +60,7 @@ class ShardHistory:
     running: Mapping[int, tuple[LoggedChoice, ...]] = field(default_factory=dict)
     logged: Mapping[str, int] = field(default_factory=dict)
     exposed: Mapping[str, int] = field(default_factory=dict)
-    worked: Mapping[str, Worked] = field(default_factory=dict)
+    worked: Mapping[str, WorkerTime] = field(default_factory=dict)
     attempts: tuple[AttemptRecord, ...] = ()
     silent: int = 0
     cornered: frozenset[int] = frozenset()
@@ -103,7 +103,7 @@ def read_history(ledger: JobLedger, shard: int) -> ShardHistory:
     )
 
 
-def read_worked(ledger: JobLedger, shard: int) -> dict[str, Worked]:
+def read_worked(ledger: JobLedger, shard: int) -> dict[str, WorkerTime]:
     """What attempts at a shard are known to have taken, by attempt id: of those that ended as they said, of the others
     as their newest checkpoint that can be read says. Reads one checkpoint for each of them."""
     worked = {record.attempt_id: record.worked for record in ledger.ended(shard)}

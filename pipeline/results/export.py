@@ -41,7 +41,7 @@ class NotItsRetry(PipelineError):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Line:
+class ExportedLine:
     """One line of the output: its row in the input, whether the row succeeded, the bytes without newline, and the place
     of its job among those that are merged."""
 
@@ -52,7 +52,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportCounts:
     """Lines written: of rows that succeeded, and of the others."""
 
     succeeded: int
@@ -67,7 +67,7 @@ def export(
     in_input_order: bool = False,
     retries: Sequence[JobLedger] = (),
     fan_in: int = FAN_IN,
-) -> Exported:
+) -> ExportCounts:
     """Write what is committed as JSONL; each file appears whole, replacing an older one.
 
     Args:
@@ -99,7 +99,7 @@ def export(
                 (good if line.succeeded else bad).write(line.data + b"\n")
     except OSError as error:
         raise failure_type(error)(f"{error.filename or to}: can't export: {error.strerror or error}") from error
-    return Exported(counts[True], counts[False])
+    return ExportCounts(counts[True], counts[False])
 
 
 def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]:
@@ -129,7 +129,7 @@ def in_order(ledger: JobLedger, retries: Sequence[JobLedger]) -> list[JobLedger]
     return ordered
 
 
-def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[Line]:
+def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[ExportedLine]:
     """A part's lines in row order, read in batches."""
     job = ledger.job().id
     with ledger.store.open(ledger.prefix + part_key(number)) as stream:
@@ -138,13 +138,13 @@ def part_lines(place: int, ledger: JobLedger, number: int) -> Iterator[Line]:
                 yield _line(job, result, place)
 
 
-def _best(lines: Iterable[Line]) -> Iterator[Line]:
+def _best(lines: Iterable[ExportedLine]) -> Iterator[ExportedLine]:
     """Of each row's lines (side by side) the one that counts: an answer, the earliest; else the latest reason."""
     for _, found in groupby(lines, key=attrgetter("row")):
         yield max(found, key=lambda line: (line.succeeded, -line.place if line.succeeded else line.place))
 
 
-def _line(job: str, result: dict[str, Any], place: int) -> Line:
+def _line(job: str, result: dict[str, Any], place: int) -> ExportedLine:
     """Ids are derived from the row's identity, so that exporting twice gives the same bytes."""
     identity = hashlib.sha256(f"{job}/{result['row']}".encode()).hexdigest()
     response = error = None
@@ -162,15 +162,15 @@ def _line(job: str, result: dict[str, Any], place: int) -> Line:
         "response": response,
         "error": error,
     }
-    return Line(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), place)
+    return ExportedLine(result["row"], result["status"] == RowStatus.SUCCEEDED, orjson.dumps(values), place)
 
 
-def _chained(parts: Sequence[_Part]) -> Iterator[Line]:
+def _chained(parts: Sequence[_Part]) -> Iterator[ExportedLine]:
     for part in parts:
         yield from part_lines(*part)
 
 
-def _ordered(parts: Sequence[_Part], folder: Path, fan_in: int) -> Iterator[Line]:
+def _ordered(parts: Sequence[_Part], folder: Path, fan_in: int) -> Iterator[ExportedLine]:
     """Merge in rounds: as long as there are too many sorted runs, groups of them become one run in a private file."""
     if len(parts) <= fan_in:
         yield from heapq.merge(*(part_lines(*part) for part in parts))
@@ -185,7 +185,7 @@ def _groups(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _spill(lines: Iterator[Line], folder: Path) -> Path:
+def _spill(lines: Iterator[ExportedLine], folder: Path) -> Path:
     descriptor, name = tempfile.mkstemp(dir=folder)
     with open(descriptor, "wb") as stream:
         for line in lines:
@@ -194,11 +194,11 @@ def _spill(lines: Iterator[Line], folder: Path) -> Path:
     return Path(name)
 
 
-def _run_lines(path: Path) -> Iterator[Line]:
+def _run_lines(path: Path) -> Iterator[ExportedLine]:
     with path.open("rb") as stream:
         while header := stream.read(_HEADER.size):
             row, succeeded, place, length = _HEADER.unpack(header)
-            yield Line(row, succeeded, stream.read(length), place)
+            yield ExportedLine(row, succeeded, stream.read(length), place)
     path.unlink()
 
 

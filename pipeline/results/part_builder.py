@@ -16,7 +16,7 @@ from pipeline.ledger.records import PartSummary, ShardReport
 from pipeline.ports import World
 from pipeline.results.checkpoints import ShardHistory
 from pipeline.results.parts import PartWriter, committed_tokens, part_schema, shard_results
-from schemas.jobs.outcome import Worked
+from schemas.jobs.outcome import WorkerTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def commit_part(
     writer = PartWriter(path, part_schema(shard.schema))
     usage = committed_tokens(rows)
     sampled = {**history.logged, maker.attempt_id: report.generated}
-    worked = Worked(seconds=report.busy_seconds, price_per_hour=maker.price_per_hour)
+    worked = WorkerTime(seconds=report.busy_seconds, price_per_hour=maker.price_per_hour)
     repeated = max(0, sum(sampled.values()) - usage.completion)
     try:
         writer.append(shard_results(rows, shard))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.ledger.ledger import JobLedger, LedgerError, part_key, read_paper
+from pipeline.ledger.ledger import JobLedger, LedgerError, parse_stored, part_key
 from pipeline.ledger.records import PartSummary
 from pipeline.ports import PipelineError, StoreError, failure_type
 from schemas.jobs.checkpoints import ROW_USAGE
@@ -131,7 +131,7 @@ def read_part(ledger: JobLedger, number: int) -> PartEntry:
     text = (footer.metadata or {}).get(FOOTER_KEY.encode())
     if text is None:
         raise LedgerError(f"{where}: was not written by tokenmill; move it elsewhere")
-    summary = read_paper(where, text, PartSummary)
+    summary = parse_stored(where, text, PartSummary)
     if summary.part != number or summary.counts.total != footer.num_rows:
         raise LedgerError(
             f"{where}: its footer tells of part {summary.part} with {summary.counts.total} rows, but it is part "

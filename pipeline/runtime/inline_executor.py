@@ -13,7 +13,7 @@ BESIDE: Final = 2
 """Of those that nobody waits for."""
 
 
-class InTurn(Executor):
+class InlineExecutor(Executor):
     """Runs each task at once, on the caller's thread: for a store that answers as fast as it is asked, and wherever
     the order of things must be the same each time."""
 

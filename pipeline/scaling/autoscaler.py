@@ -14,13 +14,13 @@ from typing import Final, Protocol
 
 import structlog
 
-from pipeline.ledger.ledger import LedgerError, read_paper
+from pipeline.ledger.ledger import LedgerError, parse_stored
 from pipeline.ports import Heartbeats, ObjectNotFound, PipelineError, World
-from pipeline.scaling.backlog import BacklogFigures, BacklogLook
-from pipeline.scaling.fleet import Start
+from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
+from pipeline.scaling.fleet import PendingStart
 from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
-from pipeline.scaling.policy import Decision, Memory, Observed, decide
-from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, ScalingPaper
+from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
+from schemas.settings.autoscaling import AutoscaleOptions, PoolMemory, StoredScaling
 
 PAPER: Final = "scaling/decided.json"
 
@@ -32,7 +32,7 @@ class PoolDecision:
     """What was decided for a pool, from what."""
 
     pool: str
-    observed: Observed
+    observed: PoolObservation
     decision: Decision
 
     @property
@@ -49,7 +49,7 @@ class PoolDecision:
 class ScalingTarget(Protocol):
     """Where decisions are told."""
 
-    def put(self, figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         """Tell them. Raises `PipelineError`."""
 
 
@@ -64,7 +64,7 @@ class Autoscaler:
     def __init__(
         self,
         world: World,
-        look: BacklogLook,
+        look: BacklogReader,
         heartbeats: Heartbeats,
         options: AutoscaleOptions,
         targets: Sequence[ScalingTarget],
@@ -77,7 +77,7 @@ class Autoscaler:
         self._options = options
         self._targets = targets
         self._keep = keep
-        self._paper: ScalingPaper | None = None
+        self._paper: StoredScaling | None = None
 
     def once(self) -> list[PoolDecision]:
         """Decide, and tell. Raises `PipelineError` when the store or the heartbeats can't be read: a fleet that isn't
@@ -95,7 +95,7 @@ class Autoscaler:
             decision = decide(pool.limits, _memory(before), observed, now.timestamp())
             pools[pool.name] = _kept(decision.memory, first)
             decisions.append(PoolDecision(pool.name, observed, decision))
-        self._paper = ScalingPaper(as_of=now, speeds=self._look.speeds, pools=pools)
+        self._paper = StoredScaling(as_of=now, speeds=self._look.speeds, pools=pools)
         if self._keep:
             self._world.store.replace(PAPER, self._paper.to_json())
         self._tell(seen.figures, decisions)
@@ -110,7 +110,7 @@ class Autoscaler:
                 logger.warning("no decision about workers", reason=str(error))
             stop.wait(self._options.every_seconds)
 
-    def _tell(self, figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+    def _tell(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         failed: list[PipelineError] = []
         for target in self._targets:
             try:
@@ -120,12 +120,12 @@ class Autoscaler:
         if failed:
             raise failed[0]
 
-    def _remembered(self) -> ScalingPaper | None:
+    def _remembered(self) -> StoredScaling | None:
         """What was decided last, by whomever. One that can't be read is as good as none."""
         if not self._keep and self._paper is not None:
             return self._paper
         try:
-            return read_paper(self._world.store.locate(PAPER), self._world.store.read(PAPER), ScalingPaper)
+            return parse_stored(self._world.store.locate(PAPER), self._world.store.read(PAPER), StoredScaling)
         except ObjectNotFound:
             return None
         except LedgerError as error:
@@ -133,12 +133,12 @@ class Autoscaler:
             return None
 
 
-def _memory(kept: PoolMemory) -> Memory:
-    starting = tuple(Start(count, since) for count, since in kept.starting)
-    return Memory(kept.desired, kept.live, starting, kept.changed, kept.lower_since, kept.lower)
+def _memory(kept: PoolMemory) -> PolicyState:
+    starting = tuple(PendingStart(count, since) for count, since in kept.starting)
+    return PolicyState(kept.desired, kept.live, starting, kept.changed, kept.lower_since, kept.lower)
 
 
-def _kept(memory: Memory, first: FirstTokens) -> PoolMemory:
+def _kept(memory: PolicyState, first: FirstTokens) -> PoolMemory:
     return PoolMemory(
         desired=memory.desired,
         live=memory.live,

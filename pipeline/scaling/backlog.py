@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeline.lane.protocol import LaneMonitor
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Heartbeats, WorkerState, World
-from pipeline.scaling.open_work import OpenJob, OpenWork
+from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ModelBacklog:
 
 
 @dataclass(frozen=True, slots=True)
-class BacklogFigures:
+class BacklogMetrics:
     """What a look has found: how many jobs are open, and what waits for each model of the catalog, by name."""
 
     open_jobs: int
@@ -55,14 +55,14 @@ class Observation:
         callers: requests on the lane that no worker has begun to answer, by the name of their model.
     """
 
-    figures: BacklogFigures
-    jobs: Sequence[OpenJob]
+    figures: BacklogMetrics
+    jobs: Sequence[OpenJobSummary]
     workers: Sequence[WorkerState]
     names: Mapping[str, str]
     callers: Mapping[str, int]
 
 
-class BacklogLook:
+class BacklogReader:
     """Looks at the root that `world.store` is, and at its workers' heartbeats. Not for threads.
 
     Args:
@@ -79,7 +79,7 @@ class BacklogLook:
         lane: LaneMonitor | None = None,
         executor: Executor | None = None,
     ) -> None:
-        self._work = OpenWork(world.store, max_jobs=None, executor=executor)
+        self._work = OpenJobsIndex(world.store, max_jobs=None, executor=executor)
         self._lane = lane
         self._catalog = Catalog(world.store)
         self._heartbeats = heartbeats
@@ -95,7 +95,7 @@ class BacklogLook:
         """What was measured before, by name; what is known here is newer."""
         self._speeds = {**speeds, **self._speeds}
 
-    def look(self) -> BacklogFigures:
+    def look(self) -> BacklogMetrics:
         """How it stands. Raises as `observe`."""
         return self.observe().figures
 
@@ -116,7 +116,7 @@ class BacklogLook:
         callers: Counter[str] = Counter()
         for key, waiting in (self._lane.waiting(names) if self._lane is not None else {}).items():
             callers[names[key]] += waiting
-        return Observation(BacklogFigures(len(work.jobs), tuple(models)), work.jobs, workers, names, callers)
+        return Observation(BacklogMetrics(len(work.jobs), tuple(models)), work.jobs, workers, names, callers)
 
     def _speed(self, name: str, serving: Collection[WorkerState]) -> float:
         measured = [worker.tokens_per_second for worker in serving if worker.tokens_per_second]

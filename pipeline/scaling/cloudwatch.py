@@ -8,7 +8,7 @@ from typing import Any, Final
 from pipeline.ports import PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.scaling.autoscaler import PoolDecision
-from pipeline.scaling.backlog import BacklogFigures
+from pipeline.scaling.backlog import BacklogMetrics
 
 try:
     import boto3
@@ -46,7 +46,7 @@ class CloudWatch:
         except (BotoCoreError, ValueError) as error:
             raise PipelineError(f"CloudWatch: can't be used: {error}; correct the settings") from error
 
-    def put(self, figures: BacklogFigures, decisions: Sequence[PoolDecision] = ()) -> None:
+    def put(self, figures: BacklogMetrics, decisions: Sequence[PoolDecision] = ()) -> None:
         """Tell the figures, as of now. Raises `ServiceUnavailable`."""
         data = [*self._data(figures), *self._wishes(decisions)]
         for begin in range(0, len(data), _AT_ONCE):
@@ -55,7 +55,7 @@ class CloudWatch:
             except (ClientError, BotoCoreError) as error:
                 raise ServiceUnavailable(f"CloudWatch: can't tell the backlog: {error}") from error
 
-    def _data(self, figures: BacklogFigures) -> Iterator[dict[str, Any]]:
+    def _data(self, figures: BacklogMetrics) -> Iterator[dict[str, Any]]:
         yield {
             "MetricName": "OpenJobs",
             "Dimensions": [self._of_installation],

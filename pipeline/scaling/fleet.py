@@ -25,7 +25,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PendingStart:
     """So many workers were wished for at this moment, and haven't been seen."""
 
     count: int
@@ -47,24 +47,26 @@ class Fleet:
     cold_start: float
 
 
-def awaited(starting: Sequence[Start], live_before: int, live: int, desired: int, now: float) -> tuple[Start, ...]:
+def awaited(
+    starting: Sequence[PendingStart], live_before: int, live: int, desired: int, now: float
+) -> tuple[PendingStart, ...]:
     """The workers that are still to come: those that came were the first to be asked for, and whoever went (a spot
     machine taken away) is asked for again from now on."""
     came = max(0, live - live_before)
-    left: list[Start] = []
+    left: list[PendingStart] = []
     for start in starting:
         taken = min(came, start.count)
         came -= taken
         if start.count > taken:
-            left.append(Start(start.count - taken, start.since))
+            left.append(PendingStart(start.count - taken, start.since))
     missing = max(0, desired - live)
-    kept: list[Start] = []
+    kept: list[PendingStart] = []
     for start in left:
         if missing > 0:
-            kept.append(Start(min(start.count, missing), start.since))
+            kept.append(PendingStart(min(start.count, missing), start.since))
             missing -= kept[-1].count
     if missing > 0:
-        kept.append(Start(missing, now))
+        kept.append(PendingStart(missing, now))
     return tuple(kept)
 
 

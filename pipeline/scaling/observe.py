@@ -9,13 +9,13 @@ from itertools import accumulate
 from typing import Final
 
 from pipeline.ports import Heartbeats, WorkerState
-from pipeline.scaling.backlog import BacklogFigures, BacklogLook
+from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.fleet import Demand
-from pipeline.scaling.open_work import OpenJob
-from pipeline.scaling.policy import Observed
+from pipeline.scaling.open_work import OpenJobSummary
+from pipeline.scaling.policy import PoolObservation
 from schemas.jobs.job import Tier
 from schemas.settings.autoscaling import AutoscaleOptions, ScalingLimits
-from schemas.workers.metrics import LATENCY_BOUNDS, WorkerFigures
+from schemas.workers.metrics import LATENCY_BOUNDS, WorkerMetrics
 
 TTFT_SAMPLES: Final = 20
 """First tokens that a quantile needs; with fewer it isn't known, and they count with those that follow."""
@@ -43,22 +43,24 @@ class FirstTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RootObservation:
     """What one look has found of the whole root."""
 
-    figures: BacklogFigures
-    jobs: Sequence[OpenJob]
+    figures: BacklogMetrics
+    jobs: Sequence[OpenJobSummary]
     workers: Sequence[WorkerState]
-    told: Mapping[str, WorkerFigures]
+    told: Mapping[str, WorkerMetrics]
     keys: Mapping[str, str]
     callers: Mapping[str, int]
     at: datetime
 
 
-def see(look: BacklogLook, heartbeats: Heartbeats, at: datetime) -> Seen:
+def see(look: BacklogReader, heartbeats: Heartbeats, at: datetime) -> RootObservation:
     """Look. Raises `PipelineError` when the store or the heartbeats can't be read."""
     found = look.observe()
-    return Seen(found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at)
+    return RootObservation(
+        found.figures, found.jobs, found.workers, heartbeats.figures(), found.names, found.callers, at
+    )
 
 
 def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
@@ -73,7 +75,7 @@ def pools_of(options: AutoscaleOptions, models: Set[str]) -> list[Pool]:
     return named + [Pool(model, (model,), options.limits) for model in sorted(models) if model not in taken]
 
 
-def observe(pool: Pool, seen: Seen, before: FirstTokens) -> tuple[Observed, FirstTokens]:
+def observe(pool: Pool, seen: RootObservation, before: FirstTokens) -> tuple[PoolObservation, FirstTokens]:
     """How a pool stands, and what its next look needs of the times to first tokens.
 
     Requests on the lane are callers of the pool that serves their model, also while it has no worker.
@@ -102,14 +104,14 @@ def observe(pool: Pool, seen: Seen, before: FirstTokens) -> tuple[Observed, Firs
     used = [one.kv_blocks_used / one.kv_blocks for one in told if one.kv_blocks]
     # What a worker has taken and not begun to answer is on the lane as well.
     waiting = max(sum(one.lane_waiting for one in told), sum(seen.callers.get(name, 0) for name in pool.models))
-    observed = Observed(
+    observed = PoolObservation(
         demands, len(own), p95, sum(one.lane_open for one in told) + waiting, waiting,
         sum(used) / len(used) if used else None,
     )  # fmt: skip
     return observed, first_tokens
 
 
-def _counts(told: Collection[WorkerFigures]) -> tuple[int, ...]:
+def _counts(told: Collection[WorkerMetrics]) -> tuple[int, ...]:
     """First tokens of callers who wait, of all these workers, in each bucket."""
     counts = [0] * (len(LATENCY_BOUNDS) + 1)
     for one in told:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from pipeline.ledger.active_index import is_open, marked_jobs
 from pipeline.ledger.ledger import JOB, JobLedger, JobNotFound, LedgerError
 from pipeline.ports import ObjectStore
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job
 from schemas.jobs.outcome import JobStatus
@@ -26,7 +26,7 @@ PAGE_JOBS: Final = 256
 """Open jobs that are read at once."""
 
 
-class OpenJob(NamedTuple):
+class OpenJobSummary(NamedTuple):
     """A job (without the list of its files and rows, which may be long), how it stands, and how many tokens are left to
     be computed for it."""
 
@@ -43,11 +43,11 @@ class OpenJobs:
         jobs: the newest first.  more: there are further jobs.
     """
 
-    jobs: list[OpenJob]
+    jobs: list[OpenJobSummary]
     more: bool
 
 
-class OpenWork:
+class OpenJobsIndex:
     """Looks at the jobs of the root that `store` is. Not for threads.
 
     Args:
@@ -58,7 +58,7 @@ class OpenWork:
     def __init__(self, store: ObjectStore, max_jobs: int | None = MOST_JOBS, executor: Executor | None = None) -> None:
         self._store = store
         self._max_jobs = max_jobs
-        self._executor = executor or InTurn()
+        self._executor = executor or InlineExecutor()
         self._jobs: dict[str, Job] = {}  # by prefix: their orders never change
 
     def look(self) -> OpenJobs:
@@ -70,7 +70,7 @@ class OpenWork:
         self._jobs = {ledger.prefix: one.job for ledger, one in kept}
         return OpenJobs([one for _, one in kept], more)
 
-    def _open(self) -> Iterator[tuple[JobLedger, OpenJob]]:
+    def _open(self) -> Iterator[tuple[JobLedger, OpenJobSummary]]:
         alone = self._store.info(JOB) is not None
         marked = iter([JobLedger(self._store)]) if alone else marked_jobs(self._store)
         while page := list(islice(marked, PAGE_JOBS)):
@@ -78,7 +78,7 @@ class OpenWork:
                 if one is not None:
                     yield ledger, one
 
-    def _read(self, ledger: JobLedger) -> OpenJob | None:
+    def _read(self, ledger: JobLedger) -> OpenJobSummary | None:
         """None: it has ended, or is damaged, or was just removed: whoever asks for that job is told."""
         try:
             if not is_open(ledger):
@@ -90,7 +90,7 @@ class OpenWork:
             return None
         left = None if progress is None else progress.tokens_left
         status = JobStatus.VALIDATING if progress is None else progress.status
-        return OpenJob(job, status, job.input.size // BYTES_PER_TOKEN if left is None else left)
+        return OpenJobSummary(job, status, job.input.size // BYTES_PER_TOKEN if left is None else left)
 
 
 def _without_lists(job: Job) -> Job:

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from pipeline.scaling.fleet import Demand, Fleet, Start, awaited, workers_for
+from pipeline.scaling.fleet import Demand, Fleet, PendingStart, awaited, workers_for
 from schemas.settings.autoscaling import ScalingLimits
 
 HOUR = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class PoolObservation:
     """How a pool stands.
 
     Attributes:
@@ -51,7 +51,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PolicyState:
     """What the policy keeps from one decision to the next. Moments are seconds on any one clock.
 
     Attributes:
@@ -64,7 +64,7 @@ class Memory:
 
     desired: int | None = None
     live: int = 0
-    starting: tuple[Start, ...] = ()
+    starting: tuple[PendingStart, ...] = ()
     changed: tuple[float, ...] = ()
     lower_since: float | None = None
     lower: int = 0
@@ -86,10 +86,10 @@ class Decision:
     ahead: int
     kept: int
     reason: str
-    memory: Memory
+    memory: PolicyState
 
 
-def decide(limits: ScalingLimits, memory: Memory, observed: Observed, now: float) -> Decision:
+def decide(limits: ScalingLimits, memory: PolicyState, observed: PoolObservation, now: float) -> Decision:
     """The pool's next wish. `now`: seconds, on the clock of `memory`."""
     before = observed.live if memory.desired is None else memory.desired
     before = min(max(before, limits.least), limits.most)
@@ -130,7 +130,7 @@ def decide(limits: ScalingLimits, memory: Memory, observed: Observed, now: float
 
 
 def _target(
-    limits: ScalingLimits, observed: Observed, before: int, hard: int, ahead: int, kept: int
+    limits: ScalingLimits, observed: PoolObservation, before: int, hard: int, ahead: int, kept: int
 ) -> tuple[int, str]:
     """Where it should go, whatever cooldowns say."""
     pressed = _pressed(limits, observed)
@@ -148,7 +148,9 @@ def _target(
     return before, "enough"
 
 
-def _may_gather(limits: ScalingLimits, observed: Observed, fleet: Fleet, due: Sequence[Demand], hard: int) -> bool:
+def _may_gather(
+    limits: ScalingLimits, observed: PoolObservation, fleet: Fleet, due: Sequence[Demand], hard: int
+) -> bool:
     """Whether the first worker may wait for more work to share its start."""
     if observed.live or observed.callers or observed.work >= limits.busy:
         return False
@@ -169,7 +171,7 @@ def _patience(limits: ScalingLimits, demand: Demand) -> float:
     return min(limits.gather, limits.gather_share * whole) - demand.waited
 
 
-def _pressed(limits: ScalingLimits, observed: Observed) -> str:
+def _pressed(limits: ScalingLimits, observed: PoolObservation) -> str:
     """Why callers are kept waiting, if they are. A KV cache that batch work fills is as it should be: it counts only
     while callers wait for a place."""
     if observed.ttft_p95 is not None and observed.ttft_p95 > limits.ttft:
@@ -180,7 +182,7 @@ def _pressed(limits: ScalingLimits, observed: Observed) -> str:
 
 
 def _grow(
-    limits: ScalingLimits, memory: Memory, before: int, target: int, worthwhile: int, reason: str, now: float
+    limits: ScalingLimits, memory: PolicyState, before: int, target: int, worthwhile: int, reason: str, now: float
 ) -> tuple[int, str]:
     used = len(memory.changed) / limits.changes_an_hour
     if used >= 1:
@@ -194,8 +196,8 @@ def _grow(
 
 
 def _shrink(
-    limits: ScalingLimits, memory: Memory, before: int, target: int, reason: str, now: float
-) -> tuple[int, str, Memory]:
+    limits: ScalingLimits, memory: PolicyState, before: int, target: int, reason: str, now: float
+) -> tuple[int, str, PolicyState]:
     since = now if memory.lower_since is None else memory.lower_since
     lower = max(memory.lower, target) if target else 0
     waiting = replace(memory, lower_since=since, lower=lower)

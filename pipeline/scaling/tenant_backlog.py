@@ -17,7 +17,7 @@ BYTES_PER_TOKEN = 4
 """Of input that is not planned yet."""
 
 
-class Backlog:
+class TenantBacklog:
     """Open tokens of the root that `world.store` is. `look_every`: seconds between two looks."""
 
     def __init__(self, world: World, look_every: float) -> None:

@@ -1,7 +1,7 @@
 """What the dispatcher does in the simulation: open jobs, and the queues that their shards are put on.
 
-What decides is what decides in production: `turns`, `presses`, `triage` and `FairShares` say whose shard goes onto a
-queue, and `backlog_for` how long the queue may be.
+What decides is what decides in production: `dispatch_order`, `is_deadline_at_risk`, `plan_shedding` and `FairShares`
+say whose shard goes onto a queue, and `backlog_for` how long the queue may be.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from pipeline.dispatcher.dispatcher import DispatchSettings
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.dispatcher.load_shedding import Due, Triage, triage
-from pipeline.dispatcher.ordering import backlog_for, presses, turns, urgency
+from pipeline.dispatcher.load_shedding import JobDeadline, SheddingPlan, plan_shedding
+from pipeline.dispatcher.ordering import backlog_for, dispatch_order, is_deadline_at_risk, urgency
 from pipeline.simulator.workers import SimJob
 from pipeline.worker_client.protocol import BY_URGENCY
 from schemas.jobs.job import Tier
 
 
-class Waiting(NamedTuple):
+class WaitingShard(NamedTuple):
     """A shard on a queue, with its rows."""
 
     job: SimJob
@@ -30,7 +30,7 @@ class Waiting(NamedTuple):
     rows: float
 
 
-class HandingOut:
+class SimulatedDispatch:
     """Attributes:
     queues: shards that nobody has taken yet.
     """
@@ -39,9 +39,9 @@ class HandingOut:
         self._settings = settings
         self._jobs: dict[Tier, dict[str, list[SimJob]]] = {tier: {} for tier in BY_URGENCY}  # by tenant, by urgency
         self._shares = {tier: FairShares(settings.weights) for tier in BY_URGENCY}
-        self._triage = dict.fromkeys(BY_URGENCY, Triage())
+        self._triage = dict.fromkeys(BY_URGENCY, SheddingPlan())
         self._sorted_out: dict[Tier, float] = {}
-        self.queues: dict[Tier, deque[Waiting]] = {tier: deque() for tier in BY_URGENCY}
+        self.queues: dict[Tier, deque[WaitingShard]] = {tier: deque() for tier in BY_URGENCY}
 
     def __iter__(self) -> Iterator[SimJob]:
         """Open jobs, the more urgent tiers first."""
@@ -72,15 +72,15 @@ class HandingOut:
             room = depth - len(queue)
             wanted = self._wanted(tier, room, now, rate) if room > 0 else []
             pressing = partial(self._presses, shares=shares, now=now, rate=rate)
-            for job, number in turns(shares, wanted, room, lambda job: job.order, pressing, self._is_lost):
+            for job, number in dispatch_order(shares, wanted, room, lambda job: job.order, pressing, self._is_lost):
                 rows = job.put(number)
-                queue.append(Waiting(job, number, rows))
+                queue.append(WaitingShard(job, number, rows))
                 shares.charge(job.order.tenant, round(rows * job.planned_tokens))
                 put += 1
         return put
 
     def _wanted(self, tier: Tier, room: int, now: float, rate: float) -> list[tuple[SimJob, list[int]]]:
-        """Of each tenant the first jobs, as many as fill the room: `turns` would look at no others."""
+        """Of each tenant the first jobs, as many as fill the room: `dispatch_order` would look at no others."""
         self._sort_out(tier, now, rate)
         found = []
         for jobs in self._jobs[tier].values():
@@ -99,12 +99,12 @@ class HandingOut:
             return
         self._sorted_out[tier] = now
         due = [
-            Due(job.order.id, job.due - now, job.rows_left * job.planned_tokens)
+            JobDeadline(job.order.id, job.due - now, job.rows_left * job.planned_tokens)
             for jobs in self._jobs[tier].values()
             for job in jobs
             if job.due is not None
         ]
-        self._triage[tier] = triage(due, rate)
+        self._triage[tier] = plan_shedding(due, rate)
 
     def _is_lost(self, job: SimJob) -> bool:
         return job.order.id in self._triage[job.order.tier].lost
@@ -112,4 +112,6 @@ class HandingOut:
     def _presses(self, job: SimJob, shares: FairShares, now: float, rate: float) -> bool:
         left = None if job.due is None or self._is_lost(job) else job.due - now
         together = self._triage[job.order.tier].together.get(job.order.id, 0.0)
-        return presses(left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant))
+        return is_deadline_at_risk(
+            left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant)
+        )

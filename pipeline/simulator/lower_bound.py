@@ -30,7 +30,7 @@ MOST_CELLS: Final = 3 * 10**8
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class OracleJob:
     """A job to the oracle. `work`: seconds of one worker; `due`: a moment, infinite where it has no deadline."""
 
     arrival: float
@@ -38,7 +38,7 @@ class Task:
     due: float = inf
 
 
-def least_cost(tasks: Sequence[Task], most: int, cold_start: float, step: float) -> tuple[float, int]:
+def least_cost(tasks: Sequence[OracleJob], most: int, cold_start: float, step: float) -> tuple[float, int]:
     """Worker-seconds that all of them cost at least, each done until it is due; and the workers that are needed at
     once, at least.
 
@@ -51,7 +51,7 @@ def least_cost(tasks: Sequence[Task], most: int, cold_start: float, step: float)
     return max(low, _stepwise(tasks, most, cold_start, step)), peak
 
 
-def _stepwise(tasks: Sequence[Task], most: int, cold_start: float, step: float) -> float:
+def _stepwise(tasks: Sequence[OracleJob], most: int, cold_start: float, step: float) -> float:
     """0 where it would take too long, or where the steps are too coarse for the work."""
     steps = ceil(max(task.due for task in tasks) / step) + 1
     come, owed = _curves(tasks, steps, step)
@@ -73,7 +73,7 @@ def _stepwise(tasks: Sequence[Task], most: int, cold_start: float, step: float) 
     return least if least < inf else 0.0
 
 
-def _curves(tasks: Sequence[Task], steps: int, step: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _curves(tasks: Sequence[OracleJob], steps: int, step: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Work that has come and that is due, in steps of a worker: at the end of each step."""
     come, due = np.zeros(steps + 1), np.zeros(steps + 1)
     for task in tasks:
@@ -102,7 +102,7 @@ def _advance(of_n: NDArray[Any], base: int, into: NDArray[Any], low: int, high: 
         into[-1] = min(into[-1], float(np.min(beyond)))
 
 
-def _in_stretches(tasks: Sequence[Task], cold_start: float) -> tuple[float, int]:
+def _in_stretches(tasks: Sequence[OracleJob], cold_start: float) -> tuple[float, int]:
     total, peak, ended = 0.0, 0, -inf
     for stretch in _stretches(tasks):
         begin, workers = min(task.arrival for task in stretch), _workers(stretch)
@@ -111,9 +111,9 @@ def _in_stretches(tasks: Sequence[Task], cold_start: float) -> tuple[float, int]
     return total, peak
 
 
-def _stretches(tasks: Sequence[Task]) -> list[list[Task]]:
+def _stretches(tasks: Sequence[OracleJob]) -> list[list[OracleJob]]:
     """Tasks whose windows touch, together."""
-    found: list[list[Task]] = []
+    found: list[list[OracleJob]] = []
     end = -inf
     for task in sorted(tasks, key=lambda one: one.arrival):
         if task.arrival > end or not found:
@@ -123,7 +123,7 @@ def _stretches(tasks: Sequence[Task]) -> list[list[Task]]:
     return found
 
 
-def _workers(tasks: Sequence[Task]) -> int:
+def _workers(tasks: Sequence[OracleJob]) -> int:
     """The most that work of one interval, come and due within it, needs at once over all of it."""
     arrivals = np.array([task.arrival for task in tasks])
     dues = np.array([task.due for task in tasks])

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pipeline.simulator.lower_bound import Task, least_cost
+from pipeline.simulator.lower_bound import OracleJob, least_cost
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class OracleResult:
     """What could have been done.
 
     Attributes:
@@ -39,8 +39,8 @@ class Best:
 
 
 def best(
-    tasks: Sequence[Task], most: int, cold_start: float, within: float, step: float = 30.0, ready: float = 0.0
-) -> Best:
+    tasks: Sequence[OracleJob], most: int, cold_start: float, within: float, step: float = 30.0, ready: float = 0.0
+) -> OracleResult:
     """Tasks whose deadlines can't be met cost nothing here.
 
     Args:
@@ -49,20 +49,20 @@ def best(
         step: seconds between two changes of the number of workers.  ready: the moment at which the first can be there.
     """
     met = _feasible(tasks, most, ready)
-    paid = [task if task.due < inf else Task(task.arrival, task.work, task.arrival + within)
+    paid = [task if task.due < inf else OracleJob(task.arrival, task.work, task.arrival + within)
             for task, kept in zip(tasks, met, strict=True) if kept]  # fmt: skip
     seconds, peak = least_cost(paid, most, cold_start, step)
-    return Best(tuple(met), seconds, peak)
+    return OracleResult(tuple(met), seconds, peak)
 
 
-def _feasible(tasks: Sequence[Task], most: int, ready: float) -> list[bool]:
+def _feasible(tasks: Sequence[OracleJob], most: int, ready: float) -> list[bool]:
     left_out: set[int] = set()
     while (late := _first_late(tasks, most, ready, left_out)) is not None:
         left_out.add(late)
     return [place not in left_out for place in range(len(tasks))]
 
 
-def _first_late(tasks: Sequence[Task], most: int, ready: float, left_out: set[int]) -> int | None:
+def _first_late(tasks: Sequence[OracleJob], most: int, ready: float, left_out: set[int]) -> int | None:
     """Play EDF; at the first deadline that is missed, the largest of what kept the machines busy without a break until
     then, of those due no later. None: all are met."""
     waiting: list[tuple[float, int]] = []

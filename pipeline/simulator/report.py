@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pipeline.simulator.lower_bound import Task
-from pipeline.simulator.oracle import Best, best
-from pipeline.simulator.settings import MillSettings, Outcome
+from pipeline.simulator.lower_bound import OracleJob
+from pipeline.simulator.oracle import OracleResult, best
+from pipeline.simulator.settings import SimulationOutcome, SimulationSettings
 from pipeline.simulator.trace import Trace
 from schemas.jobs.job import Tier
 
@@ -16,7 +16,7 @@ HOUR = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """Figures of one simulation; times in seconds.
 
     Attributes:
@@ -71,8 +71,12 @@ class Report:
 
 
 def report(
-    trace: Trace, settings: MillSettings, outcome: Outcome, price_per_hour: float | None = None, points: int = 96
-) -> Report:
+    trace: Trace,
+    settings: SimulationSettings,
+    outcome: SimulationOutcome,
+    price_per_hour: float | None = None,
+    points: int = 96,
+) -> SimulationReport:
     """The figures. `price_per_hour`: of a worker."""
     ideal = oracle(settings, outcome)
     with_due = [(job, could) for job, could in zip(outcome.jobs, ideal.met, strict=True) if job.due is not None]
@@ -84,7 +88,7 @@ def report(
     took = [job.ended - job.arrival for job in outcome.jobs if job.ended is not None]
     live = [sample.live for sample in outcome.samples] or [settings.fixed or 0]
     begun = min((job.begun for job in outcome.jobs if job.begun is not None), default=0.0)
-    return Report(
+    return SimulationReport(
         trace=trace.name,
         worker=settings.worker.name,
         gpus=settings.fixed or settings.scaling.most,
@@ -124,16 +128,16 @@ def report(
     )
 
 
-def tasks_of(settings: MillSettings, outcome: Outcome) -> list[Task]:
+def tasks_of(settings: SimulationSettings, outcome: SimulationOutcome) -> list[OracleJob]:
     """The jobs as they turned out."""
     worker = settings.worker
     return [
-        Task(job.arrival, worker.seconds(job.rows, job.prompt, job.answer), inf if job.due is None else job.due)
+        OracleJob(job.arrival, worker.seconds(job.rows, job.prompt, job.answer), inf if job.due is None else job.due)
         for job in outcome.jobs
     ]
 
 
-def oracle(settings: MillSettings, outcome: Outcome) -> Best:
+def oracle(settings: SimulationSettings, outcome: SimulationOutcome) -> OracleResult:
     """What could have been done with the jobs as they turned out."""
     cold_start, limits = settings.worker.cold_start, settings.scaling
     slowest = limits.bulk_within if any(job.order.tier is Tier.BULK for job in outcome.jobs) else limits.standard_within

@@ -12,7 +12,7 @@ from schemas.settings.autoscaling import ScalingLimits
 
 
 @dataclass(frozen=True, slots=True)
-class MillSettings:
+class SimulationSettings:
     """What is simulated; times in seconds.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """What has happened.
 
     Attributes:

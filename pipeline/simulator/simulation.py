@@ -1,7 +1,8 @@
 """The simulation: a heap of events on a virtual clock.
 
-What decides is what decides in production: the dispatcher's rules (`HandingOut`) say whose shard goes onto a queue,
-`BulkFloor` which tier a worker takes from, and `decide` how many workers there are. What is made up is what they decide
+What decides is what decides in production: the dispatcher's rules (`SimulatedDispatch`) say whose shard goes onto a
+queue, `BulkReserve` which tier a worker takes from, and `decide` how many workers there are. What is made up is what
+they decide
 about: rows are alike within a job, workers are `SimWorker`, machines come after a cold start, and who ends when there
 are too many is drawn by chance, since a fleet's service doesn't know who is busy.
 
@@ -20,31 +21,31 @@ from math import ceil, exp, inf
 from typing import Final
 
 from pipeline.scaling.fleet import Demand
-from pipeline.scaling.policy import Memory, Observed, decide
-from pipeline.simulator.dispatch import HandingOut
-from pipeline.simulator.settings import MillSettings, Outcome, Sample
-from pipeline.simulator.trace import Interruption, Trace, TracedJob
-from pipeline.simulator.workers import Held, Order, SimJob, SimWorker
+from pipeline.scaling.policy import PolicyState, PoolObservation, decide
+from pipeline.simulator.dispatch import SimulatedDispatch
+from pipeline.simulator.settings import Sample, SimulationOutcome, SimulationSettings
+from pipeline.simulator.trace import SpotInterruption, Trace, TracedJob
+from pipeline.simulator.workers import HeldShard, SimJob, SimulatedJobOrder, SimWorker
 from pipeline.worker_client.protocol import BY_URGENCY
 from schemas.jobs.job import Tier
 
 EPOCH: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def simulate(trace: Trace, settings: MillSettings) -> Outcome:
+def simulate(trace: Trace, settings: SimulationSettings) -> SimulationOutcome:
     """Play the trace to its end."""
     return _Mill(trace, settings).run()
 
 
 class _Mill:
-    def __init__(self, trace: Trace, settings: MillSettings) -> None:
+    def __init__(self, trace: Trace, settings: SimulationSettings) -> None:
         self._settings = settings
         self._limits = settings.scaling.model_copy(update={"cold_start": settings.worker.cold_start})
         self._rng = random.Random(f"mill/{settings.seed}")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._now = 0.0
-        self._jobs = HandingOut(settings.dispatching)
+        self._jobs = SimulatedDispatch(settings.dispatching)
         self._queues = self._jobs.queues
         self._workers: dict[int, SimWorker] = {}
         self._booting: dict[int, SimWorker] = {}
@@ -52,17 +53,17 @@ class _Mill:
         self._only_bulk: dict[int, None] = {}  # those that would open an urgent shard at once
         self._names = count()
         self._tick_at = inf
-        self._memory = Memory()
+        self._memory = PolicyState()
         self._speed = settings.worker.rows_per_second(settings.worker.batch, 300.0, 200.0) * 500.0
         self._last_arrival = max((job.at for job in trace.jobs), default=0.0)
         self._open = 0
-        self.outcome = Outcome()
+        self.outcome = SimulationOutcome()
         for number, job in enumerate(trace.jobs):
             self._at(job.at, partial(self._arrive, job, number))
         for interruption in trace.interruptions:
             self._at(interruption.at, partial(self._interrupt, interruption))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         if self._settings.fixed is not None:
             for _ in range(self._settings.fixed):
                 self._launch(0.0)
@@ -101,7 +102,7 @@ class _Mill:
         rows_in_shard = max(1, min(plan.max_shard_rows, int(plan.shard_tokens / tokens)))
         answer = traced.output_tokens * exp(self._rng.gauss(0.0, settings.answer_error))
         job = SimJob(
-            Order(f"{number:08d}", traced.tenant, traced.tier, deadline, created),
+            SimulatedJobOrder(f"{number:08d}", traced.tenant, traced.tier, deadline, created),
             self._now, due, traced.rows, rows_in_shard, traced.prompt_tokens, answer, tokens,
         )  # fmt: skip
         self.outcome.jobs.append(job)
@@ -190,7 +191,7 @@ class _Mill:
         elif moment < inf:
             self._at(moment, lambda: self._take(worker) if worker.look == turn else None)
 
-    def _finish(self, worker: SimWorker, shard: Held) -> None:
+    def _finish(self, worker: SimWorker, shard: HeldShard) -> None:
         if shard not in worker.held:
             return
         if shard.finish > self._now + 1e-6:  # more urgent work went before it
@@ -266,7 +267,7 @@ class _Mill:
             )
             for job in self._jobs
         ]
-        observed = Observed(demands, len(self._workers))
+        observed = PoolObservation(demands, len(self._workers))
         decision = decide(self._limits, self._memory, observed, self._now)
         self._memory = decision.memory
         if decision.desired != decision.before:
@@ -287,7 +288,7 @@ class _Mill:
             for name in self._rng.sample(sorted(self._workers), extra):
                 self._leave(self._workers[name], 0.0, 0.0)
 
-    def _interrupt(self, interruption: Interruption) -> None:
+    def _interrupt(self, interruption: SpotInterruption) -> None:
         taken = round(len(self._workers) * interruption.interrupt)
         for name in self._rng.sample(sorted(self._workers), taken):
             self.outcome.interrupted += 1
@@ -297,7 +298,7 @@ class _Mill:
                 self._leave(self._workers[name], 0.0, 0.0)
 
 
-def _rows_of_last(shard: Held, now: float, lost: float) -> float:
+def _rows_of_last(shard: HeldShard, now: float, lost: float) -> float:
     """Rows of a shard whose last `lost` seconds of work are gone."""
     span = max(1e-9, shard.finish - shard.taken)
     return min(lost, max(0.0, now - shard.taken)) / span * shard.rows

@@ -43,7 +43,7 @@ class TracedJob(BaseModel):
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
-class Interruption(BaseModel):
+class SpotInterruption(BaseModel):
     """This share of the workers that live is taken away."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,7 @@ class Trace:
 
     name: str
     jobs: tuple[TracedJob, ...]
-    interruptions: tuple[Interruption, ...] = ()
+    interruptions: tuple[SpotInterruption, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -71,9 +71,9 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Raises `BadTrace`, with the line."""
-    line_of = TypeAdapter[TracedJob | Interruption](TracedJob | Interruption)
+    line_of = TypeAdapter[TracedJob | SpotInterruption](TracedJob | SpotInterruption)
     jobs: list[TracedJob] = []
-    interruptions: list[Interruption] = []
+    interruptions: list[SpotInterruption] = []
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -82,7 +82,7 @@ def read_trace(path: Path) -> Trace:
         if not line.strip():
             continue
         try:
-            kind = Interruption if "interrupt" in json.loads(line) else TracedJob
+            kind = SpotInterruption if "interrupt" in json.loads(line) else TracedJob
             found = kind.model_validate_json(line)
         except (ValidationError, ValueError, TypeError) as error:
             detail = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
@@ -99,7 +99,7 @@ def read_trace(path: Path) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class TraceSettings:
     """How a trace is drawn.
 
     Attributes:
@@ -118,7 +118,7 @@ class Drawn:
     tenants: int = 4
 
 
-def draw_trace(pattern: Pattern, drawn: Drawn, seed: int) -> Trace:
+def draw_trace(pattern: Pattern, drawn: TraceSettings, seed: int) -> Trace:
     """The same for the same seed."""
     rng = random.Random(f"{pattern}/{seed}")
     count = min(drawn.requests, drawn.jobs or max(8, round(drawn.hours * 12)))
@@ -181,13 +181,15 @@ def _moments(intensity: Intensity, count: int, rng: random.Random, seconds: floa
     return sorted((step + rng.random()) / steps * seconds for step in chosen)
 
 
-def _storms(rng: random.Random, hours: float) -> tuple[Interruption, ...]:
+def _storms(rng: random.Random, hours: float) -> tuple[SpotInterruption, ...]:
     """Two storms a day, in each of which machines are taken away for half an hour; and single ones all the time."""
     found = []
     for _ in range(max(1, round(hours / 12))):
         begin = rng.uniform(0.1, 0.9) * hours * 3_600
-        found += [Interruption(at=begin + minute * 60, interrupt=rng.uniform(0.1, 0.4)) for minute in range(0, 30, 6)]
-    found += [Interruption(at=rng.random() * hours * 3_600, interrupt=0.05) for _ in range(round(hours))]
+        found += [
+            SpotInterruption(at=begin + minute * 60, interrupt=rng.uniform(0.1, 0.4)) for minute in range(0, 30, 6)
+        ]
+    found += [SpotInterruption(at=rng.random() * hours * 3_600, interrupt=0.05) for _ in range(round(hours))]
     return tuple(sorted(found, key=lambda one: one.at))
 
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from pipeline.simulator.worker_model import WorkerModel
-from pipeline.worker_client.bulk_reserve import BulkFloor
+from pipeline.worker_client.bulk_reserve import BulkReserve
 from schemas.jobs.job import Tier
 
 MOST_HELD: Final = 5
@@ -24,7 +24,7 @@ WATERMARK: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SimulatedJobOrder:
     """What the dispatcher's rules need of a job."""
 
     id: str
@@ -47,7 +47,7 @@ class SimJob:
         ready: when its first shards are planned.  begun: when one of them was taken.  full: see `full_seconds`.
     """
 
-    order: Order
+    order: SimulatedJobOrder
     arrival: float
     due: float | None
     rows: int
@@ -95,7 +95,7 @@ class SimJob:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class HeldShard:
     """A shard in a worker's hands. `urgent`: it goes before those that are not."""
 
     job: SimJob
@@ -125,14 +125,14 @@ class SimWorker:
         self.model = model
         self.launched = launched
         self.ready = ready
-        self.held: list[Held] = []
-        self.floor = BulkFloor()
+        self.held: list[HeldShard] = []
+        self.floor = BulkReserve()
         self.busy = 0.0
         self.look = 0
         self._clock = self._urgent = self.last_begin = float("-inf")
         self._busy_since = 0.0
 
-    def take(self, job: SimJob, number: int, rows: float, urgent: bool, now: float) -> Held:
+    def take(self, job: SimJob, number: int, rows: float, urgent: bool, now: float) -> HeldShard:
         """Begin with a shard; it says when it will be finished, as it looks now."""
         model, prompt, answer = self.model, job.prompt, job.answer
         full = job.full_seconds(model)
@@ -143,7 +143,7 @@ class SimWorker:
             self._busy_since = now
         clock = self._urgent if urgent else max(self._clock, self._urgent)
         begin = max(clock, now - full)
-        shard = Held(job, number, rows, urgent, now, max(begin + flow, now) + latency, flow)
+        shard = HeldShard(job, number, rows, urgent, now, max(begin + flow, now) + latency, flow)
         if urgent:
             self._urgent = begin + flow
             for one in self.held:
@@ -171,13 +171,13 @@ class SimWorker:
         """Seconds with a shard in hand until now."""
         return self.busy + (now - self._busy_since if self.held else 0.0)
 
-    def let_go(self, shard: Held, now: float) -> None:
+    def let_go(self, shard: HeldShard, now: float) -> None:
         """It is finished, or given back."""
         self.held.remove(shard)
         if not self.held:
             self.busy += now - self._busy_since
 
-    def drop(self, shard: Held, now: float, lost: float = 0.0) -> float:
+    def drop(self, shard: HeldShard, now: float, lost: float = 0.0) -> float:
         """Give a shard back undone; how many of its rows are still to be computed. `lost`: seconds of work that nobody
         wrote down."""
         span = max(1e-9, shard.finish - shard.taken)

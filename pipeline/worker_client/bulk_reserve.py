@@ -14,7 +14,7 @@ FLOOR: Final = 0.05
 """Bulk's least share of computed tokens, while some waits."""
 
 
-class BulkFloor:
+class BulkReserve:
     """One worker's account. `floor`: the share, below 1; 0 for none."""
 
     def __init__(self, floor: float = FLOOR) -> None:

@@ -17,7 +17,7 @@ from pipeline.ledger.records import ShardReport
 from pipeline.results.checkpoints import ShardHistory
 from schemas.jobs.checkpoints import FinishedRows, LoggedChoice
 from schemas.jobs.job import Job, Tier
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class WorkerLoad:
 
     tokens_per_second: float | None = None
     unfinished: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    figures: WorkerFigures | None = None
+    figures: WorkerMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

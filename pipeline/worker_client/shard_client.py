@@ -34,13 +34,13 @@ from pipeline.results.part_builder import PartMaker, commit_part
 from pipeline.results.parts import read_part
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.runtime.supervision import reason_of
-from pipeline.worker_client.bulk_reserve import BulkFloor
+from pipeline.worker_client.bulk_reserve import BulkReserve
 from pipeline.worker_client.protocol import BY_URGENCY, CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, encode
 from schemas.jobs.job import Job, Tier
-from schemas.jobs.outcome import Worked
+from schemas.jobs.outcome import WorkerTime
 from schemas.jobs.plan import ShardRef
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 logger = structlog.get_logger(__name__)
 
@@ -97,7 +97,7 @@ class ShardClient:
         self._no_more = no_more
         self._models = frozenset(models)
         self._price = price_per_hour
-        self._floor = BulkFloor()
+        self._floor = BulkReserve()
         self._lock = threading.Lock()
         self._jobs: dict[str, _KnownJob] = {}
         self._held: set[tuple[str, int]] = set()
@@ -393,8 +393,8 @@ class ShardClient:
             worked = self._worked(busy_seconds)
             ledger.record_end(work.shard, EndRecord(attempt_id=work.attempt_id, generated=generated, worked=worked))
 
-    def _worked(self, busy_seconds: float) -> Worked:
-        return Worked(seconds=busy_seconds, price_per_hour=self._price)
+    def _worked(self, busy_seconds: float) -> WorkerTime:
+        return WorkerTime(seconds=busy_seconds, price_per_hour=self._price)
 
     def _forget(self, ledger: JobLedger, work: ShardWork, *, won: bool) -> None:
         """Drop what is accounted for now: the checkpoints of this attempt and, if its part stands, of those it went on
@@ -432,7 +432,7 @@ class ShardClient:
             self._beat(self._held)
 
     @property
-    def figures(self) -> WorkerFigures | None:
+    def figures(self) -> WorkerMetrics | None:
         """What the worker told last."""
         return self._load.figures
 
@@ -457,7 +457,7 @@ class ShardClient:
             self._fenced_until = self._world.clock.monotonic() + lifetime
         self._last_heartbeat = now
 
-    def _tell(self, figures: WorkerFigures) -> None:
+    def _tell(self, figures: WorkerMetrics) -> None:
         try:
             self._heartbeats.tell(self.worker, figures)
         except ServiceUnavailable as error:

@@ -18,10 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from schemas.jobs.outcome import Usage, Worked
+from schemas.jobs.outcome import Usage, WorkerTime
 from schemas.jobs.results import ResultRow, results_table
 from schemas.jobs.tables import RESULT_FIELDS
-from schemas.stored import Count, Paper
+from schemas.stored import Count, StoredModel
 
 MAGIC = b"tmckpt01"
 _SHA = 32
@@ -54,7 +54,7 @@ class DamagedCheckpoint(ValueError):
     """Raised when bytes are no whole checkpoint: what it said is computed again."""
 
 
-class CheckpointHead(Paper):
+class CheckpointHead(StoredModel):
     """What a checkpoint says about itself.
 
     Attributes:
@@ -73,7 +73,7 @@ class CheckpointHead(Paper):
     final: bool = False
     generated: Count = 0
     exposed: Count = 0
-    worked: Worked = Worked()
+    worked: WorkerTime = WorkerTime()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, TypeAdapter
 
 from schemas.jobs.outcome import Counts, JobStatus, Usage
-from schemas.stored import Count, Report
+from schemas.stored import Count, StoredReport
 
 
-class Event(Report):
+class Event(StoredReport):
     """What all events carry. `at` is when it happened, by the announcer's clock."""
 
     version: Literal[1] = 1
@@ -47,7 +47,7 @@ class ProgressMade(Event):
     usage: Usage
 
 
-class ReleaseEnded(Report):
+class ReleaseEnded(StoredReport):
     """A new version of a model was promoted, or rolled back.
 
     Attributes:

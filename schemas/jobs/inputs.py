@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from schemas.stored import Count, Paper, Sha256
+from schemas.stored import Count, Sha256, StoredModel
 
 
 class InputFormat(StrEnum):
@@ -15,7 +15,7 @@ class InputFormat(StrEnum):
     PARQUET = "parquet"
 
 
-class FileStamp(Paper):
+class FileStamp(StoredModel):
     """Changes whenever a file's bytes do, and sometimes when they don't. Times in nanoseconds since 1970; `ctime` is
     the system's own, which no program sets back."""
 
@@ -24,7 +24,7 @@ class FileStamp(Paper):
     inode: Count
 
 
-class InputFile(Paper):
+class InputFile(StoredModel):
     """One file of an input. `size` in bytes; `sha256` where it was computed.
 
     `stamp` is what the file system said of the file when it was hashed: a file that still has it is not read again.
@@ -40,7 +40,7 @@ class InputFile(Paper):
     etag: Annotated[str, Field(min_length=1)] | None = None
 
 
-class InputRef(Paper):
+class InputRef(StoredModel):
     """What a job reads: the uri as given, and the files behind it in reading order (one, unless it is a folder)."""
 
     uri: str

@@ -13,7 +13,7 @@ from schemas.jobs.inputs import InputRef
 from schemas.jobs.row_selection import RowSelection
 from schemas.models import ModelPin
 from schemas.requests.limits import Limits, PlanSettings
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -34,7 +34,7 @@ class OnInvalid(StrEnum):
     JOB = "job"
 
 
-class JobSettings(Paper):
+class JobSettings(StoredModel):
     """Everything that changes a job's answers or its plan; frozen at submission, so that planning twice is the same.
 
     Attributes:
@@ -61,7 +61,7 @@ class JobSettings(Paper):
     plan: PlanSettings = PlanSettings()
 
 
-class Job(Paper):
+class Job(StoredModel):
     """`jobs/ID/job.json`: the order, as accepted.
 
     Attributes:
@@ -104,7 +104,7 @@ ClosedBy = Literal["cancel", "expire", "spend"]
 """Its user wanted it, its deadline passed, or it would cost more than it may."""
 
 
-class Closing(Paper):
+class Closing(StoredModel):
     """`closing.json`: why the job ends before its time. The first one written counts.
 
     Attributes:

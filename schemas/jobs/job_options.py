@@ -50,7 +50,7 @@ Amount = Annotated[timedelta, BeforeValidator(_amount), WithJsonSchema({"type": 
 """An amount of time, written as `parse_amount` reads it."""
 
 
-class SomeOptions(BaseModel):
+class PartialJobOptions(BaseModel):
     """Options as one of several places may say them, each for itself. Everything is optional; the installation's
     settings stand in.
 
@@ -112,7 +112,7 @@ class SomeOptions(BaseModel):
         return tier
 
 
-class JobOptions(SomeOptions):
+class JobOptions(PartialJobOptions):
     """All that is said of a job, together."""
 
     @model_validator(mode="after")

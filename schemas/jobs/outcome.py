@@ -9,10 +9,10 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from schemas.jobs.job import ClosedBy
 from schemas.models import ModelPin
-from schemas.stored import Count, Paper, Report, Sha256
+from schemas.stored import Count, Sha256, StoredModel, StoredReport
 
 
-class Counts(Paper):
+class Counts(StoredModel):
     """Rows by status; `pending` have no result yet. They always sum to `total`."""
 
     total: Count = 0
@@ -30,7 +30,7 @@ class Counts(Paper):
         return self
 
 
-class Usage(Report):
+class Usage(StoredReport):
     """Tokens by kind. `cached` prompt tokens were not computed again; `repeated` were computed but not committed."""
 
     prompt: Count = 0
@@ -44,7 +44,7 @@ class Usage(Report):
         return Usage(**{name: getattr(self, name) + getattr(other, name) for name in Usage.model_fields})
 
 
-class Worked(Report):
+class WorkerTime(StoredReport):
     """What an attempt took of its worker.
 
     Attributes:
@@ -63,7 +63,7 @@ class Worked(Report):
         return None if price is None else self.seconds / 3600 * price
 
 
-class ModelSpending(Report):
+class ModelSpending(StoredReport):
     """What the shards of one model have cost.
 
     Attributes:
@@ -83,7 +83,7 @@ class ModelSpending(Report):
     cost_per_million_output_tokens: Annotated[float, Field(ge=0)] | None = None
 
 
-class FileEntry(Report):
+class FileEntry(StoredReport):
     """A file of the results; `path` relative to the job, `size` in bytes."""
 
     path: str
@@ -110,7 +110,7 @@ class JobStatus(StrEnum):
         return self in (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED)
 
 
-class JobError(Report):
+class JobError(StoredReport):
     """Why a job could not run: one line of the input, or the input as a whole (`line` None)."""
 
     code: str
@@ -119,7 +119,7 @@ class JobError(Report):
     param: str | None = None
 
 
-class Manifest(Report):
+class Manifest(StoredReport):
     """`manifest.json`: the outcome, written once and last.
 
     Attributes:

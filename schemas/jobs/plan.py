@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.stored import Count, Paper, Sha256
+from schemas.stored import Count, Sha256, StoredModel
 
 
-class ShardRef(Paper):
+class ShardRef(StoredModel):
     """A shard that was written. Its number is its part's number.
 
     Attributes:
@@ -29,7 +29,7 @@ class ShardRef(Paper):
     expected_tokens: Count
 
 
-class RejectsRef(Paper):
+class RejectsRef(StoredModel):
     """The part of a segment's refused rows, as the planner stored it: anybody can make the part by copying it.
 
     Attributes:
@@ -44,7 +44,7 @@ class RejectsRef(Paper):
     rows: Count
 
 
-class PlanSegment(Paper):
+class PlanSegment(StoredModel):
     """`plan/NNNNN.json`: decides whose shards count for the input rows `first_row` up to, not including, `end_row`.
 
     Attributes:

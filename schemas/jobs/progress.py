@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from schemas.jobs.outcome import Counts, JobStatus, Usage
-from schemas.stored import Count, Report
+from schemas.stored import Count, StoredReport
 
 
-class Progress(Report):
+class Progress(StoredReport):
     """`progress.json`: a cache of what the parts say, true at `as_of`.
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from schemas.stored import Count, Report
+from schemas.stored import Count, StoredReport
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,8 +112,8 @@ class AutoscaleOptions(BaseModel):
         return self
 
 
-class PoolMemory(Report):
-    """What is remembered of one pool; see `pipeline.scaling.policy.Memory`. Moments are seconds since 1970.
+class PoolMemory(StoredReport):
+    """What is remembered of one pool; see `pipeline.scaling.policy.PolicyState`. Moments are seconds since 1970.
 
     Attributes:
         ttft_counts, ttft_since: what workers had counted by then of times to first tokens, in their buckets.
@@ -129,7 +129,7 @@ class PoolMemory(Report):
     ttft_since: float | None = None
 
 
-class ScalingPaper(Report):
+class StoredScaling(StoredReport):
     """`scaling/decided.json`: what was decided last, for whoever decides next. A cache: without it a pool's past is
     forgotten, and cooldowns begin anew.
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from schemas.stored import Count, Report
+from schemas.stored import Count, StoredReport
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 
 
-class HeartbeatPaper(Report):
+class StoredHeartbeat(StoredReport):
     """What a worker says of itself; see `pipeline.ports.WorkerState`."""
 
     name: Name

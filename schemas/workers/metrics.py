@@ -13,7 +13,7 @@ from pydantic import Field
 
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
-from schemas.stored import Count, Report
+from schemas.stored import Count, StoredReport
 
 LATENCY_BOUNDS: Final = (
     0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5,
@@ -26,7 +26,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Signed = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Histogram(Report):
+class HistogramSample(StoredReport):
     """Samples of a time.
 
     Attributes:
@@ -43,7 +43,7 @@ class Histogram(Report):
         return sum(self.counts)
 
 
-class TierFigures(Report):
+class TierMetrics(StoredReport):
     """One tier's requests at one worker: rows of jobs, and requests whose callers wait. A row's copies are none.
 
     Attributes:
@@ -59,12 +59,12 @@ class TierFigures(Report):
     answered: Count = 0
     failed: Count = 0
     usage: Usage = Usage()
-    ttft: Histogram = Histogram()
-    itl: Histogram = Histogram()
-    whole: Histogram = Histogram()
+    ttft: HistogramSample = HistogramSample()
+    itl: HistogramSample = HistogramSample()
+    whole: HistogramSample = HistogramSample()
 
 
-class TokenRates(Report):
+class TokenRates(StoredReport):
     """Tokens a second over the last seconds, busy or not.
 
     Attributes:
@@ -76,7 +76,7 @@ class TokenRates(Report):
     generated: Amount = 0.0
 
 
-class PaceWeights(Report):
+class PaceWeights(StoredReport):
     """A number for each term of the objective that pacing lowers."""
 
     ttft: Amount = 0.0
@@ -85,7 +85,7 @@ class PaceWeights(Report):
     drops: Amount = 0.0
 
 
-class PaceFigures(Report):
+class PaceMetrics(StoredReport):
     """How well the promises to callers who wait are kept.
 
     Attributes:
@@ -112,7 +112,7 @@ class PaceFigures(Report):
         return by.ttft * now.ttft + by.itl * now.itl + by.utilisation * now.utilisation + by.drops * now.drops
 
 
-class SpeculationFigures(Report):
+class SpeculationMetrics(StoredReport):
     """What guessed tokens bring.
 
     Attributes:
@@ -127,7 +127,7 @@ class SpeculationFigures(Report):
     seconds: Amount = 0.0
 
 
-class WorkerFigures(Report):
+class WorkerMetrics(StoredReport):
     """One worker; tokens unless said otherwise.
 
     Attributes:
@@ -148,7 +148,7 @@ class WorkerFigures(Report):
 
     model: Annotated[str, Field(min_length=1)]
     seconds: Amount = 0.0
-    tiers: dict[Tier, TierFigures] = Field(default_factory=dict)
+    tiers: dict[Tier, TierMetrics] = Field(default_factory=dict)
     rates: TokenRates = TokenRates()
     computed: Count = 0
     prompt: Count = 0
@@ -156,13 +156,13 @@ class WorkerFigures(Report):
     recomputed: Count = 0
     prefix_queried: Count = 0
     prefix_hits: Count = 0
-    steps: Histogram = Histogram()
+    steps: HistogramSample = HistogramSample()
     step_rows: Count = 0
     preemptions: Count = 0
     kv_blocks: Count = 0
     kv_blocks_used: Count = 0
     lane_open: Count = 0
     lane_waiting: Count = 0
-    pace: PaceFigures | None = None
-    speculation: SpeculationFigures | None = None
+    pace: PaceMetrics | None = None
+    speculation: SpeculationMetrics | None = None
     store_outage: str | None = None

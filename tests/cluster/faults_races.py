@@ -9,7 +9,7 @@ from typing import Final
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.jobs.retry import NothingToRetry, choose_rows
-from pipeline.jobs.submit import Order, derived_job_id, submit
+from pipeline.jobs.submit import JobOrder, derived_job_id, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from schemas.jobs.outcome import JobStatus
@@ -72,7 +72,7 @@ class Races:
                     if time.monotonic() > until:
                         raise
                 time.sleep(0.05)
-            order = Order(
+            order = JobOrder(
                 input=chosen.job.input, models=chosen.job.models, tenant=chosen.job.tenant, tier=chosen.job.tier,
                 settings=chosen.job.settings.model_copy(update={"rows": chosen.rows}), retry_of=job,
             )  # fmt: skip

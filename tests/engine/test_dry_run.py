@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import CacheConfig, Engine, EngineConfig, Request, SamplingParams, ScheduleConfig, as_token_ids
-from engine.dry_run import Rehearsal
+from engine.dry_run import DryRun
 from engine.plan import StepOutput, StepPlan
 from engine.scheduler.step_cost import cache_windows, group_work
 from tests.engine.oracle import make_prompts
@@ -61,8 +61,8 @@ def computed(engine: Engine, given: Iterable[Request]) -> list[tuple[float, ...]
     return found
 
 
-def rehearsed(engine: Engine, settings: EngineConfig, given: Iterable[Request]) -> tuple[Rehearsal, list[Any]]:
-    made = Rehearsal(settings, engine.spec, engine.scheduler._cache.groups)
+def rehearsed(engine: Engine, settings: EngineConfig, given: Iterable[Request]) -> tuple[DryRun, list[Any]]:
+    made = DryRun(settings, engine.spec, engine.scheduler._cache.groups)
     for request in given:
         made.add(request)
     steps = []

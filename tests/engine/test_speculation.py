@@ -27,7 +27,7 @@ from engine import (
     as_token_ids,
 )
 from engine.errors import UnsupportedModel
-from engine.speculative.base import Ask, Draft
+from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import FixedLengths
 from tests.engine.native.test_native_engine import PRECISIONS
 from tests.engine.scheduler.test_resume import OddMask, PairWatcher, joined, told
@@ -105,13 +105,13 @@ class Replay:
         self._rows = engine.scheduler.rows
         self._answers = answers
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [Draft(self._guess(ask), "replay") for ask in asks]
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         pass
 
-    def _guess(self, ask: Ask) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _guess(self, ask: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
         choice = self._answers[ask.request.request_id].choices[ask.choice]
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]

@@ -11,12 +11,14 @@ import pytest
 
 from infra.apply_locally import NOT_APPLIED, TERRAFORM, block_of, read_arguments, resource_blocks
 from infra.iam_check import Policy, Right, denied, rights_for
-from infra.local_aws import Asked, MiniStack, cut_out
+from infra.local_aws import InferenceRequest, MiniStack, cut_out
 
 
-def asked(service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any) -> Asked:
+def asked(
+    service: str, method: str, path: str, query: dict[str, list[str]] | None = None, **more: Any
+) -> InferenceRequest:
     fields = {"target": "", "body": b"", "status": 200} | more
-    return Asked("intake", service, method, path, query or {}, **fields)
+    return InferenceRequest("intake", service, method, path, query or {}, **fields)
 
 
 def policy(*statements: dict[str, Any]) -> Policy:
@@ -93,7 +95,7 @@ def test_given_metrics_of_another_namespace_then_the_condition_denies_them(pack:
         "Condition": {"StringEquals": {"cloudwatch:namespace": "tokenmill"}},
     }  # fmt: skip
 
-    def told(namespace: str) -> Asked:
+    def told(namespace: str) -> InferenceRequest:
         body = pack(json.dumps({"Namespace": namespace}).encode())
         return asked("monitoring", "POST", "/", target="GraniteServiceVersion20100801.PutMetricData", body=body)
 

@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline.scaling.autoscaler import PoolDecision
-from pipeline.scaling.backlog import BacklogFigures, ModelBacklog
+from pipeline.scaling.backlog import BacklogMetrics, ModelBacklog
 from pipeline.scaling.cloudwatch import CloudWatch
-from pipeline.scaling.policy import Memory, Observed, decide
+from pipeline.scaling.policy import PolicyState, PoolObservation, decide
 from schemas.settings.autoscaling import ScalingLimits
 from schemas.settings.settings import Settings
 
@@ -70,7 +70,7 @@ def test_given_checkov_waivers_then_each_says_why() -> None:
 
 
 def test_given_metrics_of_ours_that_alarms_and_graphs_name_then_the_adapter_tells_them_with_those_dimensions() -> None:
-    decided = PoolDecision("gpu", Observed(), decide(ScalingLimits(), Memory(), Observed(), 0.0))
+    decided = PoolDecision("gpu", PoolObservation(), decide(ScalingLimits(), PolicyState(), PoolObservation(), 0.0))
     asked: list[Any] = []
 
     class Client:
@@ -79,7 +79,7 @@ def test_given_metrics_of_ours_that_alarms_and_graphs_name_then_the_adapter_tell
 
     cloudwatch = CloudWatch("space", "here", "us-east-1")
     cloudwatch._client = Client()
-    cloudwatch.put(BacklogFigures(1, (ModelBacklog("m", 1, 1, 1.0),)), [decided])
+    cloudwatch.put(BacklogMetrics(1, (ModelBacklog("m", 1, 1, 1.0),)), [decided])
     told = {
         (one["MetricName"], frozenset(dimension["Name"] for dimension in one["Dimensions"]))
         for one in asked[0]["MetricData"]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.jobs.planning import LedgerPlanSink
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import REJECTS, JobLedger, shard_key
 from pipeline.ledger.records import ShardReport
 from pipeline.ports import Heartbeats, World, queue_name
@@ -41,14 +41,14 @@ def held(heartbeats: Heartbeats) -> set[tuple[str, int]]:
     return {shard for worker in heartbeats.workers() for shard in worker.held}
 
 
-def order(**changes: Any) -> Order:
+def order(**changes: Any) -> JobOrder:
     """An order for some input; `changes` replace its parts."""
     files = (InputFile(uri="/data/in.jsonl", size=10, sha256="0" * 64),)
     values: dict[str, Any] = {
         "input": InputRef(uri="/data/in.jsonl", format=InputFormat.JSONL, files=files),
         "models": (PIN,),
     }
-    return Order(**(values | changes))
+    return JobOrder(**(values | changes))
 
 
 def shard_table(rows: Sequence[int], carried: pa.Table | None = None) -> pa.Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.worker_client.protocol import ShardWork
@@ -28,7 +28,7 @@ class House:
     ledger: JobLedger
     queue: ChaoticQueue = field(default_factory=ChaoticQueue)
     settings: DispatchSettings = field(default_factory=DispatchSettings)
-    figures: DispatchFigures = field(default_factory=DispatchFigures)
+    figures: DispatchMetrics = field(default_factory=DispatchMetrics)
 
     def __post_init__(self) -> None:
         self.heartbeats = MemoryHeartbeats(self.world.clock, LIFETIME)

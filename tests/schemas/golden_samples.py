@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.gateway.http.api_keys import ApiKey, Scope
-from pipeline.gateway.records import BatchOrder, BatchOutcome, Heard, Reader, StoredFile
+from pipeline.gateway.records import BatchOrder, BatchOutcome, IdempotencyRecord, Reader, StoredFile
 from pipeline.ingest.celery.tasks import TaskTicket
 from pipeline.ingest.dead_letters import DeadLetter, Replay
 from pipeline.ingest.files.source import TakenMarker
-from pipeline.ingest.kafka.dead_letters import OwedLetter
+from pipeline.ingest.kafka.dead_letters import UnsentDeadLetter
 from pipeline.ingest.kafka.micro_batches import KafkaBatch, KafkaGroup, Origin
-from pipeline.jobs.pending_webhooks import Due, Wanted
-from pipeline.ledger.ledger import read_paper
+from pipeline.jobs.pending_webhooks import DueWebhook, WebhookRequest
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ledger.records import (
     AttemptRecord,
     EndRecord,
@@ -38,7 +38,7 @@ from schemas.jobs.checkpoints import CheckpointHead, FinishedRows, LoggedChoice,
 from schemas.jobs.events import JobChanged, ProgressMade, ReleaseEnded, ShardCommitted, read_event
 from schemas.jobs.inputs import FileStamp, InputFile, InputFormat, InputRef
 from schemas.jobs.job import Closing, Job, JobSettings, Tier
-from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, ModelSpending, Usage, Worked
+from schemas.jobs.outcome import Counts, FileEntry, JobError, JobStatus, Manifest, ModelSpending, Usage, WorkerTime
 from schemas.jobs.plan import PlanSegment, RejectsRef, ShardRef
 from schemas.jobs.progress import Progress
 from schemas.jobs.results import ResultRow, RowStatus, results_table
@@ -49,28 +49,35 @@ from schemas.releases import (
     CanaryAnswer,
     CanaryFailure,
     CanaryRecord,
-    Comparison,
-    Drift,
-    Outcome,
+    LogprobDrift,
     Release,
+    ReleaseComparison,
+    ReleaseOutcome,
     ShadowHead,
 )
 from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.limits import RateLimits
-from schemas.settings.autoscaling import PoolMemory, ScalingPaper
+from schemas.settings.autoscaling import PoolMemory, StoredScaling
 from schemas.settings.releases import ReleaseRules
-from schemas.stored import Paper
-from schemas.workers.heartbeat import HeartbeatPaper
+from schemas.stored import StoredModel
+from schemas.workers.heartbeat import StoredHeartbeat
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneRequest, TokensEvent, event_json, request_json
 from schemas.workers.lane import read_event as read_lane_event
 from schemas.workers.lane import read_request as read_lane_request
-from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from schemas.workers.metrics import (
+    HistogramSample,
+    PaceMetrics,
+    PaceWeights,
+    SpeculationMetrics,
+    TierMetrics,
+    WorkerMetrics,
+)
 from schemas.workers.queue import task_arguments
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SHA = "ab" * 32
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
-WORKED = Worked(seconds=1.5, price_per_hour=2.0)
+WORKED = WorkerTime(seconds=1.5, price_per_hour=2.0)
 PIN = ModelPin(
     name="tiny", source="/models/tiny", digest=f"sha256:{SHA}", revision="main", dtype="float32", quantization="int8",
     kv_dtype="int8",
@@ -88,12 +95,12 @@ SHARD = ShardRef(
     number=1, key="plans/a/shards/00001.parquet", sha256=SHA, size=9, rows=2, computed_rows=2, model="tiny",
     prompt_tokens=10, expected_tokens=14,
 )  # fmt: skip
-TIMES = Histogram(counts=(0, 1), seconds=0.0015)
+TIMES = HistogramSample(counts=(0, 1), seconds=0.0015)
 ANSWER = CanaryAnswer(prompt=(1, 2), tokens=(3,), logprobs=(-0.5,), runners_up=(-1.5,))
 BOUNDS = Bounds(mean=0.5, low=0.25, high=0.75)
-DRIFT = Drift(mean=0.25, most=0.5, tokens=16)
+DRIFT = LogprobDrift(mean=0.25, most=0.5, tokens=16)
 
-PAPERS: dict[str, Paper] = {
+PAPERS: dict[str, StoredModel] = {
     "job": Job(
         id="job-1", tenant="team-a", input=INPUT, models=(PIN,),
         settings=JobSettings(seed=7, limit=10, url="/v1/completions"),
@@ -136,41 +143,41 @@ PAPERS: dict[str, Paper] = {
                            size=9, sha256=SHA, rows=1, records="r", traces=(TRACE,)),),
     ),
     "kafka-origin": Origin(batch="b", group=0, reply_to="t"),
-    "notice-wanted": Wanted(at=NOON),
-    "notice-due": Due(id="e", type="batch.completed", job="job-1", at=NOON),
+    "notice-wanted": WebhookRequest(at=NOON),
+    "notice-due": DueWebhook(id="e", type="batch.completed", job="job-1", at=NOON),
     "api-key": ApiKey(id="0" * 16, digest=SHA, tenant="team-a", scopes=(Scope.ADMIN,), created_at=NOON, expires_at=NOON,
                       label="l", max_tokens=9, limits=RateLimits(requests_per_minute=9)),
-    "heartbeat": HeartbeatPaper(name="w", models=("k",), held=(("job-1", 1),), waiting_tokens=5, tokens_per_second=9.5,
+    "heartbeat": StoredHeartbeat(name="w", models=("k",), held=(("job-1", 1),), waiting_tokens=5, tokens_per_second=9.5,
                                 draining=True, price_per_hour=2.0),
     "canary-record": CanaryRecord(pin=PIN, answers=(ANSWER,), recorded_at=NOON, worker="w"),
     "canary-failure": CanaryFailure(pin=PIN, reason="r", at=NOON, worker="w"),
     "release": Release(id="n/00001", number=1, mode="canary", stable=ENTRY, candidate=ENTRY, rules=ReleaseRules(),
                        started_at=NOON),
-    "release-outcome": Outcome(
+    "release-outcome": ReleaseOutcome(
         release="n/00001", verdict="promoted", by="comparison", reasons=("r",), at=NOON,
-        comparison=Comparison(shards=8, rows=80, failed=1, mended=1, more_errors=BOUNDS, agreement=BOUNDS,
+        comparison=ReleaseComparison(shards=8, rows=80, failed=1, mended=1, more_errors=BOUNDS, agreement=BOUNDS,
                               latency=BOUNDS, drift=DRIFT),
     ),
     "release-drift": DRIFT,
     "shadow-head": ShadowHead(release="n/00001", job="job-1", shard=1, worker="w", finished_at=NOON),
-    "figures": WorkerFigures(
-        model="tiny", seconds=9.0, tiers={Tier.BULK: TierFigures(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
-        steps=TIMES, pace=PaceFigures(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), drops=1),
-        speculation=SpeculationFigures(drafted=3, accepted=1, gained=0.5, seconds=1.0),
+    "figures": WorkerMetrics(
+        model="tiny", seconds=9.0, tiers={Tier.BULK: TierMetrics(running=1, usage=USAGE, ttft=TIMES)}, computed=9,
+        steps=TIMES, pace=PaceMetrics(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), drops=1),
+        speculation=SpeculationMetrics(drafted=3, accepted=1, gained=0.5, seconds=1.0),
     ),
-    "scaling": ScalingPaper(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),
+    "scaling": StoredScaling(as_of=NOON, speeds={"tiny": 9.5}, pools={"tiny": PoolMemory(desired=2, changed=(1.0,))}),
     "stored-file": StoredFile(id="file-0", tenant="team-a", filename="in.jsonl", purpose="batch", size=9, sha256=SHA,
                               created_at=NOON, expires_at=NOON, batch="job-1"),
     "file-reader": Reader(at=NOON),
     "batch-order": BatchOrder(tenant="team-a", input_file_id="file-0", endpoint="/v1/completions",
                               completion_window="24h", at=NOON),
     "batch-outcome": BatchOutcome(output_file_id="file-1", error_file_id="file-2", in_progress_at=NOON, at=NOON),
-    "heard": Heard(at=NOON, digest=SHA),
+    "heard": IdempotencyRecord(at=NOON, digest=SHA),
     "dead-letter": DeadLetter(id="d", door="kafka", place="t", position="0-1", at=NOON, recorded_at=NOON,
                               reason_code="invalid_json", message="m", key="aw==", headers=(("h", "dg=="),), size=9,
                               stored=9, marker="k"),
     "dead-letter-replay": Replay(at=NOON, outcome="o"),
-    "owed-letter": OwedLetter(topic="t", partition=0, offset=1, timestamp=2),
+    "owed-letter": UnsentDeadLetter(topic="t", partition=0, offset=1, timestamp=2),
     "taken": TakenMarker(uri="/in.jsonl", stamp="s", job="job-1", at=NOON),
     "celery-ticket": TaskTicket(task="t", tenant="team-a", at=NOON, arguments=SHA),
 }  # fmt: skip
@@ -253,13 +260,13 @@ def samples() -> dict[str, Golden]:
     return made
 
 
-def _plain(paper: Paper) -> Any:
+def _plain(paper: StoredModel) -> Any:
     """What the bytes said, without what a reader of today adds."""
     return paper.model_dump(mode="json", exclude_unset=True)
 
 
-def _paper_reader(kind: type[Paper]) -> Callable[[bytes], Any]:
-    return lambda data: _plain(read_paper("a golden file", data, kind))
+def _paper_reader(kind: type[StoredModel]) -> Callable[[bytes], Any]:
+    return lambda data: _plain(parse_stored("a golden file", data, kind))
 
 
 def _task(data: bytes) -> tuple[str, int, int]:
@@ -285,7 +292,7 @@ def read_table(data: bytes) -> Mapping[str, Any]:
     """Rows and footer."""
     table = pq.read_table(pa.BufferReader(data))
     footer = (table.schema.metadata or {}).get(FOOTER_KEY.encode())
-    summary = None if footer is None else _plain(read_paper("a golden part", footer, PartSummary))
+    summary = None if footer is None else _plain(parse_stored("a golden part", footer, PartSummary))
     return {"rows": table.to_pylist(), "summary": summary}
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import pipeline
 import schemas
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 from tests.schemas.golden_samples import EVENTS, HEAD, PAPERS, SUMMARY, Golden, samples
 
 FOLDER = Path(__file__).parent / "golden"
@@ -50,18 +50,20 @@ def test_given_all_papers_that_bear_a_version_then_each_has_a_golden_file() -> N
     for package in (schemas, pipeline):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    ours = [kind for kind in below(Paper) if kind.__module__.partition(".")[0] != "tests"]  # others' tests make more
+    ours = [
+        kind for kind in below(StoredModel) if kind.__module__.partition(".")[0] != "tests"
+    ]  # others' tests make more
     stored = {kind for kind in ours if numbered(kind) and not any(other in ours for other in kind.__subclasses__())}
     sampled = {type(paper) for paper in (*PAPERS.values(), *EVENTS.values(), SUMMARY, HEAD)}
     assert {kind.__name__ for kind in stored} == {kind.__name__ for kind in sampled if numbered(kind)}
 
 
-def numbered(kind: type[Paper]) -> bool:
+def numbered(kind: type[StoredModel]) -> bool:
     """Whether it says in which version of the format it is written."""
     return "version" in kind.model_fields and kind.model_fields["version"].default == 1
 
 
-def below(kind: type[Paper]) -> Iterator[type[Paper]]:
+def below(kind: type[StoredModel]) -> Iterator[type[StoredModel]]:
     for one in kind.__subclasses__():
         yield one
         yield from below(one)

@@ -12,10 +12,10 @@ from typing import Any, cast
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.inputs import InputRef
 from schemas.jobs.job import Closing, JobSettings
@@ -93,14 +93,14 @@ class House:
             queue, heartbeats = ProcessQueue(self.broker, process, self.watch), ProcessHeartbeats(self.broker, process)
             yield Office(process, world, JobLedger(store, PREFIX), queue, heartbeats)
 
-    def order(self) -> Order:
+    def order(self) -> JobOrder:
         """What every door orders."""
         scenario = self.scenario
         settings = PlanSettings(
             segment_rows=scenario.segment_rows, max_shard_rows=scenario.shard_rows, shard_tokens=scenario.shard_tokens
         )
         deadline = self.scenario.deadline
-        return Order(
+        return JobOrder(
             input=self.input,
             models=(model.PIN,),
             settings=JobSettings(plan=settings),
@@ -151,8 +151,8 @@ class House:
             poisonous = self.scenario.poisonous
             loaded = model.load(process, facts, lambda request: poisonous.get(row_of(request)), self.watch)
             process.threaded = self.scenario.threaded
-            helper = SecondThread(process) if process.threaded else InTurn()
-            heart = SecondThread(process) if process.threaded else InTurn()
+            helper = SecondThread(process) if process.threaded else InlineExecutor()
+            heart = SecondThread(process) if process.threaded else InlineExecutor()
             worker = ShardWorker(
                 loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
                 heartbeat_timer=timer_of(process) if process.threaded else None,

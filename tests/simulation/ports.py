@@ -10,7 +10,7 @@ from typing import BinaryIO
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, ObjectInfo, ShardTask, WorkerState
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tests.simulation.machine import Machine, Process
 from tests.simulation.watch import Watch
 
@@ -154,11 +154,11 @@ class ProcessHeartbeats:
         self._process.point("heartbeats.leave", worker)
         self._broker.beats.leave(worker)
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         self._process.point("heartbeats.tell", worker)
         self._broker.beats.tell(worker, figures)
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         self._process.point("heartbeats.figures")
         return self._broker.beats.figures()
 

@@ -16,7 +16,7 @@ import structlog
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.submit import new_job_id, submit
@@ -76,8 +76,8 @@ class Installation:
     def start_dispatcher(self) -> None:
         settings = DispatchSettings(isolate=True, sweep_every=0.2, tick_every=0.01)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
-        looks = ForemanSettings(tick_every=0.01, look_every=0.05, retry_after=0.1)
-        foreman = Foreman(self.world, dispatcher, settings=looks)
+        looks = JobControllerSettings(tick_every=0.01, look_every=0.05, retry_after=0.1)
+        foreman = JobController(self.world, dispatcher, settings=looks)
         self._start(lambda: foreman.run(self.stop))
 
     def start_worker(self, permits: threading.Semaphore | None = None) -> None:

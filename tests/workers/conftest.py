@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.ledger.records import ShardReport
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.protocol import CheckpointWork, RevokedShards, ShardWork, WorkerLoad
 from schemas.jobs.checkpoints import Checkpoint, CheckpointHead, FinishedRows, decode, encode
 from schemas.jobs.inputs import InputFile, InputRef
@@ -271,7 +271,7 @@ def kit() -> SimpleNamespace:
         byte_level_tokenizer=byte_level_tokenizer,
         sentencepiece_tokenizer=sentencepiece_tokenizer,
         word_piece_tokenizer=word_piece_tokenizer,
-        InTurn=InTurn,
+        InlineExecutor=InlineExecutor,
         FakeClock=FakeClock,
         ListSource=ListSource,
         MemorySink=MemorySink,

@@ -53,17 +53,17 @@ def autoscale(
     KV cache use while callers wait. Limits are in TOKENMILL_AUTOSCALE__LIMITS and __POOLS. A dispatcher with
     TOKENMILL_CLOUDWATCH__NAMESPACE does this by itself; several may run.
     """
-    from pipeline.metric_collectors import unforeseen
+    from pipeline.metric_collectors import unexpected_errors
     from pipeline.runtime.inline_executor import AT_ONCE
     from pipeline.scaling.autoscaler import Autoscaler
-    from pipeline.scaling.backlog import BacklogLook
+    from pipeline.scaling.backlog import BacklogReader
     from tokenmill.errors import UserError
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
     from tokenmill.processes.runtime import run_together, wait_for_stop
     from tokenmill.processes.signals import until_told
     from tokenmill.root import open_root, requests_at_once
-    from tokenmill.services.autoscaler import Printed, Served
+    from tokenmill.services.autoscaler import DecisionEndpoint, DecisionPrinter
     from tokenmill.services.backends import workers_on_servers
 
     log_to_stderr(logging.WARNING if once else logging.INFO)
@@ -76,10 +76,10 @@ def autoscale(
     port = settings.metrics.port if metrics_port is None else metrics_port
     if "http" in chosen and port is None:
         raise UserError("--adapter http needs a port; give --metrics-port, or set TOKENMILL_METRICS__PORT")
-    served = Served()
+    served = DecisionEndpoint()
     targets: list[ScalingTarget] = [served]
     if "print" in chosen:
-        targets.append(Printed(as_json=as_json))
+        targets.append(DecisionPrinter(as_json=as_json))
     if "cloudwatch" in chosen:
         targets.append(_cloudwatch(settings))
     options = settings.autoscale
@@ -91,13 +91,15 @@ def autoscale(
         workers_on_servers(settings) as (heartbeats, lane),
         requests_at_once(root, AT_ONCE) as readers,
     ):
-        look = BacklogLook(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
+        look = BacklogReader(root.world, heartbeats, settings.cloudwatch.worker_tokens_per_second, lane, readers)
         scaler = Autoscaler(root.world, look, heartbeats, options, targets, keep=not dry_run)
         if once:
             scaler.once()
             return
         documents = served.document if "http" in chosen else None
-        with metrics_served(settings, metrics_port, served.tell, unforeseen(root.world.errors), documents=documents):
+        with metrics_served(
+            settings, metrics_port, served.tell, unexpected_errors(root.world.errors), documents=documents
+        ):
             run_together(stop, root.world, wait_for_stop, {"autoscaler": scaler.run})
 
 

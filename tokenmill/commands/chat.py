@@ -14,7 +14,7 @@ from tokenmill.config.cli_options import Debug
 from tokenmill.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
-    from tokenmill.jobs.http_client import Gateway
+    from tokenmill.jobs.http_client import GatewayClient
 
 
 def chat(
@@ -57,7 +57,7 @@ def chat(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _talk(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) -> None:
+def _talk(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, str]]) -> None:
     """Until the end of stdin. What fails is told, and the talk goes on."""
     asks = "> " if sys.stdin.isatty() else ""
     if asks:
@@ -85,7 +85,7 @@ def _talk(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) ->
             output.say(f"error: {error}")
 
 
-def _answer(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) -> bool:
+def _answer(gateway: GatewayClient, body: dict[str, Any], said: list[dict[str, str]]) -> bool:
     """Print an answer as it comes and append it to what was said; False: the user cancelled it."""
     parts: list[str] = []
     try:
@@ -106,7 +106,7 @@ def _answer(gateway: Gateway, body: dict[str, Any], said: list[dict[str, str]]) 
     return True
 
 
-def _parts(gateway: Gateway, body: dict[str, Any]) -> Iterator[str]:
+def _parts(gateway: GatewayClient, body: dict[str, Any]) -> Iterator[str]:
     """The text of an answer, as it comes. Raises `UserError`, also for a stream that ends before its end."""
     from tokenmill.jobs.http_client import error_of
 
@@ -128,7 +128,7 @@ def _parts(gateway: Gateway, body: dict[str, Any]) -> Iterator[str]:
     raise UserError(f"{gateway.url}: the answer broke off; ask again")
 
 
-def _only_model(gateway: Gateway) -> str:
+def _only_model(gateway: GatewayClient) -> str:
     names = [str(model["id"]) for model in gateway.get("/v1/models")["data"]]
     if len(names) == 1:
         return names[0]

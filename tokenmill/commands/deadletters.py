@@ -13,7 +13,7 @@ from tokenmill.errors import EXIT_USAGE
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.ingest.dead_letters import DeadLetter, Found
+    from pipeline.ingest.dead_letters import DeadLetter, DeadLetterEntry
 
 app = typer.Typer(help="What could not become a request: list it, show it, send it again.", rich_markup_mode=None)
 
@@ -131,7 +131,7 @@ def replay_letter(
         output.say(f"{letter}: {outcome}")
 
 
-def _document(found: Found) -> dict[str, Any]:
+def _document(found: DeadLetterEntry) -> dict[str, Any]:
     """A letter for programs."""
     letter = found.letter
     return letter.model_dump(mode="json", include=set(_SHOWN)) | {"replays": found.replays}

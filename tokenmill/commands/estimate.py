@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from schemas.settings.settings import Settings
     from tokenmill.bench_results import MeasuredSpeed
     from tokenmill.config.engine_options import EngineOptions
-    from workers.shards.dry_run import Rehearsed
+    from workers.shards.dry_run import DryRunResult
 
 DEVICES = ("b200", "h200", "h100", "a100", "l40s", "a10g", "l4", "t4")
 """The names in `pipeline.planner.estimates.capacity.HARDWARE`, which takes longer to import than --help may take."""
@@ -152,7 +152,7 @@ class _Rehearsals:
     _path: Path
     _sample: ShardSample
     _encoder: bool
-    _made: dict[tuple[Any, ...], tuple[Rehearsed, float]] = field(default_factory=dict)
+    _made: dict[tuple[Any, ...], tuple[DryRunResult, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, inputs: InputRef, pin: ModelPin, wanted: JobSettings, path: Path, *, exact: bool) -> _Rehearsals:
@@ -192,7 +192,7 @@ class _Rehearsals:
         exact = planned.exact or self._sample.whole
         return replace(planned, prompt_tokens=prompts, shared_prefix_tokens=shared, exact=exact)
 
-    def of_worker(self, options: EngineOptions, workers: int) -> tuple[Rehearsed, float]:
+    def of_worker(self, options: EngineOptions, workers: int) -> tuple[DryRunResult, float]:
         """What one of so many workers would do with its part of the job, or of the sample; and how many times as much
         its whole part is."""
         from tokenmill.local.dry_run import engine_config, rehearse

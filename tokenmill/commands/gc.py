@@ -50,13 +50,13 @@ def collect(
     A job that is open is never touched, and a job's order and outcome stay for ever. It may be stopped at any moment;
     the next one goes on. Safe while everything else runs; 'serve' and 'dispatcher' do it once a day by themselves.
     """
-    from pipeline.maintenance.retention import Collector
+    from pipeline.maintenance.retention import RetentionSweep
     from tokenmill.root import open_root, retention_settings
 
     settings = read_settings()
     kept = retention_settings(settings, output_expires_after, deadletters_expire_after, intake_expires_after)
     with open_root(root_url, settings) as root:
-        found = Collector(root.world, kept, dry_run=dry_run).run()
+        found = RetentionSweep(root.world, kept, dry_run=dry_run).run()
     if as_json:
         output.print_json(
             {

@@ -17,9 +17,9 @@ from tokenmill.errors import UserError
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from engine.quant.quantize import Written
+    from engine.quant.quantize import QuantizationReport
     from engine.quant.writing import Scheme
-    from workers.model.quality import Comparison
+    from workers.model.quality import QualityComparison
     from workers.text.tokenizer import TokenIds
 
 Target = Literal["int8", "int4", "fp8"]
@@ -150,7 +150,7 @@ def _texts(
 
 def _write(
     path: Path, folder: Path, scheme: Scheme, method: Method, used: list[TokenIds], threads: int | None
-) -> Written:
+) -> QuantizationReport:
     import torch
 
     from engine.engine import resolve_device, resolve_dtype
@@ -194,7 +194,7 @@ def _copy_tokenizer(path: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _compare(path: Path, folder: Path, scored: list[TokenIds], threads: int | None) -> Comparison:
+def _compare(path: Path, folder: Path, scored: list[TokenIds], threads: int | None) -> QualityComparison:
     from engine import CacheConfig, Engine, EngineConfig, ScheduleConfig
     from workers.model.quality import TokenScores, compare, token_scores
 
@@ -213,7 +213,7 @@ def _compare(path: Path, folder: Path, scored: list[TokenIds], threads: int | No
 
 
 def _report(
-    path: Path, scheme: Scheme, method: Method, written: Written, comparison: Comparison | None
+    path: Path, scheme: Scheme, method: Method, written: QuantizationReport, comparison: QualityComparison | None
 ) -> dict[str, Any]:
     return {
         "model": path.name,

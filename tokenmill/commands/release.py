@@ -12,9 +12,9 @@ from tokenmill.config.cli_options import Debug, Json, RootUrl, amount_of_time
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.models.registry import ReleaseBook, Standing
+    from pipeline.models.registry import ModelRegistry, ReleaseState
     from schemas.models import CatalogEntry
-    from schemas.releases import Bounds, Comparison
+    from schemas.releases import Bounds, ReleaseComparison
     from tokenmill.root import Root
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def start(
     """Begin a release: workers with --candidate compute copies of what the served version has answered, a dispatcher
     compares, and promotes the new version or rolls it back. Nothing that the new version computes is read by anybody.
     """
-    from pipeline.models.registry import ReleaseBook
+    from pipeline.models.registry import ModelRegistry
     from tokenmill.root import open_root
 
     settings = read_settings()
@@ -65,7 +65,7 @@ def start(
     with open_root(root_url, settings) as root:
         name, entry = _version(root, version)
         mode: Literal["canary", "shadow"] = "shadow" if shadow else "canary"
-        release = ReleaseBook(root.world.store).begin(name, entry, rules, root.world.clock.now(), mode)
+        release = ModelRegistry(root.world.store).begin(name, entry, rules, root.world.clock.now(), mode)
     if as_json:
         output.print_json(release.model_dump(mode="json"))
         return
@@ -85,12 +85,12 @@ def status(
 ) -> None:
     """Which version is served, which there are, and how the last release stands."""
     from pipeline.models.catalog import Catalog
-    from pipeline.models.registry import ReleaseBook
+    from pipeline.models.registry import ModelRegistry
     from tokenmill.errors import UserError
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings(), read_only=True) as root:
-        book, catalog = ReleaseBook(root.world.store), Catalog(root.world.store)
+        book, catalog = ModelRegistry(root.world.store), Catalog(root.world.store)
         served, versions, found = catalog.find(name), catalog.versions(name), book.history(name)
         if served is None and not versions:
             raise UserError(f"no worker has served {name} in {root.url}; 'tokenmill worker --model {name}=…' does")
@@ -125,14 +125,14 @@ def rollback(name: Name, root_url: RootUrl = None, as_json: Json = False, _debug
 
 
 def _end(name: str, verdict: Literal["promoted", "rolled_back"], root_url: str | None, *, as_json: bool) -> None:
-    from pipeline.models.registry import ReleaseBook, ReleaseError, Standing
+    from pipeline.models.registry import ModelRegistry, ReleaseError, ReleaseState
     from tokenmill.root import open_root
 
     with open_root(root_url, read_settings()) as root:
-        book, now = ReleaseBook(root.world.store), root.world.clock.now()
+        book, now = ModelRegistry(root.world.store), root.world.clock.now()
         last = book.last(name)
         if last is not None and last.outcome is None:
-            ended = Standing(last.release, book.end(last.release, verdict, "operator", now))
+            ended = ReleaseState(last.release, book.end(last.release, verdict, "operator", now))
         elif verdict == "rolled_back":
             ended = book.go_back(name, now)
         else:
@@ -164,7 +164,7 @@ def _version(root: Root, given: str) -> tuple[str, CatalogEntry]:
     raise UserError(f"{given}: {what} (there are: {known}); start one with 'tokenmill worker --candidate'")
 
 
-def _document(root: Root, book: ReleaseBook, standing: Standing) -> dict[str, Any]:
+def _document(root: Root, book: ModelRegistry, standing: ReleaseState) -> dict[str, Any]:
     from pipeline.models.rollout_controller import compared_now
 
     release, outcome = standing.release, standing.outcome
@@ -186,17 +186,17 @@ def _document(root: Root, book: ReleaseBook, standing: Standing) -> dict[str, An
 
 
 def _lines(document: dict[str, Any]) -> list[str]:
-    from schemas.releases import Comparison
+    from schemas.releases import ReleaseComparison
 
     word = "open" if document["verdict"] is None else f"{document['verdict'].replace('_', ' ')} by {document['by']}"
     lines = [f"release {document['release']} ({document['mode']}): {word}; {document['candidate']} is tried"]
     lines += [f"  {reason}" for reason in document["reasons"]]
     if document["comparison"] is not None:
-        lines += [f"  {line}" for line in _figures(Comparison.model_validate(document["comparison"]))]
+        lines += [f"  {line}" for line in _figures(ReleaseComparison.model_validate(document["comparison"]))]
     return lines
 
 
-def _figures(found: Comparison) -> list[str]:
+def _figures(found: ReleaseComparison) -> list[str]:
     lines = [f"compared: {found.rows} rows of {found.shards} shards; {found.failed} failed with the new version only"]
     named: list[tuple[str, Bounds | None]] = [("agreement", found.agreement), ("time of a token", found.latency)]
     for what, bounds in named:

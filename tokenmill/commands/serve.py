@@ -96,7 +96,7 @@ def serve(
     """
     from pipeline import metric_collectors
     from pipeline.adapters.folder.locks import RunLock
-    from pipeline.dispatcher.metrics import DispatchFigures
+    from pipeline.dispatcher.metrics import DispatchMetrics
     from tokenmill.config.engine_options import engine_options
     from tokenmill.config.job_options import content_policies
     from tokenmill.local.pricing import price_of_worker
@@ -107,9 +107,9 @@ def serve(
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services import dispatcher as service
-    from tokenmill.services.backends import hints_in_process
-    from tokenmill.services.gateway import Gateway
-    from tokenmill.services.worker import Worker
+    from tokenmill.services.backends import in_process_backends
+    from tokenmill.services.gateway import GatewayService
+    from tokenmill.services.worker import WorkerService
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "serve")
@@ -124,16 +124,16 @@ def serve(
         open_root(str(data), settings, traces=traces) as root,
         RunLock(data.expanduser()),
     ):
-        hints = hints_in_process(root)
+        hints = in_process_backends(root)
         price = price_of_worker(settings, price_per_hour)
-        figures = DispatchFigures()
+        figures = DispatchMetrics()
         told = metric_collectors.all_of(
             metric_collectors.dispatching(figures, root.world.clock), metric_collectors.prices(hints.heartbeats, price)
         )
-        gateway = Gateway(root, settings, hints, host, port, dispatching=told, batch_rows=max_num_seqs)
+        gateway = GatewayService(root, settings, hints, host, port, dispatching=told, batch_rows=max_num_seqs)
         folders = service.folder_part(root, settings, settle)
         loads = _loads(model, settings, options, chat_template)
-        work = Worker(root, hints, loads, settings, switch_after, policies, price)
+        work = WorkerService(root, hints, loads, settings, switch_after, policies, price)
         place = data.expanduser() / "incoming"
         tell(
             f"serving {', '.join(work.models)}: {gateway.url}/v1, and files dropped into {place}; Ctrl-C ends in order"
@@ -214,8 +214,8 @@ def dispatcher(
 ) -> None:
     """Plan open jobs, hand their shards to workers, and end them, until told to stop. Several may run."""
     from pipeline import metric_collectors
-    from pipeline.dispatcher.metrics import DispatchFigures
-    from pipeline.models.rollout_controller import ReleaseKeeper
+    from pipeline.dispatcher.metrics import DispatchMetrics
+    from pipeline.models.rollout_controller import RolloutController
     from tokenmill.local.pricing import price_of_worker
     from tokenmill.processes.logging import log_to_stderr
     from tokenmill.processes.metrics_server import metrics_served
@@ -224,7 +224,7 @@ def dispatcher(
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
     from tokenmill.services import dispatcher as service
-    from tokenmill.services.backends import hints_on_servers
+    from tokenmill.services.backends import redis_backends
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "dispatcher")
@@ -232,19 +232,19 @@ def dispatcher(
         until_told() as stop,
         traces_of("dispatcher") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        hints_on_servers(settings) as hints,
+        redis_backends(settings) as hints,
     ):
         tell(f"dispatching for {root.url}")
         price = price_of_worker(settings, price_per_hour)
-        figures = DispatchFigures()
+        figures = DispatchMetrics()
         dispatching = service.dispatcher_part(root, hints, settings, figures, price, log_format=log_format)
         told = (
             metric_collectors.dispatching(figures, root.world.clock),
             metric_collectors.workers(hints.heartbeats, each=False),
             metric_collectors.prices(hints.heartbeats, price),
-            metric_collectors.unforeseen(root.world.errors),
+            metric_collectors.unexpected_errors(root.world.errors),
         )
-        keeper = ReleaseKeeper(root.world)
+        keeper = RolloutController(root.world)
         parts = {
             "dispatcher": dispatching,
             "housekeeping": service.housekeeping_part(root, hints, settings),
@@ -276,7 +276,7 @@ def intake(
     from tokenmill.processes.signals import until_told
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.services.intake import door_parts
+    from tokenmill.services.intake import ingest_services
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "intake")
@@ -285,11 +285,11 @@ def intake(
         traces_of("intake") as traces,
         open_root(root_url, settings, traces=traces) as root,
     ):
-        parts = door_parts(root, settings)
+        parts = ingest_services(root, settings)
         tell(f"taking in for {root.url}: {', '.join(parts)}")
         with metrics_served(
             settings, metrics_port, metric_collectors.intake(root.came_in, root.world.letters),
-            metric_collectors.unforeseen(root.world.errors),
+            metric_collectors.unexpected_errors(root.world.errors),
         ):  # fmt: skip
             run_together(stop, root.world, wait_for_stop, parts)
 
@@ -312,8 +312,8 @@ def gateway(
     from tokenmill.processes.signals import until_told
     from tokenmill.processes.tracing import traces_of
     from tokenmill.root import open_root
-    from tokenmill.services.backends import hints_on_servers
-    from tokenmill.services.gateway import Gateway, shared_on_redis
+    from tokenmill.services.backends import redis_backends
+    from tokenmill.services.gateway import GatewayService, shared_on_redis
 
     settings = read_settings()
     tell = log_to_stderr(logging.INFO, log_format or settings.log_format, "gateway")
@@ -321,10 +321,10 @@ def gateway(
         until_told() as stop,
         traces_of("gateway") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        hints_on_servers(settings) as hints,
+        redis_backends(settings) as hints,
         shared_on_redis(root, settings) as shared,
     ):
-        served = Gateway(root, settings, hints, host, port, shared)
+        served = GatewayService(root, settings, hints, host, port, shared)
         tell(f"serving {served.url}/v1 for {root.url}")
         with metrics_served(settings, metrics_port, *served.sources):
             run_together(stop, root.world, wait_for_stop, served.parts)

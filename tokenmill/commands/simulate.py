@@ -15,8 +15,8 @@ from tokenmill.config.cli_options import Debug, Json
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.simulator.report import Report
-    from pipeline.simulator.settings import MillSettings
+    from pipeline.simulator.report import SimulationReport
+    from pipeline.simulator.settings import SimulationSettings
 
 Pattern = Literal["bursts", "ramp", "daynight", "spot-storm"]
 
@@ -78,9 +78,9 @@ def simulate(
     Requests whose callers wait are not simulated.
     """
     from pipeline.simulator.report import report
-    from pipeline.simulator.settings import MillSettings
+    from pipeline.simulator.settings import SimulationSettings
     from pipeline.simulator.simulation import simulate as play
-    from pipeline.simulator.trace import Drawn, draw_trace, read_trace
+    from pipeline.simulator.trace import TraceSettings, draw_trace, read_trace
     from pipeline.simulator.worker_model import EXAMPLE, read_worker_model
 
     if trace is not None and pattern is not None:
@@ -95,12 +95,12 @@ def simulate(
         if requests_per_day is None:
             requests_per_day = gpus / 3 * model.rows_per_second(model.batch, prompt_tokens, output_tokens) * 86_400
         requests = max(1, round(requests_per_day * hours / 24))
-        how = Drawn(requests, hours, jobs, prompt_tokens, output_tokens, deadlines)
+        how = TraceSettings(requests, hours, jobs, prompt_tokens, output_tokens, deadlines)
         drawn = draw_trace(pattern or "daynight", how, seed)
     else:
         drawn = read_trace(trace)
     limits = settings.autoscale.limits
-    mill = MillSettings(
+    mill = SimulationSettings(
         model,
         limits.model_copy(update={"most": gpus, "least": min(limits.least, gpus)}),
         fixed=gpus if fixed else None,
@@ -119,7 +119,7 @@ def simulate(
     output.say(f"simulated {found.hours:.1f} hours in {output.duration(seconds)}; worker: {found.worker}")
 
 
-def _settings(mill: MillSettings) -> dict[str, object]:
+def _settings(mill: SimulationSettings) -> dict[str, object]:
     return {
         "worker": mill.worker.model_dump(),
         "scaling": None if mill.fixed else mill.scaling.model_dump(),
@@ -129,7 +129,7 @@ def _settings(mill: MillSettings) -> dict[str, object]:
     }
 
 
-def _show(found: Report) -> None:
+def _show(found: SimulationReport) -> None:
     cost = "" if found.cost is None else f", cost {found.cost:,.2f}"
     rows = [
         ("trace", found.trace),

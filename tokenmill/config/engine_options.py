@@ -13,9 +13,9 @@ from engine.config import (
     DType,
     EngineConfig,
     KVDType,
-    PaceConfig,
     Quantize,
     ScheduleConfig,
+    SloConfig,
     Speculate,
     SpeculationConfig,
 )
@@ -43,7 +43,7 @@ class EngineOptions:
     kv_block_size: int = CacheConfig().block_size
     speculate: str = "off"  # or ngram, auto, draft:PATH, eagle3:PATH
     gpu: GpuOptions = field(default_factory=GpuOptions)
-    pace: PaceConfig | None = None
+    pace: SloConfig | None = None
     tensor_parallel: int = 1  # devices that share the model
     rank_seconds: float = EngineConfig().rank_seconds
     replicas: int = 1  # engines, each with a share of the processor's threads, and of its memory
@@ -90,12 +90,12 @@ class EngineOptions:
         return SpeculationConfig(cast(Speculate, method), model or None)
 
 
-def pace_config(settings: Settings) -> PaceConfig | None:
+def pace_config(settings: Settings) -> SloConfig | None:
     """What a worker promises to requests whose callers wait."""
     pace = settings.lane.pace
     if not pace.hold_back:
         return None
-    return PaceConfig(
+    return SloConfig(
         ttft=pace.ttft_seconds, itl=pace.itl_seconds, quantile=pace.quantile, weight_ttft=pace.weight_ttft,
         weight_itl=pace.weight_itl, weight_utilisation=pace.weight_utilisation, weight_drops=pace.weight_drops,
         least_tokens=pace.least_tokens,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tokenmill.errors import InputError, ModelError, UserError
+from tokenmill.errors import InputUnusable, ModelError, UserError
 from tokenmill.models import sources
 from tokenmill.output import say
 
@@ -71,12 +71,12 @@ def choose_models(given: Sequence[str], cache: Path) -> tuple[ChosenModel, ...]:
 
 
 def read_input(given: str, out: Path | None = None) -> InputRef:
-    """The input's files, and what tells them from later ones, for a job in `out`; raises `InputError` or the pipeline's
-    own."""
+    """The input's files, and what tells them from later ones, for a job in `out`. Raises
+    `InputUnusable` or the pipeline's own errors."""
     from tokenmill.config.inputs import pin
 
     if not given:
-        raise InputError("INPUT is empty; name a file, a folder, or s3://BUCKET/KEY")
+        raise InputUnusable("INPUT is empty; name a file, a folder, or s3://BUCKET/KEY")
     return pin(given, None if out is None else known_input(out))
 
 

@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from tokenmill import output
-from tokenmill.errors import InputError, StoppedWatching, UserError
-from tokenmill.jobs.http_client import Gateway, Json, open_gateway, path_of
+from tokenmill.errors import InputUnusable, StoppedWatching, UserError
+from tokenmill.jobs.http_client import GatewayClient, Json, open_gateway, path_of
 from tokenmill.jobs.watch import LOOK_SECONDS, MOST_ERRORS
 
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
@@ -34,7 +34,7 @@ def submit(
     """Upload the file, make a batch of it, and print its id. Raises `UserError`."""
     source = Path(given).expanduser()
     if "://" in given or not source.is_file():
-        raise InputError(f"{given}: is no local file; over HTTP a file is sent, JSONL or Parquet")
+        raise InputUnusable(f"{given}: is no local file; over HTTP a file is sent, JSONL or Parquet")
     chosen = dict(options)
     window = chosen.pop("deadline", DEFAULT_WINDOW)
     with open_gateway(url) as gateway:
@@ -202,14 +202,14 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise UserError("the results broke off in the middle of a line; export again")
 
 
-def _failed(gateway: Gateway, line: bytes) -> bool:
+def _failed(gateway: GatewayClient, line: bytes) -> bool:
     try:
         return orjson.loads(line)["error"] is not None
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"{gateway.url}: a line of the results can't be read; is a tokenmill gateway there?") from error
 
 
-def _batches(gateway: Gateway, most: int) -> Iterator[Json]:
+def _batches(gateway: GatewayClient, most: int) -> Iterator[Json]:
     """The newest first, page by page."""
     query: dict[str, Any] = {"limit": min(most, _PAGE)}
     while True:
@@ -220,7 +220,7 @@ def _batches(gateway: Gateway, most: int) -> Iterator[Json]:
         query["after"] = page["last_id"]
 
 
-def _followed(gateway: Gateway, job: str, every: float = LOOK_SECONDS) -> Json:
+def _followed(gateway: GatewayClient, job: str, every: float = LOOK_SECONDS) -> Json:
     """The batch, when it has ended. In a terminal one line that changes, elsewhere a line when something has."""
     console, told = output.stderr(), ""
     try:
@@ -241,7 +241,7 @@ def _followed(gateway: Gateway, job: str, every: float = LOOK_SECONDS) -> Json:
         raise StoppedWatching(f"{job}: no longer watched; the job goes on") from None
 
 
-def _tell(gateway: Gateway, batch: Json, *, as_json: bool) -> None:
+def _tell(gateway: GatewayClient, batch: Json, *, as_json: bool) -> None:
     """The end of a batch; raises `UserError` for one that failed as a whole."""
     if as_json:
         output.print_json(batch)

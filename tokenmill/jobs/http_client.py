@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from tokenmill.errors import InputError, UserError
+from tokenmill.errors import InputUnusable, UserError
 from tokenmill.jobs.locator import is_id
 
 KEYS: Final = ("TOKENMILL_API_KEY", "OPENAI_API_KEY")
@@ -36,7 +36,7 @@ _MOST_ERROR_BYTES: Final = 1 << 20
 Json = dict[str, Any]
 
 
-class Gateway:
+class GatewayClient:
     """A gateway at `url`: http(s)://HOST[:PORT], with or without /v1.
 
     Args:
@@ -53,7 +53,7 @@ class Gateway:
         headers = {"User-Agent": "tokenmill"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._client = httpx2.Client(base_url=self.url, headers=headers, follow_redirects=False)
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> GatewayClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class Gateway:
         try:
             stream = path.open("rb")
         except OSError as error:
-            raise InputError(f"{path}: can't be read: {error.strerror}; check the input's path") from error
+            raise InputUnusable(f"{path}: can't be read: {error.strerror}; check the input's path") from error
         with stream:
 
             def again() -> dict[str, Any]:
@@ -148,18 +148,18 @@ class Gateway:
         raise AssertionError("the last attempt returns or raises")
 
 
-def open_gateway(url: str) -> Gateway:
+def open_gateway(url: str) -> GatewayClient:
     """The gateway, with the key of the environment, if it has one. Raises `UserError`."""
     key = next((os.environ[name].strip() for name in KEYS if os.environ.get(name, "").strip()), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("the API key in the environment has letters that no key has; copy it again")
-    return Gateway(url, key)
+    return GatewayClient(url, key)
 
 
 def path_of(job: str) -> str:
-    """The route of a batch. Raises `InputError` for what can't be an id, which might be another route."""
+    """The route of a batch. Raises `InputUnusable` for what can't be an id, which might be another route."""
     if not is_id(job):
-        raise InputError(f"{job[:200]}: is no job's id; 'tokenmill jobs list --url URL' shows them")
+        raise InputUnusable(f"{job[:200]}: is no job's id; 'tokenmill jobs list --url URL' shows them")
     return f"/v1/batches/{job}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenmill.errors import InputError, UserError
+from tokenmill.errors import InputUnusable, UserError
 from tokenmill.root import open_root
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class JobPlace:
+class JobLocation:
     """Where a job lies: in a folder of its own, or under an id in a root.
 
     Attributes:
@@ -37,7 +37,7 @@ class JobPlace:
         return self.given if self.folder is not None else self.job
 
 
-def locate(given: str, root_url: str | None, settings: Settings) -> JobPlace:
+def locate(given: str, root_url: str | None, settings: Settings) -> JobLocation:
     """Where the job is that the user calls `given`. That there is a job isn't checked yet, except in a folder.
 
     Raises:
@@ -49,13 +49,15 @@ def locate(given: str, root_url: str | None, settings: Settings) -> JobPlace:
         return _of_folder(given, folder)
     url = root_url or settings.root
     if not url:
-        raise InputError(
+        raise InputUnusable(
             f"{given}: no such folder, and no root is named; give a job's folder, or its id with --root ROOT "
             "(or TOKENMILL_ROOT)"
         )
     if not is_id(given):
-        raise InputError(f"{given}: no such folder, and not a job's id; 'tokenmill jobs list --root {url}' shows them")
-    return JobPlace(given, root=url, job=given)
+        raise InputUnusable(
+            f"{given}: no such folder, and not a job's id; 'tokenmill jobs list --root {url}' shows them"
+        )
+    return JobLocation(given, root=url, job=given)
 
 
 def check_alone(url: str, folder: str | None, root_url: str | None) -> None:
@@ -66,8 +68,8 @@ def check_alone(url: str, folder: str | None, root_url: str | None) -> None:
 
 
 @contextmanager
-def look_at(place: JobPlace, settings: Settings) -> Iterator[JobLedger]:
-    """The job, to be looked at only. Raises `InputError` when the root holds no such job, or `StoreError`."""
+def open_job_readonly(place: JobLocation, settings: Settings) -> Iterator[JobLedger]:
+    """The job, to be looked at only. Raises `InputUnusable` when the root holds no such job, or `StoreError`."""
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.ledger.ledger import JOB, JobLedger
 
@@ -78,13 +80,13 @@ def look_at(place: JobPlace, settings: Settings) -> Iterator[JobLedger]:
     with open_root(place.root, settings, read_only=True) as root:
         ledger = root.ledger(place.job)
         if root.world.store.info(ledger.prefix + JOB) is None:
-            raise InputError(
+            raise InputUnusable(
                 f"{root.url}: holds no job {place.job}; 'tokenmill jobs list --root {root.url}' shows those that it has"
             )
         yield ledger
 
 
-def local_results(place: JobPlace) -> Path | None:
+def local_results(place: JobLocation) -> Path | None:
     """The folder that holds the job's parts; None: it is in a bucket."""
     from pipeline.ledger.ledger import JOBS, RESULTS
 
@@ -93,7 +95,7 @@ def local_results(place: JobPlace) -> Path | None:
     return None if "://" in place.root else (Path(place.root).expanduser() / JOBS / place.job / RESULTS).resolve()
 
 
-def _of_folder(given: str, folder: Path) -> JobPlace:
+def _of_folder(given: str, folder: Path) -> JobLocation:
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.jobs.summaries import find_ledger
     from pipeline.ledger.ledger import JOBS
@@ -101,11 +103,11 @@ def _of_folder(given: str, folder: Path) -> JobPlace:
     with FolderStore(folder, read_only=True) as store:
         ledger = find_ledger(store)
         if ledger.in_root:
-            return JobPlace(given, root=str(store.root), job=ledger.name)
+            return JobLocation(given, root=str(store.root), job=ledger.name)
         above = store.root.parent
         if above.name == JOBS.rstrip("/") and _is_called(ledger, store.root.name):
-            return JobPlace(given, root=str(above.parent), job=store.root.name)
-    return JobPlace(given, folder=folder)
+            return JobLocation(given, root=str(above.parent), job=store.root.name)
+    return JobLocation(given, folder=folder)
 
 
 def _is_called(ledger: JobLedger, name: str) -> bool:

@@ -10,19 +10,19 @@ from tokenmill import output
 from tokenmill.config.job_options import check_cap
 
 if TYPE_CHECKING:
-    from pipeline.jobs.retry import Retry, Wishes
+    from pipeline.jobs.retry import Retry, RetryOverrides
     from pipeline.ports import ObjectStore
     from schemas.jobs.job import Job
     from schemas.jobs.results import RowStatus
     from schemas.settings.settings import Settings
-    from tokenmill.jobs.locator import JobPlace
+    from tokenmill.jobs.locator import JobLocation
 
 
 def retry_in_root(
-    place: JobPlace,
+    place: JobLocation,
     settings: Settings,
     statuses: Collection[RowStatus],
-    wishes: Wishes,
+    wishes: RetryOverrides,
     *,
     include_invalid: bool,
     watch: bool,
@@ -36,12 +36,12 @@ def retry_in_root(
     """
     from pipeline.ingest.intake import Intake
     from pipeline.jobs.retry import NothingToRetry, choose_rows, submit_retry
-    from tokenmill.jobs.locator import look_at
+    from tokenmill.jobs.locator import open_job_readonly
     from tokenmill.jobs.watch import tell_end
     from tokenmill.jobs.watch import watch as follow
     from tokenmill.root import intake_settings, open_root
 
-    with look_at(place, settings) as ledger:
+    with open_job_readonly(place, settings) as ledger:
         first, ended = choose_rows(ledger, statuses, include_invalid=include_invalid), ledger.manifest()
         tell_missing_models(first.job, ledger.store)
     if ended is None:

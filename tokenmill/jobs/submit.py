@@ -21,7 +21,7 @@ GATEWAYS: Final = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Submission:
     """What was sent.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sent:
     marker: str | None = None
 
 
-def send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+def send(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     """Hand the input to the target's door.
 
     Raises:
@@ -57,7 +57,7 @@ def send(given: str, target: str, options: Mapping[str, Any], settings: Settings
     )
 
 
-def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Sent:
+def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Submission:
     from pipeline.adapters.folder.store import FolderStore
     from pipeline.adapters.system import SystemClock, SystemRandomness
     from pipeline.ingest.client import drop_into_folder, new_name
@@ -74,10 +74,10 @@ def _to_folder(source: Path, target: str, options: Mapping[str, Any]) -> Sent:
         inbox = FolderInbox(store, SystemClock(), settle=0.0)
         job = drop_into_folder(inbox, source, name, options)
         marker = markers_of(inbox.uri("")) + file_hash(inbox.uri(name))
-        return Sent(job, inbox.uri(name), str(store.root), marker)
+        return Submission(job, inbox.uri(name), str(store.root), marker)
 
 
-def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     from pipeline.adapters.s3.url import join_url, split_url
     from pipeline.adapters.system import SystemRandomness
     from pipeline.ingest.client import new_name, upload_to_bucket
@@ -92,10 +92,10 @@ def _to_bucket(source: Path, target: str, options: Mapping[str, Any], settings: 
     format_of(name)
     place = f"{above}{INCOMING}"
     where, job = upload_to_bucket(s3_connection(settings), bucket, place, source, name, options)
-    return Sent(job, where, target, markers_of(join_url(bucket, place)) + file_hash(where))
+    return Submission(job, where, target, markers_of(join_url(bucket, place)) + file_hash(where))
 
 
-def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Sent:
+def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Settings) -> Submission:
     from dataclasses import replace
 
     from pipeline.ingest.client import send_reference
@@ -119,10 +119,10 @@ def _to_topic(given: str, target: str, options: Mapping[str, Any], settings: Set
     place, job = send_reference(
         connection, topic, uri, options, epoch=settings.kafka.epoch, idempotence=settings.kafka.idempotence
     )
-    return Sent(job, f"{KAFKA}{','.join(brokers)}/{place}", settings.root)
+    return Submission(job, f"{KAFKA}{','.join(brokers)}/{place}", settings.root)
 
 
-def follow(sent: Sent, settings: Settings) -> Manifest:
+def follow(sent: Submission, settings: Settings) -> Manifest:
     """Tell how the job stands until it has ended; its outcome.
 
     Raises:
@@ -137,15 +137,15 @@ def follow(sent: Sent, settings: Settings) -> Manifest:
         return watch(root.ledger(sent.job), missing=lambda: _check_refused(sent, root.world.store))
 
 
-def _check_refused(sent: Sent, store: ObjectStore) -> None:
+def _check_refused(sent: Submission, store: ObjectStore) -> None:
     """Raises `UserError` when the door made a dead letter of it."""
     from pipeline.ingest.files.source import TakenMarker
-    from pipeline.ledger.ledger import read_paper
+    from pipeline.ledger.ledger import parse_stored
 
     if sent.marker is None:
         return
     for info in store.list(sent.marker):
-        marker = read_paper(store.locate(info.key), store.read(info.key), TakenMarker)
+        marker = parse_stored(store.locate(info.key), store.read(info.key), TakenMarker)
         if marker.dead_letter is not None:
             raise UserError(
                 f"{sent.place}: was refused; "

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
-from engine.dry_run import Rehearsal
+from engine.dry_run import DryRun
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.base import ModelSpec
@@ -179,7 +179,7 @@ def _steps(engine: Engine, case: Case) -> NDArray[np.float64]:
     windows = cache_windows(engine.spec.windows)
     of_window = [tuple(i for i in range(layers) if engine.spec.windows[i] == window) for window in windows]
     groups = tuple(CacheGroup(own, window, blocks) for own, window in zip(of_window, windows, strict=True))
-    rehearsal = Rehearsal(engine.config, engine.spec, groups)
+    rehearsal = DryRun(engine.config, engine.spec, groups)
     _fill(rehearsal, _prompts(engine, case.rows, case.prompt, 0), case.answer)
     steps, computing = [], list[bool]()
     while True:
@@ -267,7 +267,7 @@ def _prompts(engine: Engine, rows: int, tokens: int, repeat: int) -> Iterator[ND
         yield as_token_ids(random.integers(0, engine.spec.vocab_size, tokens, dtype=np.int32))
 
 
-def _fill(engine: Engine | Rehearsal, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
+def _fill(engine: Engine | DryRun, prompts: Iterator[NDArray[np.int32]], max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"bench-{index}", prompt, params, expected_tokens=max_tokens))

@@ -15,25 +15,27 @@ from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import ShardTask, WorkerState, World
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import ModelPin
-from schemas.workers.metrics import WorkerFigures
-from tokenmill.local.embedded import SILENCE, Work
+from schemas.workers.metrics import WorkerMetrics
+from tokenmill.local.embedded import SILENCE, EmbeddedWork
 from tokenmill.local.model_rotation import compute_in_turns
 from tokenmill.local.run_plan import RunPlan, load_model
-from tokenmill.local.tracker import RunTracker, TurnObserver
+from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.logging import log_to_stderr
-from tokenmill.processes.replicas import Line, Replicas, Task, environments
+from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask, environments
 from tokenmill.processes.signals import until_told
 from workers.model.loaded_model import LoadedModel
 from workers.policies.loader import load_policies
 from workers.policies.policy import NO_POLICIES
 
 
-def divide(plan: RunPlan, pins: Sequence[ModelPin], given: Work, tracker: RunTracker, stop: threading.Event) -> None:
+def divide(
+    plan: RunPlan, pins: Sequence[ModelPin], given: EmbeddedWork, tracker: RunTracker, stop: threading.Event
+) -> None:
     """Let replicas compute the job, each the shards that it takes. Raises `UserError` when one of them fails."""
     count = plan.engine.replicas
     names = [name for name, _ in plan.worker.policies.named]
     sent = replace(plan, worker=replace(plan.worker, policies=NO_POLICIES))
-    tasks = [Task(_compute, (sent, pins, names, number)) for number in range(count)]
+    tasks = [ReplicaTask(_compute, (sent, pins, names, number)) for number in range(count)]
     methods: dict[str, Callable[..., Any]] = {
         "progress": tracker.told, "finished": given.finished,
         "put": given.queue.put, "take": given.queue.take, "beat": given.heartbeats.beat,
@@ -46,14 +48,16 @@ def divide(plan: RunPlan, pins: Sequence[ModelPin], given: Work, tracker: RunTra
         replicas.wait(stop)
 
 
-def _compute(line: Line, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequence[str], number: int) -> None:
+def _compute(
+    line: ReplicaConnection, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequence[str], number: int
+) -> None:
     """`run`'s task: this replica's part of the shards of the job in the plan's folder."""
     log_to_stderr()
     settings = replace(plan.worker, policies=load_policies(policies))
     with until_told() as stop, FolderStore(plan.output) as store:
         ledger = JobLedger(store)
         world = World(store, SystemClock(), SystemRandomness(), store.scratch)
-        queue, heartbeats = FarQueue(line), FarHeartbeats(line)
+        queue, heartbeats = ParentShardQueue(line), ParentHeartbeats(line)
 
         def load(pin: ModelPin, turn: int) -> LoadedModel:
             model = load_model(plan, pin, list(ledger.segments()))
@@ -68,16 +72,16 @@ def _compute(line: Line, plan: RunPlan, pins: Sequence[ModelPin], policies: Sequ
                 lambda: bool(line.call("finished")), models=[pin.key], price_per_hour=plan.price_of_worker,
             )  # fmt: skip
 
-        def observe(turn: int) -> TurnObserver:
-            return TurnObserver(partial(line.call, "progress"), number + turn * plan.engine.replicas)
+        def observe(turn: int) -> RotationObserver:
+            return RotationObserver(partial(line.call, "progress"), number + turn * plan.engine.replicas)
 
         compute_in_turns(pins, load, client, observe, queue, world.clock, settings, stop)
 
 
-class FarQueue:
+class ParentShardQueue:
     """The command's `ShardQueue`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ReplicaConnection) -> None:
         self._line = line
 
     def put(self, queue: str, task: ShardTask) -> None:
@@ -95,10 +99,10 @@ class FarQueue:
             time.sleep(min(left, 0.01))
 
 
-class FarHeartbeats:
+class ParentHeartbeats:
     """The command's `Heartbeats`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ReplicaConnection) -> None:
         self._line = line
 
     lifetime = SILENCE
@@ -111,13 +115,13 @@ class FarHeartbeats:
         """See `Heartbeats.leave`."""
         self._line.call("leave", worker)
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         """See `Heartbeats.tell`."""
         self._line.call("tell", worker, figures)
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         """See `Heartbeats.figures`."""
-        found: dict[str, WorkerFigures] = self._line.call("figures")
+        found: dict[str, WorkerMetrics] = self._line.call("figures")
         return found
 
     def workers(self) -> list[WorkerState]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from engine.config import EngineConfig
-from engine.dry_run import Rehearsal
+from engine.dry_run import DryRun
 from engine.engine import Engine, resolve_device, resolve_dtype
 from engine.errors import OutOfMemory
 from engine.models.base import ModelSpec
@@ -25,7 +25,7 @@ from schemas.jobs.job import Job
 from tokenmill.config.engine_options import EngineOptions
 from tokenmill.local.run_plan import MIN_TOKENS_PER_SEQUENCE, rows_for
 from workers.model.loaded_model import LoadedModel
-from workers.shards.dry_run import Rehearsed, ShardRehearsal
+from workers.shards.dry_run import DryRunResult, ShardDryRun
 from workers.shards.state import ShardReader
 
 ENOUGH_BYTES = 1 << 60
@@ -61,7 +61,7 @@ def engine_config(amount: InputEstimate, options: EngineOptions, *, alone: bool)
     return options.config(max(MIN_TOKENS_PER_SEQUENCE, mean), amount.sequences, rows)
 
 
-def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> Rehearsed:
+def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig) -> DryRunResult:
     """One worker's way through these shards of the job, whose first model is at `path`. Raises what reading a model
     raises; `UnsupportedModel` for an encoder."""
     pin = job.models[0]
@@ -80,5 +80,5 @@ def rehearse(job: Job, tables: list[pa.Table], path: Path, config: EngineConfig)
         ShardWork(job, number, attempt=1, attempt_id="rehearsal", table=table, started_at=clock.now())
         for number, table in enumerate(tables)
     )
-    rehearsal = Rehearsal(config, spec, groups)
-    return ShardRehearsal(ShardReader(model), rehearsal, config.schedule.max_num_seqs).run(works)
+    rehearsal = DryRun(config, spec, groups)
+    return ShardDryRun(ShardReader(model), rehearsal, config.schedule.max_num_seqs).run(works)

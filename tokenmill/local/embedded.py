@@ -58,7 +58,7 @@ def open_output(folder: Path) -> Iterator[Output]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EmbeddedWork:
     """What workers of the one job that is open need to take part.
 
     Attributes:
@@ -83,7 +83,7 @@ class Work:
 def dispatch(
     output: Output,
     begin: Callable[[Progress], None],
-    work: Callable[[Work], None],
+    work: Callable[[EmbeddedWork], None],
     price_per_hour: float | None,
     workers: int = 1,
 ) -> Manifest | None:
@@ -114,7 +114,7 @@ def dispatch(
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatcher") as pool:
             dispatching = pool.submit(dispatcher.run, stop)
             try:
-                work(Work(output, queue, heartbeats, dispatching.done, price_per_hour))
+                work(EmbeddedWork(output, queue, heartbeats, dispatching.done, price_per_hour))
             finally:
                 stop.set()
         dispatching.result()

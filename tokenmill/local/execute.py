@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from tokenmill import output
-from tokenmill.errors import Interrupted, Interruption, UserError
+from tokenmill.errors import Interrupted, KeyboardInterruption, UserError
 
 if TYPE_CHECKING:
     from schemas.jobs.outcome import Manifest
@@ -56,7 +56,7 @@ def _stopping(stop: threading.Event, tracker: RunTracker) -> Iterator[None]:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set() or not tracker.is_computing:
-            raise Interruption
+            raise KeyboardInterruption
         stop.set()
         output.say("stopping after this step; once more to stop at once")
 

@@ -15,7 +15,7 @@ from itertools import count
 from pipeline.ports import Clock, ShardQueue
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.models import ModelPin
-from tokenmill.processes.model_switching import SourceInTurn, Turns
+from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
 from tokenmill.processes.runtime import settled_heap
 from workers.model.loaded_model import LoadedModel
 from workers.observability.progress import WorkerObserver
@@ -44,13 +44,13 @@ def compute_in_turns(
     Raises what loading and `ShardWorker.run` raise.
     """
     pins = {pin.key: pin for pin in reversed(models)}  # names of the same weights share a queue: the first one loads
-    turns = Turns(list(dict.fromkeys(pin.key for pin in models)), queue, None, clock, switch_after=math.inf)
+    turns = ModelRotation(list(dict.fromkeys(pin.key for pin in models)), queue, None, clock, switch_after=math.inf)
     for turn in count():
         pin = pins[turns.loaded]
         model, client = load(pin, turn), make_client(pin)
         turns.begin()
         with settled_heap():
-            source = SourceInTurn(client, turns)
+            source = RotatingShardSource(client, turns)
             ShardWorker(model, source, client, clock, settings, observe(turn)).run(stop)
         client.close()
         if stop.is_set() or client.finished():

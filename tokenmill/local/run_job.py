@@ -18,7 +18,7 @@ from engine.embedding.engine import check_encoder_config
 from engine.engine import resolve_device, resolve_model_dtype
 from engine.models.load import describe_model, is_encoder
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.jobs.summaries import summarize_job
 from pipeline.planner import open_source
 from pipeline.results.verification import check_files
@@ -31,10 +31,10 @@ from tokenmill.config.inputs import open_input
 from tokenmill.config.job_options import ChosenModel, token_counter
 from tokenmill.errors import ModelError
 from tokenmill.local.data_parallel import divide
-from tokenmill.local.embedded import Output, Work, dispatch, open_output
+from tokenmill.local.embedded import EmbeddedWork, Output, dispatch, open_output
 from tokenmill.local.model_rotation import compute_in_turns
 from tokenmill.local.run_plan import RunPlan, load_model
-from tokenmill.local.tracker import RunTracker, TurnObserver
+from tokenmill.local.tracker import RotationObserver, RunTracker
 from tokenmill.processes.planner_process import PlannerProcess
 from workers.model.loaded_model import LoadedModel, dtype_name, model_digest, model_path
 
@@ -70,7 +70,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
     only_name = plan.models[0].name if len(plan.models) == 1 else None
     open_source(open_input(plan.inputs).files(), plan.inputs.format, plan.settings.limits, only_name)
     pins = tuple(_checked_pin(plan, model) for model in plan.models)
-    order = Order(
+    order = JobOrder(
         input=plan.inputs, models=pins, settings=plan.settings, tier=plan.tier, deadline=plan.deadline,
         max_cost=plan.max_cost, retry_of=plan.retry_of,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                     PlannerProcess(plan.output, output.lock, output.ledger, plan.inputs, tracker.more, stop.set)
                 )
 
-        def work(given: Work) -> None:
+        def work(given: EmbeddedWork) -> None:
             wanted = models_by_need(output, segments, pins)
             tracker.phase("loading the model")
             if plan.engine.replicas > 1:
@@ -111,7 +111,7 @@ def run_job(plan: RunPlan, tracker: RunTracker, stop: threading.Event, load: Loa
                 return model
 
             compute_in_turns(
-                wanted, load_for_turn, given.client, partial(TurnObserver, tracker.told), given.queue,
+                wanted, load_for_turn, given.client, partial(RotationObserver, tracker.told), given.queue,
                 output.world.clock, plan.worker, stop,
             )  # fmt: skip
 

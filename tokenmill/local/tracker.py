@@ -14,7 +14,7 @@ from tokenmill.local.progress import RunSnapshot
 from workers.observability.progress import WorkerProgress
 
 
-class Told(NamedTuple):
+class WorkerUpdate(NamedTuple):
     """What a display needs of a worker's news; see `WorkerProgress`."""
 
     rows: int
@@ -24,26 +24,26 @@ class Told(NamedTuple):
     output_tokens: int
 
     @classmethod
-    def of(cls, progress: WorkerProgress) -> Told:
+    def of(cls, progress: WorkerProgress) -> WorkerUpdate:
         counts = progress.counts
         tokens = counts.prompt_tokens, counts.cached_tokens, progress.engine.generated
         return cls(progress.rows, counts.failed, *tokens)
 
 
-class TurnObserver:
+class RotationObserver:
     """Tells `report` a worker's progress in one of its turns (`workers.observability.progress.WorkerObserver`).
 
     Args:
         number: of the turn, among those of all workers.
     """
 
-    def __init__(self, report: Callable[[Told, int], object], number: int) -> None:
+    def __init__(self, report: Callable[[WorkerUpdate, int], object], number: int) -> None:
         self._report = report
         self._number = number
 
     def progress(self, progress: WorkerProgress) -> None:
         """The worker's counts since its turn began."""
-        self._report(Told.of(progress), self._number)
+        self._report(WorkerUpdate.of(progress), self._number)
 
 
 class RunTracker:
@@ -54,7 +54,7 @@ class RunTracker:
         self._lock = threading.Lock()
         self._base = RunSnapshot("starting")
         self._began: float | None = None
-        self._workers: dict[int, Told] = {}
+        self._workers: dict[int, WorkerUpdate] = {}
 
     def phase(self, name: str) -> None:
         """Something begins that has no figures yet."""
@@ -95,7 +95,7 @@ class RunTracker:
         """Whether the worker's loop runs: it can be told to stop."""
         return self._began is not None
 
-    def told(self, told: Told, worker: int) -> None:
+    def told(self, told: WorkerUpdate, worker: int) -> None:
         """The news of one of several workers, or of one of a worker's turns with several models."""
         with self._lock:
             self._workers = self._workers | {worker: told}

@@ -49,7 +49,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledModel:
     """A model in the cache: where, what state it is, and how many bytes."""
 
     path: Path
@@ -57,7 +57,9 @@ class Pulled:
     size: int
 
 
-def pull(url: str, cache: Path, wanted: Sequence[str], connection: S3Connection, say: Callable[[str], None]) -> Pulled:
+def pull(
+    url: str, cache: Path, wanted: Sequence[str], connection: S3Connection, say: Callable[[str], None]
+) -> PulledModel:
     """Make sure that the model as it is in the bucket now is in the cache.
 
     Args:
@@ -90,10 +92,10 @@ def pull(url: str, cache: Path, wanted: Sequence[str], connection: S3Connection,
                 if not final.is_dir():  # else another process was first, with the same
                     raise
     path = final / files[0].path if key.endswith(SINGLE) else final
-    return Pulled(path, revision, size)
+    return PulledModel(path, revision, size)
 
 
-def cached(cache: Path) -> list[tuple[str, Pulled]]:
+def cached(cache: Path) -> list[tuple[str, PulledModel]]:
     """The models in the cache, by URL; of each the state that was pulled last."""
     found = []
     for place in sorted((cache / "s3").glob("*/*/")):
@@ -103,7 +105,7 @@ def cached(cache: Path) -> list[tuple[str, Pulled]]:
             name = unquote(place.name)
             path = files[0] if name.endswith(SINGLE) and len(files) == 1 else states[-1]
             size = sum(file.stat().st_size for file in files)
-            found.append((f"{SCHEME}{place.parent.name}/{name}", Pulled(path, states[-1].name, size)))
+            found.append((f"{SCHEME}{place.parent.name}/{name}", PulledModel(path, states[-1].name, size)))
     return found
 
 

@@ -26,7 +26,7 @@ LOOK_SECONDS: Final = 1.0
 logger = structlog.get_logger(__name__)
 
 
-class Turns:
+class ModelRotation:
     """Whose turn it is of several models, each by its `ModelPin.key`.
 
     Args:
@@ -91,14 +91,14 @@ class Turns:
             logger.warning("requests of other models are not seen", reason=str(error))
 
 
-class SourceInTurn:
+class RotatingShardSource:
     """The shards of the loaded model, until its turn is over.
 
     Args:
         busy: whether there is something to do beside shards.
     """
 
-    def __init__(self, source: ShardSource, turns: Turns, busy: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, source: ShardSource, turns: ModelRotation, busy: Callable[[], bool] = lambda: False) -> None:
         self._source = source
         self._turns = turns
         self._busy = busy

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tokenmill.errors import EXIT_FAILED, explain
-from tokenmill.processes.replicas import END_SECONDS, Line
+from tokenmill.processes.replicas import END_SECONDS, ReplicaConnection
 
 
 def _end_with_command() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     """What the process does; the number of its socket is its one argument."""
     threading.Thread(target=_end_with_command, daemon=True).start()
     connection: Any = Connection(int(sys.argv[1]))
-    line = Line(connection)
+    line = ReplicaConnection(connection)
     try:
         task = line.task()
         task.function(line, *task.arguments)

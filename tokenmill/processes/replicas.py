@@ -33,23 +33,23 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReplicaTask:
     """What a replica does: `function(line, *arguments)`, in its process. All of it must be picklable."""
 
     function: Callable[..., None]
     arguments: tuple[Any, ...]
 
 
-class Line:
+class ReplicaConnection:
     """A replica's line to the command's process. Threads may share it."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def task(self) -> Task:
+    def task(self) -> ReplicaTask:
         """The first thing that comes."""
-        found: Task = self._connection.recv()
+        found: ReplicaTask = self._connection.recv()
         return found
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -63,7 +63,7 @@ class Line:
 
 
 class _Replica:
-    def __init__(self, number: int, task: Task, environment: Mapping[str, str], keep: Sequence[int]) -> None:
+    def __init__(self, number: int, task: ReplicaTask, environment: Mapping[str, str], keep: Sequence[int]) -> None:
         self.number = number
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):  # which they aren't where some library has set a timeout for all new sockets
@@ -93,7 +93,7 @@ class Replicas:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[ReplicaTask],
         environments: Sequence[Mapping[str, str]],
         methods: Mapping[str, Callable[..., Any]] | None = None,
         on_ready: Callable[[], None] | None = None,

@@ -15,7 +15,7 @@ import structlog
 
 from pipeline.ports import Randomness, World
 from pipeline.runtime.supervision import supervise
-from tokenmill.processes.signals import Stop
+from tokenmill.processes.signals import StopSignal
 
 Part = Callable[[threading.Event], None]
 """Works until the event is set. Called again when it has raised something, so it begins with nothing in mind."""
@@ -37,7 +37,7 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_together(stop: Stop, world: World, main: Part, others: Mapping[str, Part]) -> None:
+def run_together(stop: StopSignal, world: World, main: Part, others: Mapping[str, Part]) -> None:
     """Run `main` on this thread and the others beside it, until `stop` is set. An exception ends a turn of a part in
     `others`, which then begins anew (`supervise`); one of `main`, whose loss is the process's end, ends all. When one
     of them returns, all do. Raises what `main` raised, or the first part that can't go on (`PartStopped`).

@@ -19,13 +19,13 @@ from threading import Event, Thread, Timer
 from types import FrameType
 from typing import Final
 
-from tokenmill.errors import Interruption
+from tokenmill.errors import KeyboardInterruption
 
 LONG_RUNNING: Final = frozenset({"serve", "worker", "dispatcher", "intake", "gateway"})
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(BaseException):
+class StoppedWhileStarting(BaseException):
     """Raised on the main thread when the word to stop comes while a command starts. It is no failure."""
 
 
@@ -33,11 +33,11 @@ RAISED_AGAIN_SECONDS: Final = 0.05
 
 
 def on_unraisable(raised: sys.UnraisableHookArgs) -> None:
-    """`sys.unraisablehook`. `Stopped` is written down where it was raised. Ctrl-C is not, and would be lost: it is sent
-    again when the finalizer is over."""
-    if isinstance(raised.exc_value, Stopped):
+    """`sys.unraisablehook`. `StoppedWhileStarting` is written down where it was raised. Ctrl-C is not, and would be
+    lost: it is sent again when the finalizer is over."""
+    if isinstance(raised.exc_value, StoppedWhileStarting):
         return
-    if isinstance(raised.exc_value, Interruption):
+    if isinstance(raised.exc_value, KeyboardInterruption):
         again = Timer(RAISED_AGAIN_SECONDS, signal.raise_signal, (signal.SIGINT,))
         again.daemon = True
         again.start()
@@ -45,7 +45,7 @@ def on_unraisable(raised: sys.UnraisableHookArgs) -> None:
     sys.__unraisablehook__(raised)
 
 
-class Starting:
+class StartupSignals:
     """What to do about SIGTERM while a command is loaded.
 
     Attributes:
@@ -63,11 +63,12 @@ class Starting:
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
-        raise Stopped
+        raise StoppedWhileStarting
 
 
-class Stop(Event):
-    """Set by the word to stop, once the parts of a command work; while it starts, the word is raised (`Stopped`).
+class StopSignal(Event):
+    """Set by the word to stop, once the parts of a command work; while it starts, the word is raised
+    (`StoppedWhileStarting`).
 
     Attributes:
         asked: the word has come.  starting: the parts don't work yet.
@@ -80,19 +81,19 @@ class Stop(Event):
         self._heard: SimpleQueue[int | None] = SimpleQueue()
 
     def begin(self) -> None:
-        """The parts begin to work. Raises `Stopped` if they are not to."""
+        """The parts begin to work. Raises `StoppedWhileStarting` if they are not to."""
         if self.asked:
-            raise Stopped
+            raise StoppedWhileStarting
         self.starting = False
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Takes no lock: the thread that it interrupts may hold any, that of this event and those of the log too."""
         if self.asked:
-            raise Interruption
+            raise KeyboardInterruption
         self.asked = True
         self._heard.put(number)
         if self.starting:
-            raise Stopped
+            raise StoppedWhileStarting
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -113,19 +114,19 @@ class Stop(Event):
 
 
 @contextmanager
-def until_told() -> Iterator[Stop]:
+def until_told() -> Iterator[StopSignal]:
     """Set by SIGTERM or Ctrl-C; the second one ends the process at once, which is safe too. A start that is broken off
     ends here."""
-    stop = Stop()
+    stop = StopSignal()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with stop._listening():
             for number in SIGNALS:
                 signal.signal(number, stop.on_signal)
-            if any(isinstance(handler, Starting) and handler.asked for handler in before.values()):
-                raise Stopped
+            if any(isinstance(handler, StartupSignals) and handler.asked for handler in before.values()):
+                raise StoppedWhileStarting
             yield stop
-    except Interruption:
+    except KeyboardInterruption:
         raise
     except BaseException:
         if not (stop.starting and stop.asked):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
-from pipeline.observability.samples import Told
+from pipeline.observability.samples import Samples
 from pipeline.scaling.autoscaler import PoolDecision
-from pipeline.scaling.backlog import BacklogFigures
+from pipeline.scaling.backlog import BacklogMetrics
 from tokenmill import output
 
 PATH: Final = "/autoscale"
@@ -40,13 +40,13 @@ def described(one: PoolDecision) -> dict[str, Any]:
     }
 
 
-class Printed:
+class DecisionPrinter:
     """Tells stdout: a line for each pool, or a JSON document for each decision of all (a line each)."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
-    def put(self, _figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         """Print them."""
         if self._as_json:
             print(json.dumps({"pools": [described(one) for one in decisions]}), flush=True)
@@ -61,7 +61,7 @@ class Printed:
             )
 
 
-class Served:
+class DecisionEndpoint:
     """What was decided last, at `/autoscale` (all pools) and `/autoscale/POOL` (one), as KEDA's metrics-api scaler
     reads it (valueLocation "desired", targetValue "1"); and as a source of metrics. On any thread."""
 
@@ -69,7 +69,7 @@ class Served:
         self._lock = threading.Lock()
         self._decisions: tuple[PoolDecision, ...] = ()
 
-    def put(self, _figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         """Remember them."""
         with self._lock:
             self._decisions = tuple(decisions)
@@ -85,7 +85,7 @@ class Served:
             return next((json.dumps(described(one)).encode() for one in decisions if one.pool == name), None)
         return None
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: Samples) -> None:
         """For `/metrics`."""
         with self._lock:
             decisions = self._decisions

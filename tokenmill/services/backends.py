@@ -27,7 +27,7 @@ LEASE_SECONDS: Final = 6.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hints:
+class Backends:
     """What carries hints between the parts: nothing that is lost here is lost for good.
 
     `lease`, `housekeeping`: of who dispatches, and of who has collected lately.
@@ -42,10 +42,10 @@ class Hints:
     housekeeping: Lease | None = None
 
 
-def hints_in_process(root: Root) -> Hints:
+def in_process_backends(root: Root) -> Backends:
     """Between threads of this process."""
     clock = root.world.clock
-    return Hints(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), look_seconds=0.02)
+    return Backends(MemoryQueue(), MemoryHeartbeats(clock, SILENCE), MemoryLane(clock), look_seconds=0.02)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def workers_on_servers(settings: Settings) -> Iterator[tuple[Heartbeats, LaneMon
 
 
 @contextmanager
-def hints_on_servers(settings: Settings) -> Iterator[Hints]:
+def redis_backends(settings: Settings) -> Iterator[Backends]:
     """On Redis, and on the broker that Celery uses. Raises `UserError` when none is named."""
     from pipeline.adapters.celery.shard_queue import CeleryQueue, CeleryQueueSettings
     from pipeline.adapters.redis.connection import RedisSettings
@@ -94,11 +94,11 @@ def hints_on_servers(settings: Settings) -> Iterator[Hints]:
             stack.callback(lease.close)
         lane = RedisLane(RedisSettings(redis_url), SystemClock())
         stack.callback(lane.close)
-        yield Hints(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
+        yield Backends(queue, heartbeats, lane, REMOTE_LOOK_SECONDS, 2 * HEARTBEAT_SECONDS, *leases)
 
 
 @contextmanager
-def announcers_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
+def publisher_lease(settings: Settings, world: World) -> Iterator[Lease | None]:
     """What announcers contend for; None where there is no Redis: then each of them sends everything."""
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.adapters.redis.lease import RedisLease

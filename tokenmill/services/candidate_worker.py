@@ -11,18 +11,18 @@ from typing import Final
 import structlog
 
 from pipeline.models.canaries import Canaries
-from pipeline.models.registry import ReleaseBook, Standing
+from pipeline.models.registry import ModelRegistry, ReleaseState
 from pipeline.models.shadow_client import ShadowClient
 from pipeline.ports import StoreUnavailable
 from schemas.releases import Release
 from schemas.settings.settings import Settings
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat
 from tokenmill.processes.runtime import settled_heap, unique_name
 from tokenmill.root import Root
-from tokenmill.services.backends import Hints
+from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
-from tokenmill.services.worker import Worker
+from tokenmill.services.worker import WorkerService
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
 from workers.model.warmup import drift_from
 from workers.observability.watchdog import Watchdog
@@ -48,7 +48,7 @@ def run_candidate(
 ) -> None:
     """A process with a candidate, until told to stop. Raises as `run_worker` does."""
 
-    def make(root: Root, hints: Hints) -> CandidateWorker:
+    def make(root: Root, hints: Backends) -> CandidateWorker:
         return CandidateWorker(root, hints, load, settings, switch_after, policies, price_per_hour)
 
     run_worker_process(root_url, settings, make, metrics_port, log_format)
@@ -66,7 +66,7 @@ class CandidateWorker:
     def __init__(
         self,
         root: Root,
-        hints: Hints,
+        hints: Backends,
         load: LoadModel,
         settings: Settings,
         switch_after: float,
@@ -75,7 +75,7 @@ class CandidateWorker:
     ) -> None:
         self._root = root
         self._name = unique_name(root.world.random)
-        self._book = ReleaseBook(root.world.store)
+        self._book = ModelRegistry(root.world.store)
         self._watchdog = Watchdog(settings.stuck_seconds)
         own = worker_settings(settings, hints, policies)
         self._settings = replace(own, checkpoint_seconds=float("inf"))  # a copy that is lost costs nobody anything
@@ -85,11 +85,13 @@ class CandidateWorker:
         self._book.publish(entry_of(model, policies, root), candidate=True)
         self.version = f"{self._pin.name}@{self._pin.digest}"
         self.greeting = f"ready to be released in {root.url}: {self.version}"
-        self._promote = partial(Worker, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour)
-        self._serving: Worker | None = None
+        self._promote = partial(
+            WorkerService, root, hints, [lambda: model], settings, switch_after, policies, price_per_hour
+        )
+        self._serving: WorkerService | None = None
         self._client: ShadowClient | None = None
 
-    def figures(self) -> WorkerFigures | None:
+    def figures(self) -> WorkerMetrics | None:
         """What the worker counted since it began with what it does now; None: nothing yet."""
         if self._serving is not None:
             return self._serving.figures()
@@ -123,10 +125,10 @@ class CandidateWorker:
         self._serving = serving
         serving(stop)
 
-    def _is_served(self, last: Standing | None) -> bool:
+    def _is_served(self, last: ReleaseState | None) -> bool:
         return last is not None and last.served.pin.key == self._pin.key
 
-    def _is_tried(self, last: Standing) -> bool:
+    def _is_tried(self, last: ReleaseState) -> bool:
         return last.outcome is None and last.release.candidate.pin.key == self._pin.key
 
     def _shadow(self, release: Release, stop: threading.Event) -> None:

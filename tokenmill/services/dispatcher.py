@@ -10,24 +10,24 @@ import threading
 from typing import Final
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.dispatcher.spend_limits import SpendSettings
 from pipeline.ingest.files.folder_inbox import INCOMING, FolderInbox
-from pipeline.ingest.files.source import DropDoor
-from pipeline.ingest.files.watcher import DropWatch, WatchSettings
-from pipeline.maintenance.garbage_collector import Housekeeper, HousekeepingSettings
+from pipeline.ingest.files.source import FileIngestSource
+from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
+from pipeline.maintenance.garbage_collector import GarbageCollector, GarbageCollectorSettings
 from pipeline.runtime.inline_executor import AT_ONCE, BESIDE
 from pipeline.scaling.autoscaler import Autoscaler
-from pipeline.scaling.backlog import BacklogLook
+from pipeline.scaling.backlog import BacklogReader
 from schemas.settings.settings import Settings
 from tokenmill.errors import UserError
 from tokenmill.processes.logging import LogFormat
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.processes.runtime import Part
 from tokenmill.root import Root, open_intake, requests_at_once, retention_settings
-from tokenmill.services.backends import Hints
+from tokenmill.services.backends import Backends
 
 FOLDER_SWEEP_SECONDS: Final = 1.0
 """A folder tells of nothing: it is listed often."""
@@ -35,9 +35,9 @@ FOLDER_SWEEP_SECONDS: Final = 1.0
 
 def dispatcher_part(
     root: Root,
-    hints: Hints,
+    hints: Backends,
     settings: Settings,
-    figures: DispatchFigures,
+    figures: DispatchMetrics,
     price_per_hour: float | None = None,
     command: str = "dispatcher",
     log_format: LogFormat | None = None,
@@ -57,23 +57,23 @@ def dispatcher_part(
                 root.world, hints.queue, hints.heartbeats,
                 settings=dispatching, together=together, beside=beside, figures=figures,
             )  # fmt: skip
-            planning = ForemanSettings(planners=settings.planners)
+            planning = JobControllerSettings(planners=settings.planners)
             planner = PlannerPool(
                 root.url, command, log_format or settings.log_format,
                 settings.planner_memory_bytes, settings.planner_stuck_seconds, root.world.clock,
             )  # fmt: skip
-            Foreman(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
+            JobController(root.world, dispatcher, settings=planning, lease=hints.lease, planner=planner).run(stop)
 
     return dispatch
 
 
-def housekeeping_part(root: Root, hints: Hints, settings: Settings) -> Part:
+def housekeeping_part(root: Root, hints: Backends, settings: Settings) -> Part:
     """Removes what nobody needs any more, every now and then."""
-    every = HousekeepingSettings(settings.retention.every.total_seconds())
-    return Housekeeper(root.world, retention_settings(settings), every, hints.housekeeping).run
+    every = GarbageCollectorSettings(settings.retention.every.total_seconds())
+    return GarbageCollector(root.world, retention_settings(settings), every, hints.housekeeping).run
 
 
-def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
+def backlog_part(root: Root, hints: Backends, settings: Settings) -> Part | None:
     """Tells CloudWatch how much work waits and how many workers it needs; None where the settings name no namespace."""
     chosen = settings.cloudwatch
     if chosen.namespace is None:
@@ -85,7 +85,7 @@ def backlog_part(root: Root, hints: Hints, settings: Settings) -> Part | None:
 
     def scale(stop: threading.Event) -> None:
         with requests_at_once(root, AT_ONCE) as readers:
-            look = BacklogLook(root.world, hints.heartbeats, chosen.worker_tokens_per_second, hints.lane, readers)
+            look = BacklogReader(root.world, hints.heartbeats, chosen.worker_tokens_per_second, hints.lane, readers)
             Autoscaler(root.world, look, hints.heartbeats, options, [target]).run(stop)
 
     return scale
@@ -98,5 +98,5 @@ def folder_part(root: Root, settings: Settings, settle: float) -> Part:
         raise UserError(f"{root.url}: only a folder can be watched; a bucket tells of drops through a queue")
     (store.root / INCOMING).mkdir(exist_ok=True)
     inbox = FolderInbox(store, root.world.clock, settle=settle)
-    door = DropDoor(inbox, open_intake(root, settings), root.world)
-    return DropWatch([door], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run
+    door = FileIngestSource(inbox, open_intake(root, settings), root.world)
+    return FileIngestWatcher([door], root.world, WatchSettings(sweep_every=FOLDER_SWEEP_SECONDS)).run

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from limits.storage import RedisStorage
 
     from pipeline.gateway.http.server import ServerSettings
-    from pipeline.gateway.inference.request_builder import AskSettings
+    from pipeline.gateway.inference.request_builder import InferenceSettings
     from pipeline.gateway.inference.response_cache import AnswerCache, AnswerStore
-    from pipeline.gateway.limits.concurrency import Running
+    from pipeline.gateway.limits.concurrency import ConcurrencySlots
     from pipeline.gateway.limits.rate_limits import RateSettings
     from pipeline.gateway.routes.dependencies import GatewaySettings
     from pipeline.gateway.webhooks.service import Notifier
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.ports import Lease
     from schemas.settings.settings import Settings
     from tokenmill.processes.runtime import Part
-    from tokenmill.services.backends import Hints
+    from tokenmill.services.backends import Backends
 
 _LOOKS_AT_ONCE = 16
 _STORED_BYTES = 100 << 30
@@ -43,7 +43,7 @@ _REMOTE_LANE_LOOK_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedBackends:
     """What several gateways share. None: there is only one.
 
     Attributes:
@@ -53,12 +53,12 @@ class Shared:
 
     lease: Lease | None = None
     windows: RedisStorage | None = None
-    running: Running | None = None
+    running: ConcurrencySlots | None = None
     telling: Lease | None = None
     answers: AnswerStore | None = None
 
 
-class Gateway:
+class GatewayService:
     """The parts of HTTP, listening already: `url` says where, and `sources` tell what is told at `/metrics`.
 
     Args:
@@ -75,14 +75,14 @@ class Gateway:
         self,
         root: Root,
         settings: Settings,
-        hints: Hints,
+        hints: Backends,
         host: str,
         port: int,
-        shared: Shared | None = None,
+        shared: SharedBackends | None = None,
         dispatching: Source | None = None,
         batch_rows: int | None = None,
     ) -> None:
-        shared = shared or Shared()
+        shared = shared or SharedBackends()
         try:
             from pipeline.gateway.http.server import GatewayServer, listen
             from pipeline.observability.exposition import Metrics
@@ -96,12 +96,12 @@ class Gateway:
         from pipeline.gateway.files.service import Files
         from pipeline.gateway.http.api_keys import ApiKeys
         from pipeline.gateway.http.auth import Authority
-        from pipeline.gateway.http.metrics import HttpFigures
-        from pipeline.gateway.inference.models import Models
-        from pipeline.gateway.inference.request_builder import Asker
+        from pipeline.gateway.http.metrics import HttpMetrics
+        from pipeline.gateway.inference.models import ServedModels
+        from pipeline.gateway.inference.request_builder import InferenceRequestBuilder
         from pipeline.gateway.inference.responses import StreamSettings
         from pipeline.gateway.limits.rate_limits import RateLimiter
-        from pipeline.gateway.routes.dependencies import GatewayParts
+        from pipeline.gateway.routes.dependencies import GatewayDependencies
         from pipeline.gateway.status import Status
         from pipeline.lane.client import CallSettings
 
@@ -115,20 +115,20 @@ class Gateway:
         self._notifier = _notifier(root, settings, every, shared.telling)
         intake = open_intake(root, settings)
         status = Status(root.world, hints.heartbeats, 1.0 if root.folder else _REMOTE_LOOK_SECONDS)
-        figures = HttpFigures(root.world.clock)
+        figures = HttpMetrics(root.world.clock)
         self.sources: list[Source] = [
             metric_collectors.workers(hints.heartbeats, each=settings.metrics.workers),
             dispatching or metric_collectors.installation(status),
             metric_collectors.http(figures),
             metric_collectors.intake(root.came_in, root.world.letters),
-            metric_collectors.unforeseen(root.world.errors),
+            metric_collectors.unexpected_errors(root.world.errors),
         ]
-        self._parts = GatewayParts(
+        self._parts = GatewayDependencies(
             world=root.world,
             authority=Authority(keys, settings.gateway.auth),
             files=files,
             batches=Batches(root.world, intake, files, self._finalizer, self._together),
-            models=Models(root.world.store),
+            models=ServedModels(root.world.store),
             status=status,
             settings=_bounds(settings, host),
             rates=RateLimiter(
@@ -138,7 +138,7 @@ class Gateway:
             metrics=Metrics([metric_collectors.build, *self.sources]),
         )
         cache = _cache(root, settings, shared.answers)
-        self._asker = Asker(root.world, _asking(settings), self._parts.rates, cache)
+        self._asker = InferenceRequestBuilder(root.world, _asking(settings), self._parts.rates, cache)
         self._streams = StreamSettings(buffer_bytes=settings.gateway.stream_bytes)
         # A request that is new isn't heard of before a look at the others ends.
         self._call = CallSettings(look=_LANE_LOOK_SECONDS if hints.lease is None else _REMOTE_LANE_LOOK_SECONDS)
@@ -177,7 +177,7 @@ class Gateway:
 
 
 @contextmanager
-def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
+def shared_on_redis(root: Root, settings: Settings) -> Iterator[SharedBackends]:
     """What gateways have in common; nothing where there is no Redis: then each of them does everything."""
     from pipeline.adapters.redis.connection import RedisClient, RedisSettings
     from pipeline.adapters.redis.lease import RedisLease
@@ -187,7 +187,7 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
 
     with ExitStack() as closing:
         if settings.redis_url is None:
-            yield Shared()
+            yield SharedBackends()
             return
         connection = RedisSettings(settings.redis_url.get_secret_value())
         lease, telling = (
@@ -198,7 +198,7 @@ def shared_on_redis(root: Root, settings: Settings) -> Iterator[Shared]:
         closing.callback(telling.close)
         client = RedisClient(connection)
         closing.callback(client.close)
-        yield Shared(
+        yield SharedBackends(
             lease,
             redis_windows(client),
             RedisRunning(client),
@@ -235,7 +235,7 @@ def _bounds(settings: Settings, host: str) -> GatewaySettings:
     )
 
 
-def _rates(root: Root, settings: Settings, hints: Hints, batch_rows: int | None) -> RateSettings:
+def _rates(root: Root, settings: Settings, hints: Backends, batch_rows: int | None) -> RateSettings:
     from pipeline.gateway.limits.rate_limits import RateSettings
     from pipeline.gateway.limits.storage_quota import StorageQuota
     from pipeline.gateway.limits.tenant_capacity import TenantCapacity
@@ -281,10 +281,10 @@ def _cache(root: Root, settings: Settings, answers: AnswerStore | None) -> Answe
     return AnswerCache(clock, answers or MemoryAnswers(clock, chosen.memory_bytes), bounds)
 
 
-def _asking(settings: Settings) -> AskSettings:
-    from pipeline.gateway.inference.request_builder import AskSettings
+def _asking(settings: Settings) -> InferenceSettings:
+    from pipeline.gateway.inference.request_builder import InferenceSettings
 
-    return AskSettings(
+    return InferenceSettings(
         longest=settings.gateway.request_seconds,
         default_model=settings.default_model,
         caps={tier: settings.max_output_tokens.of(tier) for tier in Tier},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.ingest.files.source import DropDoor
-from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.ingest.files.source import FileIngestSource
+from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from tokenmill.errors import UserError
 from tokenmill.root import S3, Root, open_intake
-from tokenmill.services.backends import announcers_lease
+from tokenmill.services.backends import publisher_lease
 
 if TYPE_CHECKING:
     import threading
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenmill.processes.runtime import Part
 
 
-def door_parts(root: Root, settings: Settings) -> dict[str, Part]:
+def ingest_services(root: Root, settings: Settings) -> dict[str, Part]:
     """What the settings ask for, by name. Raises `UserError` when that is nothing, or contradicts itself."""
     parts: dict[str, Part] = {}
     if root.url.startswith(S3):
@@ -53,7 +53,7 @@ def _bucket(root: Root, settings: Settings) -> Part:
     inboxes = [
         BucketInbox(connection, bucket, f"{above}{place}", tenant) for place, tenant in settings.bucket.places.items()
     ]
-    doors = [DropDoor(inbox, intake, root.world) for inbox in inboxes]
+    doors = [FileIngestSource(inbox, intake, root.world) for inbox in inboxes]
     events = None
     if settings.bucket.queue_url:
         queue = SqsQueue(
@@ -65,19 +65,19 @@ def _bucket(root: Root, settings: Settings) -> Part:
         )
         events = BucketEvents(queue, list(zip(inboxes, doors, strict=True)), root.world)
     watch = WatchSettings(sweep_every=settings.bucket.sweep_seconds)
-    return DropWatch(doors, root.world, watch, events).run
+    return FileIngestWatcher(doors, root.world, watch, events).run
 
 
 def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
-    from pipeline.egress.publisher import Announcer, AnnouncerSettings
-    from pipeline.egress.release_events import ReleaseNews
-    from pipeline.ingest.kafka.settings import KafkaDoorSettings
-    from pipeline.ingest.kafka.source import kafka_door
+    from pipeline.egress.publisher import Publisher, PublisherSettings
+    from pipeline.egress.release_events import ReleaseEventPublisher
+    from pipeline.ingest.kafka.settings import KafkaIngestSettings
+    from pipeline.ingest.kafka.source import build_kafka_ingest
 
     options = settings.kafka
     prefix, reply_topics = options.topic_prefix, frozenset(options.reply_topics)
-    reading = KafkaDoorSettings(
+    reading = KafkaIngestSettings(
         kafka_connection(options),
         requests=options.requests or {f"{prefix}.requests": "default"},
         jobs=options.jobs or {f"{prefix}.jobs": "default"},
@@ -96,9 +96,9 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     intake = open_intake(root, settings)
 
     def take_in(stop: threading.Event) -> None:  # a door that has ended can't be used again
-        kafka_door(reading, root.world, intake, sender, root.pin, settings.limits).run(stop)
+        build_kafka_ingest(reading, root.world, intake, sender, root.pin, settings.limits).run(stop)
 
-    announcing = AnnouncerSettings(
+    announcing = PublisherSettings(
         f"{prefix}.results",
         f"{prefix}.events",
         reading.deadletter_topic,
@@ -107,10 +107,10 @@ def _kafka(root: Root, settings: Settings) -> Mapping[str, Part]:
     )
 
     def announce(stop: threading.Event) -> None:
-        with announcers_lease(settings, root.world) as lease:
-            Announcer(root.world, sender, announcing, lease).run(stop)
+        with publisher_lease(settings, root.world) as lease:
+            Publisher(root.world, sender, announcing, lease).run(stop)
 
-    news = ReleaseNews(root.world.store, sender, announcing.events_topic)
+    news = ReleaseEventPublisher(root.world.store, sender, announcing.events_topic)
     return {"kafka": take_in, "announcer": announce, "release news": news.run}
 
 
@@ -135,7 +135,7 @@ def _celery(root: Root, settings: Settings) -> Part:
     from pipeline.adapters.redis.connection import RedisSettings
     from pipeline.ingest.celery.generate import GenerateCalls, GenerateSettings
     from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
-    from pipeline.ingest.celery.worker import CeleryDoor, CeleryDoorSettings
+    from pipeline.ingest.celery.worker import CeleryIngestSettings, CeleryIngestWorker
     from pipeline.lane.redis import RedisLane
     from pipeline.models.catalog import Catalog
 
@@ -151,13 +151,13 @@ def _celery(root: Root, settings: Settings) -> Part:
         root.pin,
         TaskSettings(uri_prefixes=options.uri_prefixes),
     )
-    door = CeleryDoorSettings(
+    door = CeleryIngestSettings(
         broker.get_secret_value(),
         None if options.result_url is None else options.result_url.get_secret_value(),
         queues=options.queues,
     )
     if settings.redis_url is None:
-        return lambda stop: CeleryDoor(tasks, door, root.world).run(stop)
+        return lambda stop: CeleryIngestWorker(tasks, door, root.world).run(stop)
     lane = RedisLane(RedisSettings(settings.redis_url.get_secret_value()), root.world.clock)
     asking = GenerateSettings(
         longest=options.generate_seconds,
@@ -169,7 +169,7 @@ def _celery(root: Root, settings: Settings) -> Part:
 
     def run(stop: threading.Event) -> None:
         try:
-            CeleryDoor(tasks, door, root.world, generating).run(stop)
+            CeleryIngestWorker(tasks, door, root.world, generating).run(stop)
         finally:
             lane.close()
 

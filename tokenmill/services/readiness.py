@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import structlog
 
 from pipeline.models.canaries import Canaries, difference
-from pipeline.observability.samples import Source, Told
+from pipeline.observability.samples import Samples, Source
 from pipeline.ports import World
 from schemas.releases import CanaryAnswer, CanaryFailure, CanaryRecord
 from schemas.settings.releases import WarmupOptions
@@ -74,7 +74,7 @@ class Readiness:
     def tell(self) -> Source:
         """How long each model took to get ready."""
 
-        def tell(told: Told) -> None:
+        def tell(told: Samples) -> None:
             for (model, part), seconds in sorted(self._seconds.items()):
                 told.value("tokenmill_warmup_seconds", seconds, model, part)
 

@@ -12,22 +12,22 @@ import structlog
 
 from engine.config import EngineConfig
 from pipeline.models.catalog import BY_DIGEST
-from pipeline.models.registry import ReleaseBook
+from pipeline.models.registry import ModelRegistry
 from pipeline.ports import StoreUnavailable
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.job import Tier
 from schemas.models import ModelPin
 from schemas.settings.settings import Settings
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tokenmill.config.job_options import ChosenModel
 from tokenmill.errors import ModelError
 from tokenmill.processes.logging import LogFormat, log_to_stderr
-from tokenmill.processes.model_switching import SourceInTurn, Turns
-from tokenmill.processes.replicas import Line, Replicas, Task
+from tokenmill.processes.model_switching import ModelRotation, RotatingShardSource
+from tokenmill.processes.replicas import ReplicaConnection, Replicas, ReplicaTask
 from tokenmill.processes.runtime import settled_heap, unique_name
 from tokenmill.processes.signals import until_told
 from tokenmill.root import Root
-from tokenmill.services.backends import Hints
+from tokenmill.services.backends import Backends
 from tokenmill.services.readiness import LoadModel, Readiness
 from tokenmill.services.worker_process import entry_of, run_worker_process, worker_settings
 from workers.lane.requests import LaneRules
@@ -74,8 +74,8 @@ def run_worker(
     Raises `UserError` where settings lack something, and what loading and the work raise.
     """
 
-    def make(root: Root, hints: Hints) -> Worker:
-        return Worker(root, hints, models, settings, switch_after, policies, price_per_hour)
+    def make(root: Root, hints: Backends) -> WorkerService:
+        return WorkerService(root, hints, models, settings, switch_after, policies, price_per_hour)
 
     run_worker_process(root_url, settings, make, metrics_port, log_format)
 
@@ -99,7 +99,7 @@ def run_replicas(
     names = [name for name, _ in policies.named]
     price = None if price_per_hour is None else price_per_hour / len(environments)
     tasks = [
-        Task(
+        ReplicaTask(
             _replica,
             (root_url, settings, models, switch_after, names, port + number if port else port, log_format, price),
         )
@@ -112,7 +112,7 @@ def run_replicas(
 
 
 def _replica(
-    _line: Line,
+    _line: ReplicaConnection,
     root_url: str | None,
     settings: Settings,
     models: Sequence[LoadModel],
@@ -127,7 +127,7 @@ def _replica(
     run_worker(root_url, settings, models, switch_after, judges, metrics_port, log_format, price_per_hour)
 
 
-class Worker:
+class WorkerService:
     """A `Part`: announces its models, and works on their shards, one model at a time, with the lane's requests beside
     them. What is unfinished at the end is given back with its tokens.
 
@@ -146,7 +146,7 @@ class Worker:
     def __init__(
         self,
         root: Root,
-        hints: Hints,
+        hints: Backends,
         models: Sequence[LoadModel],
         settings: Settings,
         switch_after: float,
@@ -165,14 +165,14 @@ class Worker:
         self._loads = {pin.key: load for pin, load in zip(pins, models, strict=True)}
         self._client: ShardClient | None = None
         self._lane = hints.lane.worker(self._name)
-        self._turns = Turns(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
+        self._turns = ModelRotation(list(self._loads), hints.queue, self._lane, root.world.clock, switch_after)
         self._lane_rules = lane_rules(settings, policies)
         self._serving = LaneServing(most=settings.lane.most_requests, grace=settings.lane.drain_seconds)
         self._watchdog = Watchdog(settings.stuck_seconds)
         self._settings = worker_settings(settings, hints, policies)
         self.greeting = f"working for {root.url} with {', '.join(self.models)}"
 
-    def figures(self) -> WorkerFigures | None:
+    def figures(self) -> WorkerMetrics | None:
         """What the worker counted since it began to serve the model that it has loaded; None: nothing yet."""
         client = self._client
         return None if client is None else client.figures
@@ -207,7 +207,7 @@ class Worker:
             with settled_heap(), self._watchdog.watching(), server.running(stop) as beside:
                 self._turns.begin()
                 tolerant = OutageTolerantClient(client, world.clock, stop)
-                source = SourceInTurn(tolerant, self._turns, lambda: beside.busy)
+                source = RotatingShardSource(tolerant, self._turns, lambda: beside.busy)
                 ShardWorker(
                     model, source, tolerant, world.clock, self._settings, self._watchdog,
                     beside=beside, traces=world.traces,
@@ -220,7 +220,7 @@ class Worker:
 def _publish(root: Root, model: LoadedModel, policies: Policies) -> ModelPin:
     """Let jobs be submitted for the model; its pin."""
     entry = entry_of(model, policies, root)
-    if not ReleaseBook(root.world.store).publish(entry):
+    if not ModelRegistry(root.world.store).publish(entry):
         logger.info("another version is served under this name", model=entry.pin.name, digest=entry.pin.digest)
     return entry.pin
 

@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeline.metric_collectors import own_work, unforeseen
+from pipeline.metric_collectors import own_work, unexpected_errors
 from schemas.models import CatalogEntry
 from schemas.settings.settings import Settings
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tokenmill.processes.logging import LogFormat, log_to_stderr
 from tokenmill.processes.metrics_server import metrics_served
 from tokenmill.processes.runtime import run_together
 from tokenmill.processes.signals import until_told
 from tokenmill.processes.tracing import traces_of
 from tokenmill.root import Root, open_root
-from tokenmill.services.backends import Hints, hints_on_servers
+from tokenmill.services.backends import Backends, redis_backends
 from tokenmill.services.readiness import Readiness
 from tokenmill.services.spot_interruption import watch_for_notice
 from workers.model.loaded_model import LoadedModel
@@ -36,7 +36,7 @@ class WorkerPart(Protocol):
     def greeting(self) -> str:
         """What the process says of it to whoever started it."""
 
-    def figures(self) -> WorkerFigures | None:
+    def figures(self) -> WorkerMetrics | None:
         """What it counts now; None: nothing yet."""
 
     def __call__(self, stop: threading.Event) -> None:
@@ -46,7 +46,7 @@ class WorkerPart(Protocol):
 def run_worker_process(
     root_url: str | None,
     settings: Settings,
-    make: Callable[[Root, Hints], WorkerPart],
+    make: Callable[[Root, Backends], WorkerPart],
     metrics_port: int | None,
     log_format: LogFormat | None,
 ) -> None:
@@ -59,17 +59,21 @@ def run_worker_process(
         until_told() as stop,
         traces_of("worker") as traces,
         open_root(root_url, settings, traces=traces) as root,
-        hints_on_servers(settings) as hints,
+        redis_backends(settings) as hints,
     ):
         worker = make(root, hints)
         tell(worker.greeting)
         with metrics_served(
-            settings, metrics_port, own_work(worker.figures), worker.readiness.tell(), unforeseen(root.world.errors)
+            settings,
+            metrics_port,
+            own_work(worker.figures),
+            worker.readiness.tell(),
+            unexpected_errors(root.world.errors),
         ):
             run_together(stop, root.world, worker, {"spot notice": watch_for_notice} if settings.spot_notice else {})
 
 
-def worker_settings(settings: Settings, hints: Hints, policies: Policies) -> WorkerSettings:
+def worker_settings(settings: Settings, hints: Backends, policies: Policies) -> WorkerSettings:
     """How shards are worked on in an installation."""
     return WorkerSettings(
         request_timeout=settings.request_timeout,

@@ -18,7 +18,7 @@ from schemas.requests.limits import Limits
 from schemas.requests.requests import BODIES, CHAT_URL, EmbeddingBody, parse_body, unsupported_url
 from schemas.workers.lane import LaneRequest
 from workers.model.loaded_model import LoadedModel
-from workers.policies.policy import NO_POLICIES, About, Guard, Policies
+from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import PreparedRow, RowName
 from workers.shards.resume import go_on
 from workers.text.tokenizer import TokenIds
@@ -61,7 +61,7 @@ class LaneReader:
             raise unsupported_url(request.url)
         body = parse_body(request.url, request.body, self._rules.limits)
         names = (RowName(0, request.id),)
-        guard = self._rules.policies.guard(About(request.id, request.tenant, body.model, request.url))
+        guard = self._rules.policies.guard(JudgedText(request.id, request.tenant, body.model, request.url))
         if isinstance(body, EmbeddingBody):
             return PreparedRow(names, body, self._embedding(request, body, guard), guard)
         translator = Translator(
@@ -75,7 +75,7 @@ class LaneReader:
         made = replace(made, readers_known=False)  # who else may come with this prompt nobody knows
         return PreparedRow(names, body, _resumed(made, request.tokens), guard)
 
-    def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: Guard | None) -> Request:
+    def _embedding(self, request: LaneRequest, body: EmbeddingBody, guard: PolicyGuard | None) -> Request:
         reader = EmbeddingReader(self._model.tokenizer, self._model.limits, self._job_rules(request))
         inputs = reader.inputs_of(body)
         if guard is not None:

@@ -20,8 +20,8 @@ from schemas.requests.errors import STATUS_CODES, RowError
 from schemas.requests.requests import ChatBody, EmbeddingBody
 from schemas.workers.lane import EndEvent, ErrorEvent, HandBackEvent, LaneEvent, LaneRequest, TokensEvent
 from workers.lane.requests import PREFIX
-from workers.policies.policy import Guard
-from workers.policies.stream_filter import PolicyGate, part
+from workers.policies.policy import PolicyGuard
+from workers.policies.stream_filter import PolicyStreamFilter, part
 from workers.rows import ComputedRow, Envelope, PreparedRow
 from workers.structured.constraints import shown_tokens
 from workers.structured.tool_calls import CallIds, ToolCallReader, told
@@ -68,7 +68,7 @@ class LaneAnswer:
         self._prompt = row.request.prompt_token_ids
         self._body = row.body
         self._guard = row.guard
-        self._gates: dict[int, PolicyGate] = {}
+        self._gates: dict[int, PolicyStreamFilter] = {}
         self._error: RowError | None = None  # a policy failed
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
@@ -113,7 +113,7 @@ class LaneAnswer:
         """Whether nothing more of the choice will be told, so that it needn't be computed."""
         return self._error is not None or choice in self._refused
 
-    def _judge(self, choice: int, guard: Guard, told: Sequence[int]) -> None:
+    def _judge(self, choice: int, guard: PolicyGuard, told: Sequence[int]) -> None:
         """What was told of a choice by an earlier attempt, perhaps by a worker with other policies."""
         try:
             self._gate(choice, guard).replay(told)
@@ -213,9 +213,9 @@ class LaneAnswer:
             self._choices[choice] = _Growing(self._detokenizer(), self._keep, reader)
         return self._choices[choice]
 
-    def _gate(self, choice: int, guard: Guard) -> PolicyGate:
+    def _gate(self, choice: int, guard: PolicyGuard) -> PolicyStreamFilter:
         if choice not in self._gates:
-            self._gates[choice] = PolicyGate(guard, self._detokenizer(), self._keep)
+            self._gates[choice] = PolicyStreamFilter(guard, self._detokenizer(), self._keep)
         return self._gates[choice]
 
     def _detokenizer(self) -> IncrementalDetokenizer:

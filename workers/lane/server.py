@@ -3,7 +3,7 @@
 Threads of its own: one takes requests, a few prepare them, tenants in turn (`workers.lane.preparation`). Another tells:
 it makes events of what the engine gave, hands them over in batches, and says every few seconds which requests are held
 here; from the answers it learns which of them nobody wants any more. In between, on the thread that steps the engine,
-the loop asks once a turn (`Beside`).
+the loop asks once a turn (`SideWork`).
 
 Once two tenants have sent requests, one tenant alone holds no more than all but a reserve of what is held here, so that
 a request of another one is taken at once.
@@ -29,7 +29,7 @@ import structlog
 
 from engine.errors import ContextLengthExceeded, RequestRefused
 from engine.request import Completion, FinishReason, PartialChoice
-from pipeline.lane.protocol import LaneSettings, LaneWorker, Shares
+from pipeline.lane.protocol import LaneSettings, LaneWorker, TenantShares
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.tracing import NO_TRACES, Traces
@@ -39,7 +39,7 @@ from workers.lane.preparation import PreparationQueue
 from workers.lane.requests import PREFIX, LaneReader, LaneRules
 from workers.lane.responses import LaneAnswer, handed_back, refusal
 from workers.model.loaded_model import LoadedModel
-from workers.observability.metrics import BesideFigures, Ended
+from workers.observability.metrics import EndedRequests, SideWorkMetrics
 from workers.observability.tracing import LaneSpans
 from workers.rows import Envelope, PreparedRow
 from workers.shards.resume import resume_failed
@@ -101,7 +101,7 @@ _Telling = Callable[[], Sequence[LaneEvent]]
 
 
 class LaneServer:
-    """`workers.side_work.Beside` for the requests of one lane and one loaded model."""
+    """`workers.side_work.SideWork` for the requests of one lane and one loaded model."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class LaneServer:
         self._next_tell = 0.0
         self._next_report = 0.0
         self._reported = 0
-        self._ended_here = Ended()
+        self._ended_here = EndedRequests()
 
     @contextmanager
     def running(self, stop: threading.Event) -> Iterator[LaneServer]:
@@ -183,7 +183,7 @@ class LaneServer:
         return self._serving.grace
 
     def turn(self, *, admit: bool) -> None:
-        """See `Beside.turn`. Raises what ended one of the threads."""
+        """See `SideWork.turn`. Raises what ended one of the threads."""
         if self._failure is not None:
             raise self._failure
         self._admitting = admit
@@ -217,11 +217,11 @@ class LaneServer:
             self._news.put(partial(self._ended, opened, completion))
         return True
 
-    def figures(self) -> BesideFigures:
-        """See `Beside.figures`."""
+    def figures(self) -> SideWorkMetrics:
+        """See `SideWork.figures`."""
         with self._changed:
             waiting = Counter(opened.request.tier for opened in self._arrived)
-        return BesideFigures(len(self._open), waiting, self._ended_here)
+        return SideWorkMetrics(len(self._open), waiting, self._ended_here)
 
     def rest(self, seconds: float) -> None:
         """Wait until something comes, or so long."""
@@ -233,7 +233,7 @@ class LaneServer:
         self._closed.set()
 
     def hand_back(self) -> None:
-        """See `Beside.hand_back`. Waits for a look at the lane that is under way, or it might take them again."""
+        """See `SideWork.hand_back`. Waits for a look at the lane that is under way, or it might take them again."""
         self._end_taking()
         self._pass_on(everything=True)
         for name, opened in self._open.items():
@@ -352,7 +352,7 @@ class LaneServer:
         for request in self._preparation.discard(earlier):
             self._release(request)
 
-    def _room(self) -> tuple[int, Shares]:
+    def _room(self) -> tuple[int, TenantShares]:
         """How many requests may be taken, beside which others; waits a while for room."""
         with self._changed:
             self._changed.wait_for(lambda: self._admitting and len(self._held) < self._most, _TAKE_SECONDS)
@@ -361,7 +361,7 @@ class LaneServer:
                 room = 0
             held = Counter(request.tenant for request in self._held.values())
             reserve = max(1, self._most // 8) if self._has_several_tenants and self._most > 1 else 0
-            return room, Shares(held, self._most - reserve)
+            return room, TenantShares(held, self._most - reserve)
 
     def _prepare(self, request: LaneRequest) -> None:
         try:

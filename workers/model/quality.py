@@ -26,7 +26,7 @@ _LONGEST_TEXT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class QualityComparison:
     """One text, scored by two models.
 
     Attributes:
@@ -89,9 +89,9 @@ def token_scores(engine: Engine, windows: Sequence[TokenIds]) -> TokenScores:
     return TokenScores(logprobs, np.concatenate([top for _, top in ordered]).astype(np.int32))
 
 
-def compare(before: TokenScores, after: TokenScores) -> Comparison:
+def compare(before: TokenScores, after: TokenScores) -> QualityComparison:
     """The same tokens, scored by two models."""
-    return Comparison(
+    return QualityComparison(
         tokens=len(before.logprobs),
         before=math.exp(-float(before.logprobs.mean())),
         after=math.exp(-float(after.logprobs.mean())),

@@ -17,7 +17,7 @@ import numpy as np
 from engine.errors import EngineError
 from engine.request import Completion, Request, SamplingParams, as_token_ids
 from engine.scheduler.resume import ANSWERED
-from schemas.releases import CanaryAnswer, Drift
+from schemas.releases import CanaryAnswer, LogprobDrift
 from schemas.settings.releases import WarmupOptions
 from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
@@ -66,7 +66,7 @@ def answer_canaries(model: LoadedModel) -> tuple[CanaryAnswer, ...]:
     return tuple(_answer(prompt, done[f"canary-{number}"]) for number, prompt in enumerate(prompts))
 
 
-def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> Drift | None:
+def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> LogprobDrift | None:
     """How far this model's log-probabilities lie from those of another one, on the other's answers: each of its tokens
     is scored behind all that it had said before. None where the two can't be compared: other tokens, or vectors. Raises
     `BrokenEngineError`."""
@@ -84,7 +84,7 @@ def drift_from(model: LoadedModel, recorded: Sequence[CanaryAnswer]) -> Drift | 
         scored = done[f"drift-{number}"].prompt_logprobs
         assert scored is not None, "a prompt that was to be scored has log-probabilities"
         off += np.abs(scored.chosen[len(answer.prompt) :] - np.array(answer.logprobs)).tolist()
-    return Drift(mean=float(np.mean(off)), most=max(off), tokens=len(off)) if off else None
+    return LogprobDrift(mean=float(np.mean(off)), most=max(off), tokens=len(off)) if off else None
 
 
 def _request(model: LoadedModel, name: str, length: int, longest: int) -> Request:

@@ -20,13 +20,13 @@ from engine.speculative.stats import SpeculationStats
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
 from schemas.workers.metrics import (
-    Histogram,
-    PaceFigures,
+    HistogramSample,
+    PaceMetrics,
     PaceWeights,
-    SpeculationFigures,
-    TierFigures,
+    SpeculationMetrics,
+    TierMetrics,
     TokenRates,
-    WorkerFigures,
+    WorkerMetrics,
 )
 from workers.translation.requests import PRIORITIES
 from workers.translation.responses import failure_of
@@ -46,7 +46,7 @@ class _OfTier:
     accepted: int = 0
 
 
-class Ended:
+class EndedRequests:
     """Requests that have ended, by tier."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideFigures:
+class SideWorkMetrics:
     """What is computed beside the shards.
 
     Attributes:
@@ -85,10 +85,10 @@ class BesideFigures:
 
     open: int = 0
     waiting: Mapping[Tier, int] = field(default_factory=dict)
-    ended: Ended = field(default_factory=Ended)
+    ended: EndedRequests = field(default_factory=EndedRequests)
 
 
-class FiguresReader:
+class MetricsReader:
     """Makes figures of one loaded model's worker.
 
     Args:
@@ -96,7 +96,7 @@ class FiguresReader:
     """
 
     def __init__(self, model: str, engine: StepEngine, began: float) -> None:
-        self.ended = Ended()
+        self.ended = EndedRequests()
         self._model = model
         self._engine = engine
         self._began = began
@@ -104,7 +104,7 @@ class FiguresReader:
         self._before, self._classes_before = engine.stats(), engine.classes()
         self._seen: deque[tuple[float, EngineStats]] = deque([(began, self._before)])
 
-    def read(self, now: float, queued: Mapping[Tier, int], beside: BesideFigures) -> WorkerFigures:
+    def read(self, now: float, queued: Mapping[Tier, int], beside: SideWorkMetrics) -> WorkerMetrics:
         """How it stands.
 
         Args:
@@ -121,7 +121,7 @@ class FiguresReader:
                 strict=True,
             )
         }
-        return WorkerFigures(
+        return WorkerMetrics(
             model=self._model,
             seconds=max(0.0, now - self._began),
             tiers={tier: figures for tier, figures in found.items() if figures != _NOTHING},
@@ -143,9 +143,9 @@ class FiguresReader:
             speculation=_speculation(stats.speculation),
         )
 
-    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _OfTier) -> TierFigures:
+    def _tier(self, tier: Tier, counts: ClassStats, then: ClassStats, waiting: int, lane: _OfTier) -> TierMetrics:
         rows = self.ended.of(tier)
-        return TierFigures(
+        return TierMetrics(
             running=counts.running,
             waiting=counts.waiting + waiting,
             answered=rows.answered + lane.answered,
@@ -172,7 +172,7 @@ class FiguresReader:
         )
 
 
-_NOTHING: Final = TierFigures()
+_NOTHING: Final = TierMetrics()
 
 
 def _usage(counts: _OfTier) -> Usage:
@@ -185,17 +185,17 @@ def _usage(counts: _OfTier) -> Usage:
     )
 
 
-def _histogram(counts: LatencyCounts, before: LatencyCounts) -> Histogram:
+def _histogram(counts: LatencyCounts, before: LatencyCounts) -> HistogramSample:
     """What came since `before`."""
     old = before.counts or (0,) * len(counts.counts)
     kept = [now - then for now, then in zip(counts.counts, old, strict=True)]
     while kept and not kept[-1]:
         kept.pop()
-    return Histogram(counts=tuple(kept), seconds=max(0.0, counts.seconds - before.seconds))
+    return HistogramSample(counts=tuple(kept), seconds=max(0.0, counts.seconds - before.seconds))
 
 
-def _pace(stats: PaceStats) -> PaceFigures:
-    return PaceFigures(
+def _pace(stats: PaceStats) -> PaceMetrics:
+    return PaceMetrics(
         weights=_terms(stats.weights),
         terms=_terms(stats.terms),
         others=min(1.0, stats.others),
@@ -211,9 +211,9 @@ def _terms(terms: PaceTerms) -> PaceWeights:
     return PaceWeights(ttft=terms.ttft, itl=terms.itl, utilisation=terms.utilisation, drops=terms.drops)
 
 
-def _speculation(stats: SpeculationStats) -> SpeculationFigures | None:
+def _speculation(stats: SpeculationStats) -> SpeculationMetrics | None:
     if not stats.drafted:
         return None
-    return SpeculationFigures(
+    return SpeculationMetrics(
         drafted=stats.drafted, accepted=stats.accepted, gained=stats.gained, seconds=stats.compared_seconds
     )

@@ -23,7 +23,7 @@ class HasWork(Protocol):
     def work(self) -> ShardWork: ...
 
 
-class Counted(Protocol):
+class EngineCounts(Protocol):
     """What an engine has counted since it began."""
 
     @property
@@ -86,7 +86,7 @@ class ShardSpans:
         return self._traces.begin("engine step", {"tokenmill.model": self._model}, parent=known[0], links=known[1:])
 
 
-def end_step(span: Span, before: Counted, after: Counted) -> None:
+def end_step(span: Span, before: EngineCounts, after: EngineCounts) -> None:
     """The step was made; what it computed."""
     span.set({"tokenmill.step.rows": after.step_rows - before.step_rows})
     span.set({"tokenmill.step.tokens": after.computed - before.computed})

@@ -26,17 +26,17 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PolicyVerdict:
     """What a policy says of a text. `rule`: what refuses it. It is told and logged, so it must not quote the text."""
 
     allowed: bool
     rule: str = ""
 
 
-ALLOWED: Final = Verdict(True)
+ALLOWED: Final = PolicyVerdict(True)
 
 
-class About(NamedTuple):
+class JudgedText(NamedTuple):
     """Whose text it is. `row`: "JOB/ROW", or the id of a request whose caller waits. `url`: OpenAI's endpoint."""
 
     row: str
@@ -54,7 +54,7 @@ class Prompt:
             came. Of a request for embeddings each text.
     """
 
-    about: About
+    about: JudgedText
     texts: tuple[str, ...]
 
 
@@ -68,7 +68,7 @@ class Answer:
         ended: nothing follows.
     """
 
-    about: About
+    about: JudgedText
     text: str
     start: int = 0
     ended: bool = True
@@ -89,11 +89,11 @@ class ContentPolicy(Protocol):
         refused."""
         ...
 
-    def before(self, prompt: Prompt) -> Verdict:
+    def before(self, prompt: Prompt) -> PolicyVerdict:
         """Of a prompt, before anything is computed for it."""
         ...
 
-    def after(self, answer: Answer) -> Verdict:
+    def after(self, answer: Answer) -> PolicyVerdict:
         """Of an answer. While it grows (`ended` false) only what no further text can mend is to be refused; each answer
         comes once more as a whole, with `start` 0."""
         ...
@@ -116,9 +116,9 @@ class Policies:
         fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:16] if self.named else None
         object.__setattr__(self, "fingerprint", fingerprint)
 
-    def guard(self, about: About) -> Guard | None:
+    def guard(self, about: JudgedText) -> PolicyGuard | None:
         """What judges this row; None: nobody does."""
-        return Guard(self, about) if self.named else None
+        return PolicyGuard(self, about) if self.named else None
 
     @property
     def facts(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ class Policies:
 NO_POLICIES: Final = Policies()
 
 
-class Guard:
+class PolicyGuard:
     """Judges the texts of one row.
 
     Attributes:
@@ -141,7 +141,7 @@ class Guard:
 
     __slots__ = ("_about", "_policies", "fingerprint", "holds_all", "window")
 
-    def __init__(self, policies: Policies, about: About) -> None:
+    def __init__(self, policies: Policies, about: JudgedText) -> None:
         self._policies = policies.named
         self._about = about
         self.fingerprint = policies.fingerprint
@@ -172,10 +172,10 @@ class Guard:
             if policy.window
         )
 
-    def _ask(self, name: str, what: str, judge: Callable[[Any], Verdict], text: Prompt | Answer) -> Verdict:
+    def _ask(self, name: str, what: str, judge: Callable[[Any], PolicyVerdict], text: Prompt | Answer) -> PolicyVerdict:
         try:
             verdict: object = judge(text)
-            if not isinstance(verdict, Verdict):
+            if not isinstance(verdict, PolicyVerdict):
                 raise TypeError("no Verdict")
         except Exception as error:  # noqa: BLE001 - whatever it raises, the row fails and the worker goes on
             # Neither the error's message nor a traceback: both may quote the text.
@@ -189,7 +189,7 @@ class Guard:
         return verdict
 
 
-def _rule(verdict: Verdict) -> str:
+def _rule(verdict: PolicyVerdict) -> str:
     return verdict.rule[:_MOST_RULE_CHARS]
 
 
@@ -210,7 +210,7 @@ class GrowingAnswer:
 
     __slots__ = ("_guard", "_start", "_text", "cleared", "refused")
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: PolicyGuard) -> None:
         self._guard = guard
         self._text = ""
         self._start = 0

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from workers.errors import WorkerError
-from workers.policies.policy import ALLOWED, Answer, Prompt, Verdict
+from workers.policies.policy import ALLOWED, Answer, PolicyVerdict, Prompt
 
 DEFAULT_WINDOW: Final = 200
 """Characters that a regex may match in a stream before any of them is told."""
@@ -81,7 +81,7 @@ class _File(BaseModel):
 class _Compiled:
     """A rule, ready to match. `window`: characters of its longest match in an answer."""
 
-    verdict: Verdict
+    verdict: PolicyVerdict
     patterns: tuple[Any, ...]
     window: int
 
@@ -102,7 +102,7 @@ class Rules:
         self._of_answers = tuple(rule for side, rule in compiled if side != "prompt")
         self.window = max((rule.window for rule in self._of_answers), default=0)
 
-    def before(self, prompt: Prompt) -> Verdict:
+    def before(self, prompt: Prompt) -> PolicyVerdict:
         """See `ContentPolicy`."""
         for text in prompt.texts:
             data = text.encode(errors="replace")  # a message may hold half a surrogate pair where no template reads it
@@ -111,7 +111,7 @@ class Rules:
                     return rule.verdict
         return ALLOWED
 
-    def after(self, answer: Answer) -> Verdict:
+    def after(self, answer: Answer) -> PolicyVerdict:
         """See `ContentPolicy`. A match that ends where a growing text ends may be none with the next letter (`\\b`,
         `$`), so the last letter can be in none before another one follows."""
         if not (self._of_answers and answer.text):
@@ -172,7 +172,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _compile(where: str, rule: _Rule) -> _Compiled:
-    verdict = Verdict(False, rule.name)
+    verdict = PolicyVerdict(False, rule.name)
     if rule.keywords:
         words = "|".join(re2.escape(keyword) for keyword in rule.keywords)
         pattern = rf"\b(?:{words})\b" if rule.whole_words else words

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.request import PartialChoice, TokenLogprobs
-from workers.policies.policy import GrowingAnswer, Guard
+from workers.policies.policy import GrowingAnswer, PolicyGuard
 from workers.text.detokenizer import IncrementalDetokenizer
 
 
-class PolicyGate:
+class PolicyStreamFilter:
     """One choice.
 
     Args:
@@ -26,7 +26,7 @@ class PolicyGate:
         refused: the answer must not go on.
     """
 
-    def __init__(self, guard: Guard, detokenizer: IncrementalDetokenizer, keep: int) -> None:
+    def __init__(self, guard: PolicyGuard, detokenizer: IncrementalDetokenizer, keep: int) -> None:
         self._answer = GrowingAnswer(guard)
         self._detokenizer = detokenizer
         self._keep = keep

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from workers.rows import PreparedRow
 
 
-class Suspects:
+class SuspectBisection:
     """Rows of failed steps, until they are cleared or condemned."""
 
     def __init__(self) -> None:

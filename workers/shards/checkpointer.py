@@ -37,7 +37,7 @@ class LoggedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ShardSnapshot:
     """What is new in a shard, before its finished rows are results."""
 
     shard: OpenShard
@@ -87,7 +87,7 @@ class Checkpointer:
             counted = row.completion.resumed_tokens if logged is None else logged.counted
             shard.unlogged += row.completion.generated_tokens - counted
 
-    def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> Snapshot:
+    def snapshot(self, shard: OpenShard, running: Iterable[PreparedRow]) -> ShardSnapshot:
         """What is new since the shard's last snapshot; `running` are its rows in the engine. Between two steps only."""
         finished, shard.finished = shard.finished, []
         choices, shard.kept = shard.kept, []
@@ -95,7 +95,7 @@ class Checkpointer:
             choices += self._new_choices(shard, row.request, row.names[0].row)
         shard.generated += shard.unlogged
         shard.unlogged = 0
-        return Snapshot(shard, finished, choices, shard.generated, shard.busy_seconds)
+        return ShardSnapshot(shard, finished, choices, shard.generated, shard.busy_seconds)
 
     def _new_choices(self, shard: OpenShard, request: Request, row: int) -> list[LoggedChoice]:
         logged = self._rows.get(request.request_id)
@@ -132,7 +132,7 @@ class Checkpointer:
         self.exposed = max(self.exposed, new)
         return new
 
-    def write(self, snapshots: Iterable[tuple[Snapshot, Envelope]], exposed: int, *, final: bool = False) -> None:
+    def write(self, snapshots: Iterable[tuple[ShardSnapshot, Envelope]], exposed: int, *, final: bool = False) -> None:
         """On the helper: build the results of what has finished, and make everything durable. A shard for which that
         fails has its `failure`, and the others are written. Raises `StoreError`."""
         for snapshot, envelope in snapshots:
@@ -145,7 +145,7 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001 - of one shard, whose attempt ends with it
                 snapshot.shard.failure = error
 
-    def _write(self, snapshot: Snapshot, envelope: Envelope, exposed: int, final: bool) -> None:
+    def _write(self, snapshot: ShardSnapshot, envelope: Envelope, exposed: int, final: bool) -> None:
         finished = self.build(snapshot.shard, snapshot.finished, envelope)
         if not snapshot.empty or (final and snapshot.shard.begun):
             work = CheckpointWork(finished, snapshot.running, snapshot.generated, exposed, final, snapshot.busy_seconds)

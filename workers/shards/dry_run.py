@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.dry_run import Rehearsal, StepWork
+from engine.dry_run import DryRun, StepWork
 from engine.errors import RequestRefused
 from pipeline.worker_client.protocol import ShardWork
 from workers.rows import PreparedRow
@@ -19,7 +19,7 @@ from workers.shards.state import OpenShard, PreparedShard, ShardReader
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class DryRunResult:
     """What the worker would do.
 
     Attributes:
@@ -27,7 +27,7 @@ class Rehearsed:
         waiting: bool [steps], whether sequences had to wait for a row.
         progress: float64 [steps], prompt and answer tokens known to be done after each step, cached ones included.
         refused: requests that the worker would refuse.
-        prompt_tokens, cached_tokens, generated_tokens: of all requests (`Rehearsal`).
+        prompt_tokens, cached_tokens, generated_tokens: of all requests (`DryRun`).
     """
 
     steps: NDArray[np.float64]
@@ -39,7 +39,7 @@ class Rehearsed:
     generated_tokens: int
 
 
-class ShardRehearsal:
+class ShardDryRun:
     """One worker's way through shards.
 
     Args:
@@ -48,7 +48,7 @@ class ShardRehearsal:
     """
 
     def __init__(
-        self, reader: ShardReader, rehearsal: Rehearsal, max_num_seqs: int, settings: WorkerSettings | None = None
+        self, reader: ShardReader, rehearsal: DryRun, max_num_seqs: int, settings: WorkerSettings | None = None
     ) -> None:
         self._reader = reader
         self._rehearsal = rehearsal
@@ -59,7 +59,7 @@ class ShardRehearsal:
         self._whose: dict[str, OpenShard] = {}
         self._refused = 0
 
-    def run(self, works: Iterable[ShardWork]) -> Rehearsed:
+    def run(self, works: Iterable[ShardWork]) -> DryRunResult:
         """All shards, in this order; they are prepared one by one, when they are due."""
         due, steps, progress = iter(works), list[StepWork](), list[float]()
         scheduler = self._rehearsal.scheduler
@@ -82,7 +82,7 @@ class ShardRehearsal:
             self._shards = [shard for shard in self._shards if not shard.done]
         table = np.array(steps, dtype=np.float64).reshape(-1, len(StepWork._fields))
         made = self._rehearsal
-        return Rehearsed(
+        return DryRunResult(
             steps=table[:, :4],
             waiting=table[:, 4] > 0,
             progress=np.array(progress, dtype=np.float64),

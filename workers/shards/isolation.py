@@ -1,7 +1,8 @@
 """Rows tried apart from all others, because a step with them failed or the process died with them.
 
-`Suspects` decides which rows go together; here is known which shards they belong to, what must be noted durably before
-they are tried, and which rows have failed alone. Such a row's outcome is held back until a request of the worker's own
+`SuspectBisection` decides which rows go together; here is known which shards they belong to, what must be noted durably
+before they are tried, and which rows have failed alone. Such a row's outcome is held back until a request of the
+worker's own
 went through: if none does, the engine is broken, and nobody is to blame.
 """
 
@@ -17,7 +18,7 @@ from engine.request import Completion, Request, SamplingParams, as_token_ids
 from workers.errors import BrokenEngineError
 from workers.model.loaded_model import LoadedModel
 from workers.rows import ComputedRow, PreparedRow
-from workers.shards.bisect import Suspects
+from workers.shards.bisect import SuspectBisection
 from workers.shards.resume import resume_failed
 from workers.shards.state import OpenShard
 
@@ -44,7 +45,7 @@ Member = tuple[OpenShard, PreparedRow]
 logger = structlog.get_logger(__name__)
 
 
-class Trials:
+class RowIsolation:
     """What is tried apart; meanwhile nothing else should enter the engine.
 
     Args:
@@ -53,7 +54,7 @@ class Trials:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._suspects = Suspects()
+        self._suspects = SuspectBisection()
         self._owner: dict[str, OpenShard] = {}
         self._trying = False
         self._failed_proofs = 0

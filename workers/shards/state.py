@@ -19,7 +19,7 @@ from schemas.requests.errors import RowError, RowErrorCode
 from schemas.requests.requests import BODIES, CHAT_URL, Body, EmbeddingBody, load_body
 from workers.errors import ModelMismatchError
 from workers.model.loaded_model import LoadedModel
-from workers.policies.policy import NO_POLICIES, About, Guard, Policies
+from workers.policies.policy import NO_POLICIES, JudgedText, Policies, PolicyGuard
 from workers.rows import FinishedRow, PreparedRow, RefusedRow, RowName
 from workers.shards.resume import resume
 from workers.text.tokenizer import TokenIds
@@ -128,7 +128,7 @@ class _Line:
     parsed: Body | None = None
     prompt: str | TokenIds | None = None
     inputs: Sequence[Input] = ()  # to be embedded
-    guard: Guard | None = None
+    guard: PolicyGuard | None = None
     error: RowError | None = None
 
 
@@ -203,7 +203,7 @@ class ShardReader:
             if line.url not in BODIES:
                 raise RowError(RowErrorCode.UNSUPPORTED_URL, f"url {line.url} is not served by this worker")
             line.parsed = _parse(line.url, line.body)
-            about = About(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
+            about = JudgedText(f"{work.job.id}/{line.names[0].row}", work.job.tenant, line.model, line.url)
             line.guard = guard = self.policies.guard(about)
             tokenizer = self.model.tokenizer
             if isinstance(line.parsed, EmbeddingBody):

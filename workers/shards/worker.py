@@ -42,19 +42,19 @@ from schemas.jobs.checkpoints import FinishedRows
 from schemas.jobs.job import Tier
 from schemas.requests.errors import RowError, RowErrorCode
 from workers.model.loaded_model import LoadedModel, library_versions, speculation_facts
-from workers.observability.metrics import FiguresReader
+from workers.observability.metrics import MetricsReader
 from workers.observability.progress import RateMeter, WorkerCounts, WorkerObserver, WorkerProgress
 from workers.observability.tracing import ShardSpans, end_step
 from workers.rows import ComputedRow, Envelope, PreparedRow, RefusedRow
 from workers.settings import FIRST_CHECKPOINT_SECONDS, IDLE_SECONDS, WorkerSettings
-from workers.shards.checkpointer import Checkpointer, Snapshot
+from workers.shards.checkpointer import Checkpointer, ShardSnapshot
 from workers.shards.cost_sharing import shares_of_step
 from workers.shards.heartbeats import HEARTBEAT_THREADS, HeartbeatSender, Timer, thread_timer
-from workers.shards.isolation import PROBE, Member, Trials, probe
+from workers.shards.isolation import PROBE, Member, RowIsolation, probe
 from workers.shards.lookahead import Lookahead, engine_has_all
 from workers.shards.prefetch import ShardFetcher
 from workers.shards.state import OpenShard, PreparedShard, ShardReader
-from workers.side_work import Beside, Nothing, run_out
+from workers.side_work import NoSideWork, SideWork, run_out
 from workers.translation.responses import ResponseBuilder, failure_of
 
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ class ShardWorker:
         settings: WorkerSettings | None = None,
         observer: WorkerObserver | None = None,
         helper: Executor | None = None,
-        beside: Beside | None = None,
+        beside: SideWork | None = None,
         traces: Traces = NO_TRACES,
         heartbeat_executor: Executor | None = None,
         heartbeat_timer: Timer | None = None,
@@ -94,7 +94,7 @@ class ShardWorker:
         self._given_helper = helper
         self._given_heartbeat_executor = heartbeat_executor or helper
         self._heartbeat_timer = heartbeat_timer or (nullcontext if self._given_heartbeat_executor else thread_timer)
-        self._beside = beside or Nothing(clock)
+        self._beside = beside or NoSideWork(clock)
         self._spans = ShardSpans(clock, model.name, traces, self._settings.traced_step_seconds)
         reader = ShardReader(model, self._settings.policies)
         self._fetcher = ShardFetcher(source, sink, reader, clock, self._settings.look_seconds)
@@ -105,7 +105,7 @@ class ShardWorker:
         self._zero = clock.now() - timedelta(seconds=self._engine.clock())
         self._shards: list[OpenShard] = []
         self._running: dict[str, tuple[OpenShard, PreparedRow]] = {}
-        self._trials = Trials(model.max_num_seqs)
+        self._trials = RowIsolation(model.max_num_seqs)
         self._probe = probe(model)
         self._max_rows = model.max_num_seqs
         self._now = clock.monotonic
@@ -114,7 +114,7 @@ class ShardWorker:
         self._logging: Future[None] | None = None
         self._counts = WorkerCounts()
         self._rate = RateMeter()
-        self._figures = FiguresReader(model.name, model.engine, clock.monotonic())
+        self._figures = MetricsReader(model.name, model.engine, clock.monotonic())
         self._heartbeats: HeartbeatSender | None = None
         self._next_report = 0.0
         self._next_log: float | None = None  # None: nothing is being computed
@@ -440,7 +440,7 @@ class ShardWorker:
             self._checkpointer.write, self._snapshots(shards), self._checkpointer.sampled(), final=final
         )
 
-    def _snapshots(self, shards: list[OpenShard]) -> list[tuple[Snapshot, Envelope]]:
+    def _snapshots(self, shards: list[OpenShard]) -> list[tuple[ShardSnapshot, Envelope]]:
         running: dict[int, list[PreparedRow]] = {id(shard): [] for shard in shards}
         for shard, row in self._running.values():
             if id(shard) in running:

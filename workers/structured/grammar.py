@@ -87,7 +87,7 @@ class GrammarMask:
 
     __slots__ = ("filler", "matcher")
 
-    def __init__(self, matcher: Any, filler: MaskFiller) -> None:
+    def __init__(self, matcher: Any, filler: ThreadedMaskFiller) -> None:
         self.matcher = matcher
         self.filler = filler
 
@@ -102,8 +102,8 @@ class GrammarMask:
             raise _failure(self.matcher)
 
 
-class MaskFiller:
-    """Fills the masks of many choices at once (an engine's `MaskFiller`), on threads of its own.
+class ThreadedMaskFiller:
+    """Fills the masks of many choices at once (an engine's `ThreadedMaskFiller`), on threads of its own.
 
     Args:
         ends: tokens that end an answer: all are allowed where the grammar may end.
@@ -119,7 +119,7 @@ class MaskFiller:
             self._end_words.view(np.uint32)[end // 32] |= np.uint32(1 << (end % 32))
 
     def fill(self, masks: Sequence[Any], bitmasks: NDArray[np.int32]) -> Mapping[int, Exception]:
-        """See `engine.request.MaskFiller`."""
+        """See `engine.request.ThreadedMaskFiller`."""
         matchers = [(mask.matcher, at) for at, mask in enumerate(masks)]
         rows, words = bitmasks.shape
         assert bitmasks.flags.c_contiguous, "masks are written through a pointer"
@@ -153,7 +153,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _Made] = OrderedDict()
         self._library: Any = None
-        self._filler: MaskFiller | None = None
+        self._filler: ThreadedMaskFiller | None = None
 
     def compile(self, source: GrammarSource) -> Grammar:
         """The grammar, if it can be compiled.
@@ -169,7 +169,7 @@ class Grammars:
         matcher, filler = self._made(source)
         return GrammarMask(matcher.deep_copy(), filler)
 
-    def _made(self, source: GrammarSource) -> tuple[Any, MaskFiller]:
+    def _made(self, source: GrammarSource) -> tuple[Any, ThreadedMaskFiller]:
         """What was kept, or is compiled now. Whoever wants one that is being compiled waits for it."""
         library, filler = self._ready(source.param)
         with self._lock:
@@ -196,7 +196,7 @@ class Grammars:
             raise RowError(RowErrorCode.INVALID_REQUEST, message, param=source.param)
         return made.matcher, filler
 
-    def _ready(self, param: str) -> tuple[Any, MaskFiller]:
+    def _ready(self, param: str) -> tuple[Any, ThreadedMaskFiller]:
         """The library with the model's vocabulary."""
         with self._lock:
             if self._filler is None:
@@ -206,7 +206,7 @@ class Grammars:
                     raise _unsupported("a tokenizer whose tokens are no runs of bytes", param)
                 vocabulary = Vocabulary.of(self._tokenizer, self._size, self._ends)
                 self._library = llguidance.LLTokenizer(cast(Any, vocabulary))
-                self._filler = MaskFiller(self._ends, vocabulary.eos_token_id, self._size)
+                self._filler = ThreadedMaskFiller(self._ends, vocabulary.eos_token_id, self._size)
             return self._library, self._filler
 
 

@@ -22,7 +22,7 @@ _HEAD: Final = re.compile(
 )
 
 
-class Delta(NamedTuple):
+class AnswerDelta(NamedTuple):
     """Something that became certain: text of the content, or of call `call`: its name first, then its arguments."""
 
     content: str = ""
@@ -57,26 +57,26 @@ class ToolCallReader:
         """Whether there are calls, and none of them is cut off."""
         return self._calls > 0 and self._at is _At.BETWEEN
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[AnswerDelta]:
         """What the next piece of text makes certain."""
         self._text += text
-        found: list[Delta] = []
+        found: list[AnswerDelta] = []
         while self._text and self._step(found):
             pass
         return found
 
-    def close(self) -> list[Delta]:
+    def close(self) -> list[AnswerDelta]:
         """What was held back in case that a call followed."""
         kept, self._text = self._text, ""
-        return [Delta(content=kept)] if self._at is _At.CONTENT and kept else []
+        return [AnswerDelta(content=kept)] if self._at is _At.CONTENT and kept else []
 
-    def _step(self, found: list[Delta]) -> bool:
+    def _step(self, found: list[AnswerDelta]) -> bool:
         """One move; False: more text is needed."""
         match self._at:
             case _At.CONTENT:
                 return self._read_content(found)
             case _At.TEXT:
-                found.append(Delta(content=self._text))
+                found.append(AnswerDelta(content=self._text))
                 self._text = ""
                 return False
             case _At.BETWEEN:
@@ -92,7 +92,7 @@ class ToolCallReader:
             case _At.ARGUMENTS:
                 return self._read_arguments(found)
 
-    def _read_content(self, found: list[Delta]) -> bool:
+    def _read_content(self, found: list[AnswerDelta]) -> bool:
         """Up to the opening. Blanks before it are no content; text that may be its beginning is held back."""
         text = self._text
         if not self._opening:
@@ -108,7 +108,7 @@ class ToolCallReader:
         end = start if start >= 0 else len(text) - _overlap(text, self._opening)
         end = len(text[:end].rstrip())
         if end:
-            found.append(Delta(content=text[:end]))
+            found.append(AnswerDelta(content=text[:end]))
         if start < 0:
             self._text = text[end:]
             return False
@@ -116,7 +116,7 @@ class ToolCallReader:
         self._before, self._text, self._at = text[end:behind], text[behind:], _At.BETWEEN
         return True
 
-    def _read_head(self, found: list[Delta]) -> bool:
+    def _read_head(self, found: list[AnswerDelta]) -> bool:
         """Up to the arguments. Where the name is none, nothing from here on is a call."""
         head = _HEAD.match(self._text)
         if head is None:
@@ -124,16 +124,16 @@ class ToolCallReader:
         name = _name(head[1])
         if name is None:
             start = self._before.find(self._opening) if self._calls else 0
-            found.append(Delta(content=self._before[start:] if start >= 0 else ""))
+            found.append(AnswerDelta(content=self._before[start:] if start >= 0 else ""))
             self._before, self._at = "", _At.TEXT
             return True
         self._text = self._text[head.end() :]
-        found.append(Delta(call=self._calls, name=name))
+        found.append(AnswerDelta(call=self._calls, name=name))
         self._calls += 1
         self._before, self._at, self._depth = "", _At.ARGUMENTS, 0
         return True
 
-    def _read_arguments(self, found: list[Delta]) -> bool:
+    def _read_arguments(self, found: list[AnswerDelta]) -> bool:
         """Up to the brace that closes the arguments."""
         end = len(self._text)
         for at, char in enumerate(self._text):
@@ -153,7 +153,7 @@ class ToolCallReader:
                     break
         piece, self._text = self._text[:end], self._text[end:]
         if piece:
-            found.append(Delta(call=self._calls - 1, arguments=piece))
+            found.append(AnswerDelta(call=self._calls - 1, arguments=piece))
         return self._at is _At.BETWEEN
 
 
@@ -209,7 +209,7 @@ def split_answer(form: ToolFormat, text: str, ids: CallIds) -> SplitAnswer:
     return SplitAnswer(content, calls, reader.whole)
 
 
-def told(deltas: Iterable[Delta], ids: CallIds) -> tuple[str, list[dict[str, Any]]]:
+def told(deltas: Iterable[AnswerDelta], ids: CallIds) -> tuple[str, list[dict[str, Any]]]:
     """Content, and `delta.tool_calls` as OpenAI's streams have them."""
     content = ""
     calls: list[dict[str, Any]] = []

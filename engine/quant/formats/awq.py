@@ -14,15 +14,15 @@ import torch
 from pydantic import AliasChoices, Field, field_validator
 
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.quant.formats.base import FLOATS, Stored, affine, part, part_shape, unpacked
-from engine.quant.formats.settings import GroupSize, Settings, read_settings
+from engine.quant.formats.base import FLOATS, StoredTensors, affine, part, part_shape, unpacked
+from engine.quant.formats.settings import FormatSettings, GroupSize, read_settings
 from engine.quant.weight import QWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _IN_A_WORD = 8
 
 
-class _AWQ(Settings):
+class _AWQ(FormatSettings):
     bits: Annotated[Literal[4], Field(validation_alias=AliasChoices("bits", "w_bit"))]
     group_size: Annotated[GroupSize, Field(validation_alias=AliasChoices("group_size", "q_group_size"))]
     version: Literal["gemm"] = "gemm"
@@ -39,7 +39,7 @@ class AWQ:
     markers = (".qweight",)
     parts = (".qweight", ".qzeros", ".scales")
 
-    def __init__(self, stored: Stored, values: Mapping[str, Any]) -> None:
+    def __init__(self, stored: StoredTensors, values: Mapping[str, Any]) -> None:
         self._stored = stored
         self._settings = read_settings(_AWQ, values)
         if self._settings.group_size == 0:

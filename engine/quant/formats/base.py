@@ -27,7 +27,7 @@ _CACHE_SCALES = (
 """Endings of what was calibrated for a quantized KV cache; ours measures its scales itself."""
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """A checkpoint's tensors as they are stored."""
 
     @property
@@ -77,7 +77,7 @@ class Format(Protocol):
 class QuantizedCheckpoint:
     """A `WeightSource` of a quantized checkpoint: each module's tensors appear as one weight."""
 
-    def __init__(self, stored: Stored, form: Format) -> None:
+    def __init__(self, stored: StoredTensors, form: Format) -> None:
         self._stored = stored
         self._form = form
         endings = tuple(form.markers)
@@ -119,7 +119,7 @@ class QuantizedCheckpoint:
         return module if module != name and module in self._modules else None
 
 
-def part(stored: Stored, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None) -> Tensor:
+def part(stored: StoredTensors, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None = None) -> Tensor:
     """A tensor that belongs to a quantized weight; with `shape`, one of that shape.
 
     Raises:
@@ -135,7 +135,7 @@ def part(stored: Stored, name: str, dtypes: Sequence[torch.dtype], shape: Sequen
     return tensor
 
 
-def part_shape(stored: Stored, name: str) -> tuple[int, ...]:
+def part_shape(stored: StoredTensors, name: str) -> tuple[int, ...]:
     """The shape of a tensor that must be there."""
     if name not in stored.names:
         raise CorruptWeights(f"tensor {name} is missing from the checkpoint")

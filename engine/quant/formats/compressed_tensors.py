@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor
 
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.quant.formats.base import FLOATS, Stored, affine, column_order, part, part_shape, unpacked
+from engine.quant.formats.base import FLOATS, StoredTensors, affine, column_order, part, part_shape, unpacked
 from engine.quant.formats.fp8 import matrix_shape, single, spread_scale
-from engine.quant.formats.settings import GroupSize, Names, Patterns, Settings, Text, read_settings
+from engine.quant.formats.settings import FormatSettings, GroupSize, Names, Patterns, Text, read_settings
 from engine.quant.weight import Activations, QWeight
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
@@ -25,7 +25,7 @@ _Bits = Annotated[int, Field(strict=True, ge=1, le=16)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 
 
-class Arguments(Settings):
+class Arguments(FormatSettings):
     """How one kind of tensor is quantized."""
 
     num_bits: _Bits = 8
@@ -37,14 +37,14 @@ class Arguments(Settings):
     dynamic: bool | Literal["local"] = False
 
 
-class _Scheme(Settings):
+class _Scheme(FormatSettings):
     targets: Names
     weights: Arguments | None = None
     input_activations: Arguments | None = None
     format: Text | None = None
 
 
-class _CompressedTensors(Settings):
+class _CompressedTensors(FormatSettings):
     config_groups: Annotated[dict[Text, _Scheme], Field(max_length=10_000)]
     format: Text = "dense"
     ignore: Names | None = None
@@ -61,7 +61,7 @@ class CompressedTensors:
         ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
     )  # fmt: skip
 
-    def __init__(self, stored: Stored, values: Mapping[str, Any]) -> None:
+    def __init__(self, stored: StoredTensors, values: Mapping[str, Any]) -> None:
         self._stored = stored
         settings = read_settings(_CompressedTensors, values)
         groups = settings.config_groups

@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from engine.errors import CorruptWeights
-from engine.quant.formats.base import FLOATS, Stored, part, part_shape
-from engine.quant.formats.settings import Settings, read_settings
+from engine.quant.formats.base import FLOATS, StoredTensors, part, part_shape
+from engine.quant.formats.settings import FormatSettings, read_settings
 from engine.quant.weight import Activations, QWeight
 
 _Size = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
@@ -24,7 +24,7 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 _DEFAULT_BLOCK = (128, 128)
 
 
-class _FP8(Settings):
+class _FP8(FormatSettings):
     weight_block_size: tuple[_Size, _Size] | None = None
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     fmt: Literal["e4m3"] = "e4m3"
@@ -37,7 +37,7 @@ class BlockFP8:
     markers = (".weight_scale_inv", ".weight_scale")
     parts = (".weight", ".weight_scale_inv", ".weight_scale", ".activation_scale", ".input_scale")
 
-    def __init__(self, stored: Stored, values: Mapping[str, Any]) -> None:
+    def __init__(self, stored: StoredTensors, values: Mapping[str, Any]) -> None:
         self._stored = stored
         self._settings = read_settings(_FP8, values)
 
@@ -65,7 +65,7 @@ class BlockFP8:
         raise CorruptWeights(f"tensor {module}.activation_scale is missing, but activation_scheme is 'static'")
 
 
-def matrix_shape(stored: Stored, name: str) -> tuple[int, int]:
+def matrix_shape(stored: StoredTensors, name: str) -> tuple[int, int]:
     """The shape of a tensor that must have rows and columns."""
     shape = part_shape(stored, name)
     if len(shape) != 2 or 0 in shape:

@@ -14,21 +14,21 @@ import torch
 from pydantic import Field
 
 from engine.errors import CorruptWeights, UnsupportedModel
-from engine.quant.formats.base import FLOATS, Stored, affine, column_order, part, part_shape, unpacked
-from engine.quant.formats.settings import GroupSize, Patterns, Settings, Text, read_settings
+from engine.quant.formats.base import FLOATS, StoredTensors, affine, column_order, part, part_shape, unpacked
+from engine.quant.formats.settings import FormatSettings, GroupSize, Patterns, Text, read_settings
 from engine.quant.weight import QWeight
 
 Bits = Literal[4, 8]
 
 
-class _Dynamic(Settings):
+class _Dynamic(FormatSettings):
     """What differs in the modules that a pattern matches."""
 
     bits: Bits | None = None
     group_size: GroupSize | None = None
 
 
-class _GPTQ(Settings):
+class _GPTQ(FormatSettings):
     bits: Bits
     group_size: GroupSize
     checkpoint_format: Literal["gptq", "gptq_v2"] | None = None
@@ -44,7 +44,7 @@ class GPTQ:
     markers = (".qweight",)
     parts = (".qweight", ".qzeros", ".scales", ".g_idx")
 
-    def __init__(self, stored: Stored, values: Mapping[str, Any]) -> None:
+    def __init__(self, stored: StoredTensors, values: Mapping[str, Any]) -> None:
         self._stored = stored
         self._settings = read_settings(_GPTQ, values)
         self._zero_offset = 0 if "gptq_v2" in (self._settings.checkpoint_format, self._settings.format) else 1

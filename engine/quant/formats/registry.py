@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from engine.errors import UnsupportedModel
 from engine.quant.formats.awq import AWQ
-from engine.quant.formats.base import Format, QuantizedCheckpoint, Stored
+from engine.quant.formats.base import Format, QuantizedCheckpoint, StoredTensors
 from engine.quant.formats.compressed_tensors import Arguments, CompressedTensors
 from engine.quant.formats.fp8 import BlockFP8
 from engine.quant.formats.gptq import GPTQ
 from engine.quant.formats.settings import read_settings
 
-_METHODS: dict[str, Callable[[Stored, Mapping[str, Any]], Format]] = {
+_METHODS: dict[str, Callable[[StoredTensors, Mapping[str, Any]], Format]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": GPTQ,
     "awq": AWQ,
@@ -21,7 +21,7 @@ _METHODS: dict[str, Callable[[Stored, Mapping[str, Any]], Format]] = {
 }
 
 
-def quantized_checkpoint(stored: Stored, settings: Mapping[str, Any]) -> QuantizedCheckpoint:
+def quantized_checkpoint(stored: StoredTensors, settings: Mapping[str, Any]) -> QuantizedCheckpoint:
     """The weights of a checkpoint whose config has these settings under `quantization_config`.
 
     Raises:

@@ -27,13 +27,13 @@ Names = Annotated[list[Text], Field(max_length=100_000)]
 GroupSize = Annotated[int, Field(strict=True, ge=-1, le=1 << 20)]
 
 
-class Settings(BaseModel):
+class FormatSettings(BaseModel):
     """Base of what a method's settings are read into; keys that say nothing about the numbers are passed over."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=FormatSettings)
 
 
 def read_settings(kind: type[S], values: Mapping[str, Any]) -> S:

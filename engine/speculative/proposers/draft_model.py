@@ -23,7 +23,7 @@ from engine.models.load import describe_model
 from engine.plan import NO_BLOCK, CacheGroup, NewRow, RowState, StepOutput, StepPlan
 from engine.request import Request, SamplingParams
 from engine.runner.runner import StepRunner
-from engine.speculative.base import NO_DRAFT, Ask, Draft
+from engine.speculative.base import NO_DRAFT, Draft, DraftRequest
 
 Ints = NDArray[np.int32]
 Execute = Callable[[StepPlan], StepOutput]
@@ -93,7 +93,7 @@ def load_draft(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftBeside:
+class DraftProposerState:
     """A draft model beside a model.
 
     Attributes:
@@ -167,7 +167,7 @@ class DraftModelProposer:
     def learn(self, request: Request, token_ids: Ints) -> None:
         """Nothing: the draft model knows what it knows."""
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         new = tuple(self._take(ask) for ask in asks if self._epoch[ask.row] != ask.epoch)
         able = [ask for ask in asks if not self._barred[ask.row] and self._length(ask) > 0]
         lengths = {ask.row: self._length(ask) for ask in able}
@@ -190,10 +190,10 @@ class DraftModelProposer:
         known = int(self._rows.num_known[row])
         return Draft(self._rows.token_ids[row, known : known + length].copy(), "draft") if length else NO_DRAFT
 
-    def _length(self, ask: Ask) -> int:
+    def _length(self, ask: DraftRequest) -> int:
         return min(ask.most, self._most_positions - int(self._rows.num_known[ask.row]))
 
-    def _take(self, ask: Ask) -> NewRow:
+    def _take(self, ask: DraftRequest) -> NewRow:
         """A row has another owner. (What it shares with others is computed again: the same keys to the same places.)"""
         self._epoch[ask.row] = ask.epoch
         self._computed[ask.row] = 0

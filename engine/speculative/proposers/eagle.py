@@ -34,7 +34,7 @@ from engine.plan import CacheGroup, RowState, StepPlan
 from engine.request import Request
 from engine.runner.runner import flatten, step_batch
 from engine.sampling.sampler import Sampler
-from engine.speculative.base import NO_DRAFT, Ask, Draft
+from engine.speculative.base import NO_DRAFT, Draft, DraftRequest
 from engine.speculative.proposers.draft_model import draft_layout, without_rules
 
 Ints = NDArray[np.int32]
@@ -68,7 +68,7 @@ def load_eagle(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadBeside:
+class HeadProposerState:
     """A head beside a model.
 
     Attributes:
@@ -164,14 +164,14 @@ class EagleProposer:
         self._kept.index_put_((self._upload(np.repeat(rows, counts)), self._upload(place)), source)
 
     @torch.inference_mode()
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         lengths = {ask.row: length for ask in asks if (length := self._length(ask)) > 0}
         if lengths:
             rows, most = np.array(list(lengths), dtype=np.int32), np.array(list(lengths.values()), dtype=np.int32)
             lengths = self._guess(rows, most)
         return [self._draft(ask.row, lengths.get(ask.row, 0)) for ask in asks]
 
-    def _length(self, ask: Ask) -> int:
+    def _length(self, ask: DraftRequest) -> int:
         """How many guesses the head can make: none where it has not seen the row's last state."""
         owner, known = self._owner[ask.row], int(self._rows.num_known[ask.row])
         if owner is None or owner[0] is not ask.request or owner[1] != ask.choice:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.plan import RowState
 from engine.request import Request
-from engine.speculative.base import NO_DRAFT, Ask, Draft
+from engine.speculative.base import NO_DRAFT, Draft, DraftRequest
 from engine.speculative.proposers.ngram_index import NgramIndex, agreement
 from engine.speculative.proposers.siblings import Siblings
 
@@ -90,13 +90,13 @@ class NgramProposer:
         self._rows: dict[int, _Row] = {}
         self._siblings = Siblings()
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [self._draft(ask) for ask in asks]
 
     def learn(self, request: Request, token_ids: Ints) -> None:
         self._siblings.add(token_ids, request.salt)
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> Draft:
         kept = self._rows.get(ask.row)
         if kept is None or kept.epoch != ask.epoch:
             kept = self._rows[ask.row] = _Row(ask.epoch)

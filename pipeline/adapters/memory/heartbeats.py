@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from pipeline.ports import Clock, WorkerState
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 
 class MemoryHeartbeats:
@@ -17,7 +17,7 @@ class MemoryHeartbeats:
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._beats: dict[str, tuple[float, WorkerState]] = {}
-        self._figures: dict[str, tuple[float, WorkerFigures]] = {}
+        self._figures: dict[str, tuple[float, WorkerMetrics]] = {}
 
     def beat(self, state: WorkerState) -> None:
         """The worker lives, and this is how it stands."""
@@ -30,12 +30,12 @@ class MemoryHeartbeats:
             self._beats.pop(worker, None)
             self._figures.pop(worker, None)
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         """What the worker has to tell."""
         with self._lock:
             self._figures[worker] = (self._clock.monotonic(), figures)
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         """What workers that live have told, by name."""
         living = {state.name for state in self.workers()}
         now = self._clock.monotonic()

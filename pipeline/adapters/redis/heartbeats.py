@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from pipeline.adapters.redis.connection import RedisClient, RedisSettings, milliseconds
 from pipeline.ports import WorkerState
-from schemas.stored import Paper
-from schemas.workers.heartbeat import HeartbeatPaper
-from schemas.workers.metrics import WorkerFigures
+from schemas.stored import StoredModel
+from schemas.workers.heartbeat import StoredHeartbeat
+from schemas.workers.metrics import WorkerMetrics
 
-_P = TypeVar("_P", bound=Paper)
+_P = TypeVar("_P", bound=StoredModel)
 
 logger = structlog.get_logger(__name__)
 
@@ -83,7 +83,7 @@ class RedisHeartbeats:
 
     def beat(self, state: WorkerState) -> None:
         """The worker lives, and this is how it stands."""
-        paper = HeartbeatPaper(
+        paper = StoredHeartbeat(
             name=state.name,
             models=tuple(sorted(state.models)),
             held=tuple(sorted(state.held)),
@@ -104,15 +104,15 @@ class RedisHeartbeats:
             pipe.zrem(self._index, worker)
             pipe.execute()
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         """What the worker has to tell."""
         data = figures.model_dump_json(exclude_defaults=True)
         with self._client.told("tell figures"):
             self._client.raw.set(self._figures_key(worker), data, px=milliseconds(self.lifetime))
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         """What workers that live have told, by name."""
-        found = ((name, self._parsed(name, told, WorkerFigures)) for name, told in self._of_each(self._figures_key))
+        found = ((name, self._parsed(name, told, WorkerMetrics)) for name, told in self._of_each(self._figures_key))
         return {name: figures for name, figures in found if figures is not None}
 
     def workers(self) -> list[WorkerState]:
@@ -158,7 +158,7 @@ class RedisHeartbeats:
             return None
 
     def _read(self, name: str, beat: bytes) -> WorkerState | None:
-        paper = self._parsed(name, beat, HeartbeatPaper)
+        paper = self._parsed(name, beat, StoredHeartbeat)
         if paper is None:
             return None
         return WorkerState(

@@ -87,9 +87,9 @@ class SqsQueue:
         )
         return [_message(found) for found in answer.get("Messages", ())]
 
-    def keep(self, messages: Sequence[SqsMessage]) -> KeptMessages:
+    def keep(self, messages: Sequence[SqsMessage]) -> VisibilityExtender:
         """Keep them from others while the context lasts."""
-        return KeptMessages(self, messages, self._settings.visibility_seconds)
+        return VisibilityExtender(self, messages, self._settings.visibility_seconds)
 
     def delete(self, message: SqsMessage) -> None:
         """It is done with. Raises `QueueError`; then it comes back."""
@@ -127,7 +127,7 @@ class SqsQueue:
         return answer
 
 
-class KeptMessages:
+class VisibilityExtender:
     """Keeps messages invisible to others: three times as often as needed, so that one failure is none."""
 
     def __init__(self, queue: SqsQueue, messages: Sequence[SqsMessage], visibility_seconds: float) -> None:
@@ -143,7 +143,7 @@ class KeptMessages:
         with self._lock:
             self._messages.pop(message.receipt, None)
 
-    def __enter__(self) -> KeptMessages:
+    def __enter__(self) -> VisibilityExtender:
         if self._messages:
             self._thread.start()
         return self

@@ -19,7 +19,7 @@ from pipeline.adapters.s3.url import join_url
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ObjectVersion:
     """One state of an object. `size` in bytes; `version` where the bucket keeps versions; `etag` with its quotes."""
 
     bucket: str
@@ -42,12 +42,12 @@ class Snapshot:
         return found
 
 
-def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> tuple[Snapshot, dict[str, str]]:
+def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> tuple[ObjectVersion, dict[str, str]]:
     """An object's state now, and its metadata; raises `MissingObject`, `ConditionFailed`, `StoreError`."""
     request = {"Bucket": bucket, "Key": key} | arguments
     answer = connection.run("look at it", join_url(bucket, key), lambda: connection.client.head_object(**request))
     version = answer.get("VersionId")
-    state = Snapshot(
+    state = ObjectVersion(
         bucket,
         key,
         int(answer["ContentLength"]),
@@ -58,7 +58,7 @@ def look(connection: S3Connection, bucket: str, key: str, **arguments: str) -> t
 
 
 def open_snapshot(
-    connection: S3Connection, state: Snapshot, lost: Callable[[MissingObject | ConditionFailed], Exception]
+    connection: S3Connection, state: ObjectVersion, lost: Callable[[MissingObject | ConditionFailed], Exception]
 ) -> io.BufferedReader:
     """A seekable stream over that state.
 
@@ -72,7 +72,7 @@ class _Reader(io.RawIOBase):
     def __init__(
         self,
         connection: S3Connection,
-        state: Snapshot,
+        state: ObjectVersion,
         lost: Callable[[MissingObject | ConditionFailed], Exception],
     ) -> None:
         self._connection = connection

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pipeline.gateway.records import BATCHES, BatchOrder, BatchOutcome, seconds
 from pipeline.jobs.serialization import job_document
-from pipeline.ledger.ledger import REJECTS, JobLedger, SomePaper, read_paper
+from pipeline.ledger.ledger import REJECTS, JobLedger, SomePaper, parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from pipeline.results.parts import read_part
 from schemas.jobs.outcome import JobStatus, Manifest
@@ -105,4 +105,4 @@ def _find(store: ObjectStore, key: str, kind: type[SomePaper]) -> SomePaper | No
         data = store.read(key)
     except ObjectNotFound:
         return None
-    return read_paper(store.locate(key), data, kind)
+    return parse_stored(store.locate(key), data, kind)

@@ -19,11 +19,11 @@ from pipeline.gateway.batches.serialization import batch_document, find_order
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.errors import ApiError, bad_request, not_found, unavailable
 from pipeline.gateway.http.idempotency import first_heard
-from pipeline.gateway.http.pagination import Found, Page, fill, ids_behind, map_ahead
+from pipeline.gateway.http.pagination import PageRequest, PageResult, fill, ids_behind, map_ahead
 from pipeline.gateway.records import BatchOrder, StoredFile
-from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, Accepts, IntakeRefused, JobDraft
+from pipeline.ingest.intake import MODEL_NOT_FOUND, NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
 from pipeline.ingest.validation import first_mistake
-from pipeline.jobs.retry import NothingToRetry, Wishes, choose_rows, submit_retry
+from pipeline.jobs.retry import NothingToRetry, RetryOverrides, choose_rows, submit_retry
 from pipeline.jobs.submit import derived_job_id, new_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ledger.tenant_index import batches_of
@@ -92,7 +92,9 @@ class Batches:
         together: looks at several of a page at a time.
     """
 
-    def __init__(self, world: World, intake: Accepts, files: Files, finalizer: Finalizer, together: Executor) -> None:
+    def __init__(
+        self, world: World, intake: IntakeOptions, files: Files, finalizer: Finalizer, together: Executor
+    ) -> None:
         self._world = world
         self._store = world.store
         self._intake = intake
@@ -132,7 +134,7 @@ class Batches:
             self._finalizer.finish(ledger.name, AT_ONCE_ROWS)
         return batch_document(ledger)
 
-    def page(self, tenant: str, page: Page) -> Found:
+    def page(self, tenant: str, page: PageRequest) -> PageResult:
         """Some of the tenant's batches."""
 
         def look(name: str) -> dict[str, Any] | None:
@@ -141,7 +143,7 @@ class Batches:
 
         names = ids_behind(self._store, batches_of(tenant), page)
         looked = map_ahead(look, names, self._together.map, _AT_ONCE)
-        return Found(*fill(looked, page.limit))
+        return PageResult(*fill(looked, page.limit))
 
     def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
         """End the batch before its time. What is finished is kept.
@@ -203,7 +205,7 @@ class Batches:
                 window, now = asked.completion_window, self._world.clock.now()
                 self._finalizer.expect(made, first.model_copy(update={"completion_window": window, "at": now}))
 
-        wishes = Wishes(asked.tier, window, most, asked.max_cost)
+        wishes = RetryOverrides(asked.tier, window, most, asked.max_cost)
         made = submit_retry(chosen, manifest, wishes, self._world, before)
         if made.created:
             self._intake.added(made.job)

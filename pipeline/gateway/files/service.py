@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.gateway.http.errors import ApiError, not_found, unavailable
-from pipeline.gateway.http.pagination import Found, Page, fill, ids_behind, map_ahead
+from pipeline.gateway.http.pagination import PageRequest, PageResult, fill, ids_behind, map_ahead
 from pipeline.gateway.limits.storage_quota import StorageQuota, StoredUsage
 from pipeline.gateway.records import FILES, Reader, StoredFile, is_file_id, read_marker
-from pipeline.ledger.ledger import JOBS, JobLedger, read_paper
+from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.ledger.tenant_index import files_of
 from pipeline.ports import ObjectNotFound, ObjectStore, World
 from schemas.jobs.inputs import InputFile, InputRef
@@ -84,7 +84,7 @@ class Files:
         except ObjectNotFound as error:
             raise not_found("file", file.id) from error
 
-    def page(self, tenant: str, page: Page, purpose: str | None = None) -> Found:
+    def page(self, tenant: str, page: PageRequest, purpose: str | None = None) -> PageResult:
         """Some of the tenant's files; with `purpose`, those of it. Only these are read: markers say what a file is
         for."""
 
@@ -101,7 +101,7 @@ class Files:
             names = (name for name in names if read_marker(name).purpose == purpose)
         looked = map_ahead(look, names, self._together.map, _AT_ONCE)
         data, more = fill(looked, page.limit)
-        return Found([file.document() for file in data], more)
+        return PageResult([file.document() for file in data], more)
 
     def delete(self, tenant: str, file_id: str) -> StoredFile:
         """Remove the tenant's file, and say what it was.
@@ -173,7 +173,7 @@ def find_file(store: ObjectStore, file_id: str) -> StoredFile | None:
         data = store.read(_paper(file_id))
     except ObjectNotFound:
         return None
-    return read_paper(store.locate(_paper(file_id)), data, StoredFile)
+    return parse_stored(store.locate(_paper(file_id)), data, StoredFile)
 
 
 def is_deleted(store: ObjectStore, file_id: str) -> bool:
@@ -215,7 +215,7 @@ def objects_of(store: ObjectStore, file: StoredFile) -> Iterator[str]:
 
 def _is_beginning(store: ObjectStore, key: str, now: datetime) -> bool:
     try:
-        word = read_paper(store.locate(key), store.read(key), Reader)
+        word = parse_stored(store.locate(key), store.read(key), Reader)
     except ObjectNotFound:
         return False
     return word.at + BEGINNING > now

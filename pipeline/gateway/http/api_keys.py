@@ -23,10 +23,10 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import AwareDatetime, Field
 
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from schemas.requests.limits import RateLimits
-from schemas.stored import Paper, Sha256
+from schemas.stored import Sha256, StoredModel
 
 KEYS: Final = "keys/"
 _PAPER: Final = ".json"
@@ -57,7 +57,7 @@ class KeyNotFound(PipelineError):
     """Raised when there is no key of an id."""
 
 
-class ApiKey(Paper):
+class ApiKey(StoredModel):
     """`keys/ID.json`.
 
     Attributes:
@@ -219,7 +219,7 @@ class ApiKeys:
     def _load(self, key_id: str) -> ApiKey | None:
         where = f"{KEYS}{key_id}{_PAPER}"
         try:
-            return read_paper(self._store.locate(where), self._store.read(where), ApiKey)
+            return parse_stored(self._store.locate(where), self._store.read(where), ApiKey)
         except ObjectNotFound:
             return None
 

@@ -7,8 +7,8 @@ import hashlib
 from datetime import datetime
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.records import Heard
-from pipeline.ledger.ledger import read_paper
+from pipeline.gateway.records import IdempotencyRecord
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ledger.tenant_index import idempotency_of
 from pipeline.ports import ObjectNotFound, World
 
@@ -24,11 +24,11 @@ def first_heard(world: World, tenant: str, kind: str, key: str, digest: str) -> 
     """
     name = hashlib.sha256(f"{kind}\0{key}".encode(errors="surrogatepass")).hexdigest()
     where = f"{idempotency_of(tenant)}{name}.json"
-    mine = Heard(at=world.clock.now(), digest=digest)
+    mine = IdempotencyRecord(at=world.clock.now(), digest=digest)
     if world.store.create(where, mine.to_json()):
         return mine.at
     try:
-        heard = read_paper(world.store.locate(where), world.store.read(where), Heard)
+        heard = parse_stored(world.store.locate(where), world.store.read(where), IdempotencyRecord)
     except ObjectNotFound:  # it was old, and has just been collected
         return mine.at
     if heard.digest != digest:

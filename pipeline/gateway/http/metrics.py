@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from typing import Final
 
-from pipeline.observability.histogram import Buckets
+from pipeline.observability.histogram import LatencyRecorder
 from pipeline.ports import Clock
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
@@ -17,7 +17,7 @@ NOWHERE: Final = "none"
 """What is told as the route of a request for which there is none."""
 
 
-class HttpFigures:
+class HttpMetrics:
     """Requests and answers of one gateway."""
 
     def __init__(self, clock: Clock) -> None:
@@ -28,8 +28,8 @@ class HttpFigures:
         self._active = 0
         self._open: dict[str, tuple[Tier, float]] = {}
         self._unheard: set[str] = set()  # of those, the ones of which no token has come
-        self.first_tokens = {tier: Buckets() for tier in Tier}
-        self.wholes = {tier: Buckets() for tier in Tier}
+        self.first_tokens = {tier: LatencyRecorder() for tier in Tier}
+        self.wholes = {tier: LatencyRecorder() for tier in Tier}
 
     # -- requests
 

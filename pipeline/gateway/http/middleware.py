@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.gateway.http.bodies import BodyBudget
 from pipeline.gateway.http.csrf import HostGuard, check_origin
 from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, nothing_here, unavailable
-from pipeline.gateway.http.metrics import METHODS, HttpFigures
+from pipeline.gateway.http.metrics import METHODS, HttpMetrics
 from pipeline.tracing import NO_TRACES, TRACEPARENT, Traces, read_traceparent, working_for
 
 REQUEST_ID: Final = "x-request-id"
@@ -46,7 +46,7 @@ _AWAY_SECONDS: Final = 1.0
 logger = structlog.get_logger(__name__)
 
 
-class Edge:
+class RequestMiddleware:
     """The outermost layer of the application.
 
     Args:
@@ -69,7 +69,7 @@ class Edge:
         app: ASGIApp,
         new_id: Callable[[], str],
         draining: Callable[[], bool],
-        figures: HttpFigures,
+        figures: HttpMetrics,
         hosts: HostGuard,
         bodies: BodyBudget,
         most: int = 2_000,

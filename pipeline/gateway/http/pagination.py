@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal, TypeVar
 
-from pipeline.ledger.tenant_index import Shelf
+from pipeline.ledger.tenant_index import TenantIndex
 from pipeline.ports import ObjectStore
 
 DEFAULT_LIMIT: Final = 20
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PageRequest:
     """What is asked for. `after`: the id of the last one that was seen; it needn't exist any more."""
 
     limit: int = DEFAULT_LIMIT
@@ -28,7 +28,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PageResult:
     """A page as OpenAI's clients read it. `data`: each has an `id`."""
 
     data: Sequence[dict[str, Any]]
@@ -44,7 +44,7 @@ class Found:
         }
 
 
-def ids_behind(store: ObjectStore, shelf: Shelf, page: Page) -> Iterator[str]:
+def ids_behind(store: ObjectStore, shelf: TenantIndex, page: PageRequest) -> Iterator[str]:
     """Ids in the page's order, behind its `after`."""
     names = shelf.newest if page.order == "desc" else shelf.oldest
     return names(store, page.after)

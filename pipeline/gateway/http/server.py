@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import structlog
 import uvicorn
 
-from pipeline.gateway.http.middleware import Edge
+from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.protocol import HttpProtocol, WebSocketProtocol
 from pipeline.ports import PipelineError
 
@@ -103,7 +103,7 @@ class GatewayServer:
         shown = f"[{host}]" if ":" in host else host
         return f"{'http' if self._settings.certificate is None else 'https'}://{shown}:{port}"
 
-    def run(self, app: Edge, stop: threading.Event, end: Callable[[], None] = lambda: None) -> None:
+    def run(self, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`, and to the end of what is under way then.
 
         Args:
@@ -111,7 +111,7 @@ class GatewayServer:
         """
         asyncio.run(self._serve(app, stop, end))
 
-    async def _serve(self, app: Edge, stop: threading.Event, end: Callable[[], None]) -> None:
+    async def _serve(self, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None]) -> None:
         server = uvicorn.Server(self._config(app))
         watching = asyncio.create_task(self._watch(server, app, stop, end))
         try:
@@ -121,7 +121,9 @@ class GatewayServer:
             watching.cancel()
             self._bound.close()
 
-    async def _watch(self, server: uvicorn.Server, app: Edge, stop: threading.Event, end: Callable[[], None]) -> None:
+    async def _watch(
+        self, server: uvicorn.Server, app: RequestMiddleware, stop: threading.Event, end: Callable[[], None]
+    ) -> None:
         """Ends the server when it is time. While requests come to their end it still listens, to say that new ones are
         to go elsewhere."""
         while not stop.is_set():
@@ -134,7 +136,7 @@ class GatewayServer:
         end()
         server.should_exit = True
 
-    def _config(self, app: Edge) -> uvicorn.Config:
+    def _config(self, app: RequestMiddleware) -> uvicorn.Config:
         certificate, key = self._settings.certificate, self._settings.private_key
         return uvicorn.Config(
             app,

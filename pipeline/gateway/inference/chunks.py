@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.inference.request_builder import Asked
+from pipeline.gateway.inference.request_builder import InferenceRequest
 from schemas.requests.requests import CHAT_URL
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, TokensEvent
 
@@ -26,7 +26,7 @@ class Chunks:
         created: when it was asked for; seconds since 1970.
     """
 
-    def __init__(self, asked: Asked, created: int) -> None:
+    def __init__(self, asked: InferenceRequest, created: int) -> None:
         self._chat = asked.request.url == CHAT_URL
         self._include_usage = asked.include_usage
         self._begun: set[int] = set()

@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from pipeline.gateway.http.errors import ApiError, bad_request, internal_error, unavailable
-from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.lane.client import CallSettings, LaneCalls
 from pipeline.lane.protocol import Lane, LaneFull
 from pipeline.ports import Clock, PipelineError
@@ -45,7 +45,7 @@ class LaneBridge:
         lane: Lane,
         clock: Clock,
         settings: CallSettings,
-        figures: HttpFigures,
+        figures: HttpMetrics,
         most_calls: int = 10_000,
         traces: Traces = NO_TRACES,
     ) -> None:

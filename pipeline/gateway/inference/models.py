@@ -11,7 +11,7 @@ from pipeline.ports import ObjectStore
 from schemas.models import CatalogEntry
 
 
-class Models:
+class ServedModels:
     """The models of a root."""
 
     def __init__(self, store: ObjectStore) -> None:

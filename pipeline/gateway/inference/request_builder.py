@@ -15,7 +15,7 @@ from pipeline.gateway.batches.requests import EXTENSION
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, bad_request, unavailable
 from pipeline.gateway.inference.response_cache import AnswerCache, cache_key
-from pipeline.gateway.limits.rate_limits import RateLimiter, Ticket
+from pipeline.gateway.limits.rate_limits import AdmittedRequest, RateLimiter
 from pipeline.ingest.validation import first_mistake
 from pipeline.models.catalog import Catalog
 from pipeline.planner.tokens import DEFAULT_TOKENS_PER_BYTE
@@ -61,7 +61,7 @@ class StreamOptions(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class AskSettings:
+class InferenceSettings:
     """What callers may ask for; seconds.
 
     Attributes:
@@ -80,7 +80,7 @@ class AskSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """A request, and how its answer is wanted.
 
     Attributes:
@@ -96,12 +96,12 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     resume: float = 0.0
-    ticket: Ticket | None = None
+    ticket: AdmittedRequest | None = None
     cache_key: str | None = None
     policies: str | None = None
 
 
-class Asker:
+class InferenceRequestBuilder:
     """Reads bodies. Threads may share one.
 
     Args:
@@ -112,14 +112,14 @@ class Asker:
     def __init__(
         self,
         world: World,
-        settings: AskSettings | None = None,
+        settings: InferenceSettings | None = None,
         rates: RateLimiter | None = None,
         cache: AnswerCache | None = None,
     ) -> None:
         self.cache = cache
         self._world = world
         self._rates = rates
-        self._settings = settings or AskSettings()
+        self._settings = settings or InferenceSettings()
         self._catalog = Catalog(world.store)
         self._models: dict[str, tuple[float, CatalogEntry]] = {}  # name -> until when it is believed
         self._lock = threading.Lock()
@@ -129,7 +129,7 @@ class Asker:
         """Of bodies that name none."""
         return self._settings.default_model
 
-    def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
+    def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
         """What the body asks for; raises `ApiError`. Where there are limits it counts from now on, until `ended`."""
         plain = dict(body)
         extension = self._extension(plain.pop(EXTENSION, None))
@@ -167,7 +167,7 @@ class Asker:
         if self._rates is not None:
             rows = checked.n if isinstance(checked, GenerationBody) else 1
             ticket = self._rates.admit(caller, request.id, self._most_tokens(checked, dumped), seconds, rows)
-        return Asked(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
+        return InferenceRequest(request, checked.model, stream, include_usage, resume, ticket, key, entry.policies)
 
     def _cache_key(self, extension: Extension, body: Body, request: LaneRequest, policies: str | None) -> str | None:
         """Under which the answer is kept; None: it isn't. Raises `ApiError` where that is asked for, and can't be."""
@@ -183,19 +183,19 @@ class Asker:
             return None
         return cache_key(request, self._settings.default_max_tokens, policies)
 
-    def find(self, asked: Asked) -> dict[str, Any] | None:
+    def find(self, asked: InferenceRequest) -> dict[str, Any] | None:
         """The answer that the same request had, if it is to be had; may wait for a server."""
         if self.cache is None or asked.cache_key is None:
             return None
         return self.cache.find(asked.request.tenant, asked.cache_key)
 
-    def keep(self, asked: Asked, event: EndEvent) -> None:
+    def keep(self, asked: InferenceRequest, event: EndEvent) -> None:
         """The answer, for the same request's next time; may wait for a server. Not where a worker answered whose
         policies are other ones than the catalog says: those that come next might refuse it."""
         if self.cache is not None and asked.cache_key is not None and event.policies == asked.policies:
             self.cache.keep(asked.request.tenant, asked.cache_key, event.response)
 
-    def ended(self, asked: Asked, used: int | None) -> None:
+    def ended(self, asked: InferenceRequest, used: int | None) -> None:
         """The request is over, after so many tokens (None: nobody knows); may wait for a server."""
         if self._rates is not None and asked.ticket is not None:
             self._rates.done(asked.ticket, used)

@@ -17,8 +17,8 @@ from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError, not_found
 from pipeline.gateway.inference.chunks import Chunks, error_of, failure
 from pipeline.gateway.inference.lane_bridge import LaneBridge
-from pipeline.gateway.inference.request_builder import Asked, Asker
-from pipeline.gateway.inference.stream_buffer import Feed
+from pipeline.gateway.inference.request_builder import InferenceRequest, InferenceRequestBuilder
+from pipeline.gateway.inference.stream_buffer import StreamBuffer
 from pipeline.ports import Clock
 from schemas.workers.lane import EndEvent, ErrorEvent, LaneEvent, LaneRequest, TokensEvent
 
@@ -54,7 +54,7 @@ class Stream:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: InferenceRequest,
         bridge: LaneBridge,
         created: int,
         settings: StreamSettings,
@@ -63,7 +63,7 @@ class Stream:
         self.id = asked.request.id
         self.tenant = asked.request.tenant
         self.first: asyncio.Future[ErrorEvent | None] = asyncio.get_running_loop().create_future()
-        self.feed = Feed(settings.buffer_bytes, keep=asked.resume > 0)
+        self.feed = StreamBuffer(settings.buffer_bytes, keep=asked.resume > 0)
         self.settings = settings
         self.resume = asked.resume
         self._chunks = Chunks(asked, created)
@@ -153,7 +153,9 @@ class Stream:
 class Answers:
     """All answers that are on their way in this process. Of one event loop."""
 
-    def __init__(self, asker: Asker, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None) -> None:
+    def __init__(
+        self, asker: InferenceRequestBuilder, bridge: LaneBridge, clock: Clock, settings: StreamSettings | None = None
+    ) -> None:
         self.asker = asker
         self.bridge = bridge
         self._clock = clock
@@ -162,7 +164,7 @@ class Answers:
         self._streams: set[Stream] = set()
         self._waiting: dict[str, asyncio.Future[EndEvent | ErrorEvent]] = {}  # whole answers, by request
 
-    async def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> Asked:
+    async def read(self, caller: Caller, url: str, body: Mapping[str, Any]) -> InferenceRequest:
         """What the body asks for, to be handed to `whole` or `stream`; raises `ApiError`."""
         reading = asyncio.ensure_future(run_in_threadpool(self.asker.read, caller, url, body))
         try:
@@ -173,7 +175,7 @@ class Answers:
                 await _settled(self._over(reading.result(), None, 0))
             raise
 
-    async def whole(self, asked: Asked) -> dict[str, Any]:
+    async def whole(self, asked: InferenceRequest) -> dict[str, Any]:
         """The whole answer. Cancelled with its task. Raises `ApiError`."""
         found = await self._find(asked)
         if found is not None:
@@ -200,7 +202,7 @@ class Answers:
             raise error_of(event)
         return event.response
 
-    async def _find(self, asked: Asked) -> dict[str, Any] | None:
+    async def _find(self, asked: InferenceRequest) -> dict[str, Any] | None:
         """The answer that the same request had before."""
         if asked.cache_key is None:
             return None
@@ -214,7 +216,9 @@ class Answers:
             await _settled(self._over(asked, None, 0))
         return found
 
-    def _over(self, asked: Asked, event: EndEvent | None, used: int | None = None) -> asyncio.Future[None] | None:
+    def _over(
+        self, asked: InferenceRequest, event: EndEvent | None, used: int | None = None
+    ) -> asyncio.Future[None] | None:
         """The request has ended: its answer may be kept, and what was taken for it is given back; done when it is.
         None: nothing was taken."""
         if event is not None:
@@ -227,7 +231,7 @@ class Answers:
             loop.run_in_executor(None, self.asker.keep, asked, event)
         return giving
 
-    async def stream(self, asked: Asked) -> Stream:
+    async def stream(self, asked: InferenceRequest) -> Stream:
         """A stream that has begun; what is refused before anything came raises `ApiError`. Its reader has entered."""
         if asked.resume and (full := self._full(asked.request.tenant)):
             await _settled(self._over(asked, None, 0))

@@ -24,7 +24,7 @@ class Item:
     data: bytes
 
 
-class Feed:
+class StreamBuffer:
     """A bounded stream.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Protocol
 from pipeline.ports import Clock
 
 
-class Running(Protocol):
+class ConcurrencySlots(Protocol):
     """Places that requests take. The Redis one raises `ServiceUnavailable`."""
 
     def enter(self, name: str, request: str, most: int, seconds: float, rows: int = 1) -> bool:

@@ -23,7 +23,7 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import MemoryRunning, Running
+from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryRunning
 from pipeline.gateway.limits.storage_quota import StorageQuota
 from pipeline.ports import Clock
 from pipeline.runtime.availability import ServiceUnavailable
@@ -68,7 +68,7 @@ class RateSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class AdmittedRequest:
     """A request to a model that was admitted.
 
     Attributes:
@@ -139,7 +139,7 @@ class RateLimiter:
         clock: Clock,
         settings: RateSettings | None = None,
         windows: RedisStorage | None = None,
-        running: Running | None = None,
+        running: ConcurrencySlots | None = None,
     ) -> None:
         self._clock = clock
         self._settings = settings or RateSettings()
@@ -152,7 +152,7 @@ class RateLimiter:
         """Count a request of any kind; the headers that say how many are left. Raises `ApiError` (429)."""
         return self._headers("requests", self._take("requests", caller, 1))
 
-    def admit(self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1) -> Ticket:
+    def admit(self, caller: Caller, request: str, tokens: int, seconds: float, rows: int = 1) -> AdmittedRequest:
         """Let a request to a model begin, or raise `ApiError` (429). It is to be given back with `done`.
 
         Args:
@@ -175,9 +175,9 @@ class RateLimiter:
             raise
         left = min((one.now_left for one in windows), default=0.0) - self._settings.window
         until = self._clock.monotonic() + left
-        return Ticket(caller, request, tuple(names), rows, tokens, until, self._headers("tokens", windows))
+        return AdmittedRequest(caller, request, tuple(names), rows, tokens, until, self._headers("tokens", windows))
 
-    def done(self, ticket: Ticket, used: int | None) -> None:
+    def done(self, ticket: AdmittedRequest, used: int | None) -> None:
         """The request has ended, after so many tokens; None: it isn't known."""
         self._leave(ticket.names, ticket.request, ticket.rows)
         # Later they would be given to another window than they were taken from: more could be asked for in it then.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pipeline.gateway.http.errors import unavailable
 
 
-class UploadPlaces:
+class UploadSlots:
     """So many places, of which a tenant has half at most. For one event loop.
 
     Args:

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.gateway.openapi.schemas import Amount, CachedTokens, Moment, Shape
+from pipeline.gateway.openapi.schemas import Amount, CachedTokens, Moment, ResponseModel
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class CompletionUsage(Shape):
+class CompletionUsage(ResponseModel):
     """Tokens of a request. `tokenmill_cached`: the answer was kept, and none were computed."""
 
     prompt_tokens: Amount
@@ -21,14 +21,14 @@ class CompletionUsage(Shape):
     tokenmill_cached: Literal[True] = True
 
 
-class MadeFunctionCall(Shape):
+class MadeFunctionCall(ResponseModel):
     """What is called. `arguments`: JSON as text."""
 
     name: str
     arguments: str
 
 
-class MadeToolCall(Shape):
+class MadeToolCall(ResponseModel):
     """A call that the model makes."""
 
     id: str
@@ -36,7 +36,7 @@ class MadeToolCall(Shape):
     function: MadeFunctionCall
 
 
-class AnswerMessage(Shape):
+class AnswerMessage(ResponseModel):
     """The assistant's message."""
 
     role: Literal["assistant"]
@@ -45,7 +45,7 @@ class AnswerMessage(Shape):
     tool_calls: list[MadeToolCall] = Field(default_factory=list)
 
 
-class TopLogprob(Shape):
+class TopLogprob(ResponseModel):
     """A token that might have been. `bytes`: of it, since it need not be text."""
 
     token: str
@@ -59,14 +59,14 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(ResponseModel):
     """Of a choice's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class ChatChoice(Shape):
+class ChatChoice(ResponseModel):
     """One of `n` answers."""
 
     index: Amount
@@ -75,7 +75,7 @@ class ChatChoice(Shape):
     finish_reason: FinishReason
 
 
-class ChatCompletion(Shape):
+class ChatCompletion(ResponseModel):
     """The whole answer to a conversation."""
 
     id: str
@@ -86,14 +86,14 @@ class ChatCompletion(Shape):
     usage: CompletionUsage
 
 
-class FunctionDelta(Shape):
+class FunctionDelta(ResponseModel):
     """The next piece of a call."""
 
     name: str = ""
     arguments: str
 
 
-class ToolCallDelta(Shape):
+class ToolCallDelta(ResponseModel):
     """A piece of the call number `index`; the first has its id and name."""
 
     index: Amount
@@ -102,7 +102,7 @@ class ToolCallDelta(Shape):
     function: FunctionDelta
 
 
-class Delta(Shape):
+class ChatDelta(ResponseModel):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"] = "assistant"
@@ -110,16 +110,16 @@ class Delta(Shape):
     tool_calls: list[ToolCallDelta] = Field(default_factory=list)
 
 
-class ChunkChoice(Shape):
+class ChunkChoice(ResponseModel):
     """What a chunk adds to one of `n` answers."""
 
     index: Amount
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Shape):
+class ChatCompletionChunk(ResponseModel):
     """An event of a stream. With `include_usage` the last has the usage, and no choices."""
 
     id: str
@@ -130,7 +130,7 @@ class ChatCompletionChunk(Shape):
     usage: CompletionUsage | None = None
 
 
-class CompletionLogprobs(Shape):
+class CompletionLogprobs(ResponseModel):
     """Of a text's tokens; the first of a prompt has none."""
 
     tokens: list[str]
@@ -139,7 +139,7 @@ class CompletionLogprobs(Shape):
     text_offset: list[Amount]
 
 
-class TextChoice(Shape):
+class TextChoice(ResponseModel):
     """One of `n` texts, or what a chunk adds to it."""
 
     index: Amount
@@ -148,7 +148,7 @@ class TextChoice(Shape):
     finish_reason: FinishReason | None
 
 
-class Completion(Shape):
+class TextCompletion(ResponseModel):
     """How a text goes on: whole, or as an event of a stream."""
 
     id: str
@@ -159,7 +159,7 @@ class Completion(Shape):
     usage: CompletionUsage | None = None
 
 
-class Embedding(Shape):
+class Embedding(ResponseModel):
     """The vector of an input: numbers, or the base64 of little-endian float32."""
 
     object: Literal["embedding"]
@@ -167,7 +167,7 @@ class Embedding(Shape):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Shape):
+class EmbeddingUsage(ResponseModel):
     """Tokens of all inputs. `tokenmill_cached`: the vectors were kept, and none were computed."""
 
     prompt_tokens: Amount
@@ -175,7 +175,7 @@ class EmbeddingUsage(Shape):
     tokenmill_cached: Literal[True] = True
 
 
-class Embeddings(Shape):
+class Embeddings(ResponseModel):
     """The vectors of all inputs, in their order."""
 
     object: Literal["list"]

@@ -149,12 +149,12 @@ def other(description: str, content: Json | None = None, headers: tuple[str, ...
 
 
 def takes(name: str, example: Json, *, required: bool = True) -> Json:
-    """A route's `openapi_extra`: its body is JSON of the schema that has this name in `Described`."""
+    """A route's `openapi_extra`: its body is JSON of the schema that has this name in `DocumentedApp`."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}, "example": example}}
     return {"requestBody": {"required": required, "content": content}}
 
 
-class Described(FastAPI):
+class DocumentedApp(FastAPI):
     """An application whose document says what `answers` and `takes` refer to.
 
     Args:

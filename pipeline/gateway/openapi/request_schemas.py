@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from pipeline.gateway.batches.requests import EXTENSION, OWN, BatchBody
 from pipeline.gateway.batches.service import RetryBody
 from pipeline.gateway.inference.request_builder import Extension, StreamOptions
-from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Completion, Embeddings
+from pipeline.gateway.openapi.completion_schemas import ChatCompletion, ChatCompletionChunk, Embeddings, TextCompletion
 from pipeline.gateway.openapi.schemas import Error
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
@@ -43,7 +43,7 @@ def shapes(default_model: str | None) -> dict[str, Json]:
         default_model: of bodies that name none; None: they must.
     """
     models: list[type[BaseModel]] = [*BODIES.values(), StreamOptions, Extension, BatchBody, JobOptions, RetryBody]
-    answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, Completion, Embeddings]
+    answered: list[type[BaseModel]] = [Error, ChatCompletion, ChatCompletionChunk, TextCompletion, Embeddings]
     _, made = models_json_schema(
         [(model, "validation") for model in [*models, *answered]], ref_template="#/components/schemas/{model}"
     )

@@ -12,20 +12,20 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import JobStatus
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 
 Item = TypeVar("Item")
 Moment = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
 Amount = Annotated[int, Field(ge=0)]
 
 
-class Shape(BaseModel):
+class ResponseModel(BaseModel):
     """An object with exactly these fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Page(Shape, Generic[Item]):
+class ListPage(ResponseModel, Generic[Item]):
     """A page of a list. `last_id` is what `after` takes."""
 
     object: Literal["list"]
@@ -35,7 +35,7 @@ class Page(Shape, Generic[Item]):
     has_more: bool
 
 
-class File(Shape):
+class File(ResponseModel):
     """OpenAI's file object."""
 
     id: str
@@ -49,7 +49,7 @@ class File(Shape):
     status_details: None
 
 
-class DeletedFile(Shape):
+class DeletedFile(ResponseModel):
     """A file that is no more."""
 
     id: str
@@ -57,7 +57,7 @@ class DeletedFile(Shape):
     deleted: Literal[True]
 
 
-class RequestCounts(Shape):
+class RequestCounts(ResponseModel):
     """Rows. `failed` counts all that have no answer: failed, expired and cancelled."""
 
     total: Amount
@@ -65,19 +65,19 @@ class RequestCounts(Shape):
     failed: Amount
 
 
-class CachedTokens(Shape):
+class CachedTokens(ResponseModel):
     """Of a prompt, those that were not computed again."""
 
     cached_tokens: Amount
 
 
-class ReasoningTokens(Shape):
+class ReasoningTokens(ResponseModel):
     """Of an answer; none are told apart here."""
 
     reasoning_tokens: Amount
 
 
-class BatchUsage(Shape):
+class BatchUsage(ResponseModel):
     """Tokens of all rows."""
 
     input_tokens: Amount
@@ -87,7 +87,7 @@ class BatchUsage(Shape):
     total_tokens: Amount
 
 
-class BatchError(Shape):
+class BatchError(ResponseModel):
     """Why a batch failed as a whole. `line`: of its file, from 1."""
 
     code: str
@@ -96,14 +96,14 @@ class BatchError(Shape):
     param: str | None
 
 
-class BatchErrors(Shape):
+class BatchErrors(ResponseModel):
     """All that were found."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
-class RowCounts(Shape):
+class RowCounts(ResponseModel):
     """Rows by how they ended."""
 
     total: Amount
@@ -114,20 +114,20 @@ class RowCounts(Shape):
     pending: Amount
 
 
-class Progress(Shape):
+class ShardProgress(ResponseModel):
     """Shards that are committed, of those that are planned so far."""
 
     shards_done: Amount
     shards_total: Amount
 
 
-class BatchExtension(Shape):
+class BatchExtension(ResponseModel):
     """What OpenAI has no name for. `results`: where the Parquet files lie."""
 
     tier: Tier
     deadline: AwareDatetime | None
     counts: RowCounts
-    progress: Progress
+    progress: ShardProgress
     as_of: AwareDatetime | None
     attention: str | None
     eta: AwareDatetime | None
@@ -141,7 +141,7 @@ class BatchExtension(Shape):
     retry_of: str | None
 
 
-class Batch(Shape):
+class Batch(ResponseModel):
     """OpenAI's batch object. One that came in by another door has no files, and no `completion_window`."""
 
     id: str
@@ -169,7 +169,7 @@ class Batch(Shape):
     tokenmill: BatchExtension
 
 
-class ModelExtension(Shape):
+class ModelExtension(ResponseModel):
     """The very weights, and how they are computed with."""
 
     digest: str | None
@@ -179,7 +179,7 @@ class ModelExtension(Shape):
     kv_dtype: str
 
 
-class Model(Shape):
+class Model(ResponseModel):
     """OpenAI's model object. `created`: since when it is served as it is. `max_model_len`: tokens of prompt and answer
     together."""
 
@@ -191,14 +191,14 @@ class Model(Shape):
     tokenmill: ModelExtension
 
 
-class Models(Shape):
+class ModelList(ResponseModel):
     """All models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class Worker(Shape):
+class WorkerStatus(ResponseModel):
     """A worker that lives, as its last heartbeat says. `figures`: what it has counted, where it tells that. Name and
     all samples are null for keys without the scope metrics."""
 
@@ -208,10 +208,10 @@ class Worker(Shape):
     waiting_tokens: Amount | None
     tokens_per_second: float | None
     draining: bool
-    figures: WorkerFigures | None
+    figures: WorkerMetrics | None
 
 
-class BacklogKind(Shape):
+class BacklogKind(ResponseModel):
     """Open jobs of a model and a tier; `model` is null for those of several models."""
 
     model: str | None
@@ -220,7 +220,7 @@ class BacklogKind(Shape):
     tokens: Amount
 
 
-class Backlog(Shape):
+class BacklogEstimate(ResponseModel):
     """What is still to be computed, estimated. `incomplete`: it is more than was counted."""
 
     jobs: Amount
@@ -229,14 +229,14 @@ class Backlog(Shape):
     kinds: list[BacklogKind]
 
 
-class LaneFigures(Shape):
+class LaneMetrics(ResponseModel):
     """Requests that this gateway is answering, and those of them of which nothing has come yet."""
 
     open: Amount
     waiting: Amount
 
 
-class Installation(Shape):
+class Installation(ResponseModel):
     """How it stands, some seconds old.
 
     `latency_bounds`: upper ends of the buckets of all histograms, seconds. `lane`, `answers`: of this gateway to calls
@@ -245,21 +245,21 @@ class Installation(Shape):
 
     object: Literal["status"]
     as_of: AwareDatetime
-    workers: list[Worker]
+    workers: list[WorkerStatus]
     latency_bounds: list[float]
-    backlog: Backlog
+    backlog: BacklogEstimate
     models: list[str]
-    lane: LaneFigures | None
+    lane: LaneMetrics | None
     answers: dict[str, Amount] | None
 
 
-class Health(Shape):
+class Health(ResponseModel):
     """A word."""
 
     status: Literal["ok", "ready"]
 
 
-class ErrorDetails(Shape):
+class ErrorDetails(ResponseModel):
     """What is wrong, and what to do. `code`: a short, stable name of the reason. `param`: the field to blame."""
 
     message: str
@@ -268,7 +268,7 @@ class ErrorDetails(Shape):
     code: str
 
 
-class Error(Shape):
+class Error(ResponseModel):
     """OpenAI's error object."""
 
     error: ErrorDetails

@@ -18,15 +18,14 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.http.idempotency import first_heard
-from pipeline.gateway.http.pagination import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES
-from pipeline.gateway.http.pagination import Page as WantedPage
+from pipeline.gateway.http.pagination import DEFAULT_LIMIT, MOST_BATCHES, MOST_FILES, PageRequest
 from pipeline.gateway.http.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.limits.storage_quota import StorageQuota
-from pipeline.gateway.limits.upload_slots import UploadPlaces
+from pipeline.gateway.limits.upload_slots import UploadSlots
 from pipeline.gateway.openapi.document import BODY, answers, other, takes
-from pipeline.gateway.openapi.schemas import Batch, DeletedFile, File, Model, Models, Page
+from pipeline.gateway.openapi.schemas import Batch, DeletedFile, File, ListPage, Model, ModelList
 from pipeline.gateway.records import StoredFile, derived_file_id, new_file_id
-from pipeline.gateway.routes.dependencies import GatewayParts, IdempotencyKey, Parts, calling, json_body
+from pipeline.gateway.routes.dependencies import GatewayDependencies, IdempotencyKey, Parts, calling, json_body
 from pipeline.ports import World
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made: the newest first, or last.")]
@@ -51,7 +50,7 @@ NDJSON: Final = "application/x-ndjson"
 def files_router(uploads_at_once: int) -> APIRouter:
     """`/v1/files`."""
     router = APIRouter(prefix="/v1/files", tags=["files"])
-    places = UploadPlaces(uploads_at_once)
+    places = UploadSlots(uploads_at_once)
 
     @router.post("", openapi_extra=_UPLOAD, responses=answers(File, *BODY, 409, 507))
     async def upload(
@@ -68,7 +67,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
                 )
         return file.document()
 
-    @router.get("", responses=answers(Page[File]))
+    @router.get("", responses=answers(ListPage[File]))
     def page(
         caller: FilesCaller,
         parts: Parts,
@@ -78,7 +77,7 @@ def files_router(uploads_at_once: int) -> APIRouter:
         purpose: str | None = None,
     ) -> dict[str, Any]:
         """The caller's files."""
-        return parts.files.page(caller.tenant, WantedPage(limit, after, order), purpose).document()
+        return parts.files.page(caller.tenant, PageRequest(limit, after, order), purpose).document()
 
     @router.get("/{file_id}", responses=answers(File, 404))
     def get(file_id: str, caller: FilesCaller, parts: Parts) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def batches_router() -> APIRouter:
         """Answer all requests of a file."""
         return parts.batches.create(caller.tenant, body, idempotency_key, _room(caller, parts))
 
-    @router.get("", responses=answers(Page[Batch]))
+    @router.get("", responses=answers(ListPage[Batch]))
     def page(
         caller: BatchesCaller,
         parts: Parts,
@@ -127,7 +126,7 @@ def batches_router() -> APIRouter:
         order: Order = "desc",
     ) -> dict[str, Any]:
         """The caller's batches, by whatever door they came."""
-        return parts.batches.page(caller.tenant, WantedPage(limit, after, order)).document()
+        return parts.batches.page(caller.tenant, PageRequest(limit, after, order)).document()
 
     @router.get("/{batch_id}", responses=answers(Batch, 404))
     def get(batch_id: str, caller: BatchesCaller, parts: Parts) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def models_router() -> APIRouter:
     """`/v1/models`."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
-    @router.get("", responses=answers(Models))
+    @router.get("", responses=answers(ModelList))
     def page(caller: AnyCaller, parts: Parts) -> dict[str, Any]:
         """The models that requests can name."""
         return parts.models.page()
@@ -171,7 +170,7 @@ def models_router() -> APIRouter:
     return router
 
 
-def _room(caller: Caller, parts: GatewayParts) -> Callable[[], None]:
+def _room(caller: Caller, parts: GatewayDependencies) -> Callable[[], None]:
     """Raises `ApiError` when the caller has too many jobs."""
 
     def check() -> None:

@@ -14,8 +14,8 @@ from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority, Caller, need
 from pipeline.gateway.http.bodies import BodyBudget, read_object
-from pipeline.gateway.http.metrics import HttpFigures
-from pipeline.gateway.inference.models import Models
+from pipeline.gateway.http.metrics import HttpMetrics
+from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.limits.rate_limits import RateLimiter
 from pipeline.gateway.status import Status
 from pipeline.observability.exposition import Metrics
@@ -51,28 +51,28 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayParts:
+class GatewayDependencies:
     """What answers."""
 
     world: World
     authority: Authority
     files: Files
     batches: Batches
-    models: Models
+    models: ServedModels
     status: Status
     settings: GatewaySettings
     rates: RateLimiter
-    figures: HttpFigures
+    figures: HttpMetrics
     metrics: Metrics
 
 
-async def parts_of(request: Request) -> GatewayParts:
+async def parts_of(request: Request) -> GatewayDependencies:
     """The parts of the application that the request came to. On the event loop: a thread costs more than looking."""
-    parts: GatewayParts = request.app.state.parts
+    parts: GatewayDependencies = request.app.state.parts
     return parts
 
 
-Parts = Annotated[GatewayParts, Depends(parts_of)]
+Parts = Annotated[GatewayDependencies, Depends(parts_of)]
 IdempotencyKey = Annotated[
     str | None,
     Header(min_length=1, max_length=255, description="With the same key, the same request again makes nothing new."),

@@ -31,7 +31,7 @@ from pipeline.gateway.http.middleware import code_location
 from pipeline.gateway.inference.chunks import DONE
 from pipeline.gateway.inference.responses import Answers, Stream
 from pipeline.gateway.inference.sse import pieces
-from pipeline.gateway.routes.dependencies import GatewayParts, GatewaySettings
+from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.ports import PipelineError
 from schemas.requests.requests import CHAT_URL, COMPLETIONS_URL
 
@@ -81,7 +81,7 @@ def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
 
     @router.websocket("/v1/stream")
     async def stream(socket: WebSocket) -> None:
-        parts: GatewayParts = socket.app.state.parts
+        parts: GatewayDependencies = socket.app.state.parts
         with contextlib.ExitStack() as held:
             try:
                 caller = await run_in_threadpool(_caller, socket, parts)
@@ -98,7 +98,7 @@ def websocket_router(answers: Answers, settings: GatewaySettings) -> APIRouter:
     return router
 
 
-def _caller(socket: WebSocket, parts: GatewayParts) -> Caller:
+def _caller(socket: WebSocket, parts: GatewayDependencies) -> Caller:
     """Who is at the other end, as its key says now; raises `ApiError`."""
     caller = parts.authority.caller(socket.headers.get("authorization"))
     need(caller, Scope.INFERENCE)
@@ -108,7 +108,7 @@ def _caller(socket: WebSocket, parts: GatewayParts) -> Caller:
 class _Connection:
     """A client, and the stream that it reads now."""
 
-    def __init__(self, socket: WebSocket, caller: Caller, answers: Answers, parts: GatewayParts) -> None:
+    def __init__(self, socket: WebSocket, caller: Caller, answers: Answers, parts: GatewayDependencies) -> None:
         self._socket = socket
         self._caller = caller
         self._answers = answers

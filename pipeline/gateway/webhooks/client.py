@@ -57,7 +57,7 @@ class Endpoint:
         return urlsplit(self.url).hostname or ""
 
 
-class Sends(Protocol):
+class WebhookSender(Protocol):
     """What the notifier asks of a sender."""
 
     async def post(self, endpoint: Endpoint, headers: Mapping[str, str], payload: bytes) -> int:

@@ -20,10 +20,10 @@ import structlog
 
 from pipeline.gateway.batches.serialization import find_order, find_outcome
 from pipeline.gateway.records import seconds
-from pipeline.gateway.webhooks.client import Endpoint, NotDelivered, Sends, signature_headers
-from pipeline.jobs.pending_webhooks import DUE, WANTED, Due, Wanted
+from pipeline.gateway.webhooks.client import Endpoint, NotDelivered, WebhookSender, signature_headers
+from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest
 from pipeline.ledger.active_index import ACTIVE
-from pipeline.ledger.ledger import JOBS, JobLedger, read_paper
+from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.ports import Lease, ObjectNotFound, PipelineError, World
 from pipeline.runtime.leader_election import Leading
 from pipeline.runtime.supervision import reason_of
@@ -67,7 +67,7 @@ class Notifier:
         self,
         world: World,
         endpoints: Sequence[Endpoint],
-        sender: Sends,
+        sender: WebhookSender,
         settings: NotifierSettings | None = None,
         lease: Lease | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class Notifier:
         if ended is None:
             return
         tenant, kind, at = ended
-        due = Due(id=event_id(job, kind), type=kind, job=job, at=at)
+        due = DueWebhook(id=event_id(job, kind), type=kind, job=job, at=at)
         for endpoint in self._endpoints.values():
             if endpoint.tenant == tenant and kind in endpoint.events:
                 self._store.create(f"{DUE}{endpoint.id}/{job}", due.to_json())
@@ -190,7 +190,7 @@ class Notifier:
     def _forget(self, name: str) -> None:
         """A job that isn't there: it is about to be made, or never was."""
         try:
-            wanted = read_paper(self._store.locate(WANTED + name), self._store.read(WANTED + name), Wanted)
+            wanted = parse_stored(self._store.locate(WANTED + name), self._store.read(WANTED + name), WebhookRequest)
         except ObjectNotFound:
             return
         if wanted.at + BEGINNING <= self._world.clock.now():
@@ -220,7 +220,7 @@ class Notifier:
         except PipelineError as error:
             logger.error("webhook_not_told", endpoint=endpoint.id, reason=str(error))
 
-    async def _post(self, endpoint: Endpoint, due: Due) -> int:
+    async def _post(self, endpoint: Endpoint, due: DueWebhook) -> int:
         payload = orjson.dumps(
             {
                 "id": due.id,
@@ -244,13 +244,13 @@ class Notifier:
         span.end(None if 200 <= status < 300 else str(status))
         return status
 
-    def _load(self, key: str) -> Due | None:
+    def _load(self, key: str) -> DueWebhook | None:
         try:
-            return read_paper(self._store.locate(key), self._store.read(key), Due)
+            return parse_stored(self._store.locate(key), self._store.read(key), DueWebhook)
         except ObjectNotFound:
             return None
 
-    async def _failed(self, endpoint: Endpoint, key: str, due: Due, why: str) -> None:
+    async def _failed(self, endpoint: Endpoint, key: str, due: DueWebhook, why: str) -> None:
         """Try again later: the older it is, the later; or never, when it is too old."""
         settings = self._settings
         age = self._age(due)
@@ -264,7 +264,7 @@ class Notifier:
         self._again[key] = self._world.clock.monotonic() + wait
         logger.warning("webhook_failed", again_in=round(wait, 1), **told)
 
-    def _age(self, due: Due) -> float:
+    def _age(self, due: DueWebhook) -> float:
         return (self._world.clock.now() - due.at).total_seconds()
 
 

@@ -61,7 +61,7 @@ class GenerateSettings:
     call: CallSettings = field(default_factory=lambda: CallSettings(look=_LOOK))
 
 
-class Waiter(Protocol):
+class WaitingTask(Protocol):
     """A task that waits."""
 
     def revoked(self) -> bool:
@@ -83,7 +83,7 @@ class Waiter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
-    waiter: Waiter
+    waiter: WaitingTask
     body: Mapping[str, Any]
     until: float
 
@@ -104,12 +104,12 @@ class GenerateCalls:
         self._catalog = catalog
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[str, WaitingTask] = {}
         self._unsaved: list[_Unsaved] = []
         self._models: dict[str, tuple[float, str]] = {}  # name -> when it was looked up, the lane's name for it
 
     def start(
-        self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: Waiter
+        self, tenant: str, task_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], waiter: WaitingTask
     ) -> dict[str, Any] | None:
         """Send the task's request; `waiter` is told of its end. Or what the caller is to be told at once.
 
@@ -216,11 +216,11 @@ class GenerateCalls:
 
     # -- what comes of it
 
-    def _take(self, request_id: str) -> Waiter | None:
+    def _take(self, request_id: str) -> WaitingTask | None:
         with self._lock:
             return self._waiters.pop(request_id, None)
 
-    def _end(self, waiter: Waiter, event: EndEvent | ErrorEvent) -> None:
+    def _end(self, waiter: WaitingTask, event: EndEvent | ErrorEvent) -> None:
         if isinstance(event, EndEvent):
             body: Mapping[str, Any] = event.response
         else:

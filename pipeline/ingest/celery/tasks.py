@@ -19,12 +19,12 @@ from typing import Any, Final, Literal
 import structlog
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
 
-from pipeline.ingest.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
-from pipeline.ingest.validation import Unfit, check_uri, first_mistake
+from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.validation import InvalidSubmission, check_uri, first_mistake
 from pipeline.inputs.open import Pin
 from pipeline.jobs.serialization import job_document
 from pipeline.jobs.submit import DifferentJob, derived_job_id
-from pipeline.ledger.ledger import JOBS, JobLedger, read_paper
+from pipeline.ledger.ledger import JOBS, JobLedger, parse_stored
 from pipeline.planner.api import InputError
 from pipeline.ports import ObjectNotFound, ObjectStore, PipelineError, World
 from pipeline.runtime.availability import BadAddress
@@ -32,7 +32,7 @@ from schemas.identifiers import Id
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from schemas.jobs.job import Closing
 from schemas.jobs.job_options import JobOptions
-from schemas.stored import Paper, Sha256
+from schemas.stored import Sha256, StoredModel
 
 INTAKE: Final = "intake/celery/"
 TICKET: Final = "-task.json"
@@ -79,7 +79,7 @@ class TaskSettings:
                     raise BadAddress(f"uri prefix {prefix!r} of tenant {tenant!r} must end with a slash")
 
 
-class TaskTicket(Paper):
+class TaskTicket(StoredModel):
     """`intake/celery/HASH-task.json`: a task was heard of. Written once.
 
     Attributes:
@@ -116,7 +116,7 @@ class CeleryTasks:
         pin: fixes what a URI names, so that the job reads that and nothing later.
     """
 
-    def __init__(self, world: World, intake: Accepts, pin: Pin, settings: TaskSettings | None = None) -> None:
+    def __init__(self, world: World, intake: IntakeOptions, pin: Pin, settings: TaskSettings | None = None) -> None:
         self._world = world
         self._intake = intake
         self._pin = pin
@@ -236,7 +236,7 @@ class CeleryTasks:
         try:
             check_uri(named, self._settings.uri_prefixes.get(tenant, ()))
             named.encode()
-        except Unfit as unfit:
+        except InvalidSubmission as unfit:
             raise TaskRefused(f"{unfit.code}: {unfit}") from None
         except UnicodeEncodeError:
             raise TaskRefused("bad_uri: the uri holds half a character; give it as proper text") from None
@@ -295,7 +295,7 @@ def load_ticket(store: ObjectStore, key: str) -> TaskTicket | None:
         data = store.read(key)
     except ObjectNotFound:
         return None
-    return read_paper(store.locate(key), data, TaskTicket)
+    return parse_stored(store.locate(key), data, TaskTicket)
 
 
 def _ticket_key(tenant: str, task_id: str) -> str:

@@ -49,7 +49,7 @@ logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class CeleryDoorSettings:
+class CeleryIngestSettings:
     """Where tasks come from, and how long things may take; seconds.
 
     Attributes:
@@ -88,7 +88,7 @@ def make_app(
     tasks: CeleryTasks,
     queue: str,
     tenant: str,
-    settings: CeleryDoorSettings,
+    settings: CeleryIngestSettings,
     random: Randomness,
     generating: GenerateCalls | None = None,
     traces: Traces = NO_TRACES,
@@ -190,7 +190,7 @@ class _Waiting:
         self._task.signature_from_request(self._request, queue=self._queue).apply_async()
 
 
-class CeleryDoor:
+class CeleryIngestWorker:
     """Takes tasks from the queues until it is told to stop. Several may run, here and elsewhere.
 
     Raises:
@@ -200,7 +200,7 @@ class CeleryDoor:
     def __init__(
         self,
         tasks: CeleryTasks,
-        settings: CeleryDoorSettings,
+        settings: CeleryIngestSettings,
         world: World,
         generating: GenerateCalls | None = None,
     ) -> None:
@@ -308,7 +308,7 @@ def _end(worker: WorkController) -> None:
         raise WorkerShutdown(0)
 
 
-def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+def _configuration(queue: str, settings: CeleryIngestSettings) -> dict[str, Any]:
     scheme = scheme_of(settings.broker_url)
     if settings.result_url is None and scheme not in REDIS:
         place = redacted(settings.broker_url)
@@ -345,7 +345,7 @@ def _configuration(queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
     }
 
 
-def _transport_options(scheme: str, queue: str, settings: CeleryDoorSettings) -> dict[str, Any]:
+def _transport_options(scheme: str, queue: str, settings: CeleryIngestSettings) -> dict[str, Any]:
     if scheme in REDIS:
         return socket_options(settings.timeout) | {
             "visibility_timeout": settings.visibility_timeout,

@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.ingest.files.source import Drop, Entry, PinnedDrop, StillWritten
+from pipeline.ingest.files.source import Entry, FileStillChanging, FileVersion, PinnedDrop
 from pipeline.ingest.intake import IntakeRefused
 from pipeline.inputs.pinning import pin_input
 from pipeline.inputs.regular_files import IrregularFile, open_regular_below
@@ -72,17 +72,17 @@ class FolderInbox:
             if now - since >= self._settle:
                 yield Entry(name, int(stamp.partition("-")[0]), stamp)
 
-    def look(self, name: str, version: str | None = None) -> Drop | None:
-        """See `Inbox`; raises `StillWritten` for a file that has not been the same for long enough."""
+    def look(self, name: str, version: str | None = None) -> FileVersion | None:
+        """See `Inbox`; raises `FileStillChanging` for a file that has not been the same for long enough."""
         status = self._status(name)
         if status is None:
             return None
         stamp, now = _stamp(status), self._clock.monotonic()
         known, since = self._seen.setdefault(name, (stamp, now))
         if known != stamp or now - since < self._settle:
-            raise StillWritten(f"{self.uri(name)}: has just changed")
+            raise FileStillChanging(f"{self.uri(name)}: has just changed")
         seconds = min(max(status.st_mtime_ns / 1e9, _FIRST), _LAST)
-        return Drop(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
+        return FileVersion(Entry(name, status.st_size, stamp), modified=datetime.fromtimestamp(seconds, UTC))
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
         """See `Inbox`. Raises `IntakeRefused` for what is there and is no regular file: whoever may drop files must
@@ -98,7 +98,7 @@ class FolderInbox:
         except OSError as error:
             raise StoreError(f"{path}: can't read: {error.strerror}") from error
 
-    def pin(self, drop: Drop, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
         """See `Inbox`. Reads the file once, for its hash."""
         name = drop.entry.name
         path = self._path(name)
@@ -106,7 +106,7 @@ class FolderInbox:
         self._remember(name, pinned)
         status = self._status(name)
         if status is None or _stamp(status) != drop.entry.stamp:
-            raise StillWritten(f"{path}: changed while it was read")
+            raise FileStillChanging(f"{path}: changed while it was read")
         file = pinned.files[0]
         identity = (self._prefix + name, file.sha256 or "", str(status.st_mtime_ns))
         return PinnedDrop(pinned, identity)

@@ -27,7 +27,7 @@ from pipeline.planner.api import InputError
 from pipeline.planner.readers.source import SUFFIXES, choose_files
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.job import Tier
-from schemas.jobs.job_options import JobOptions, SomeOptions
+from schemas.jobs.job_options import JobOptions, PartialJobOptions
 
 SIDECAR: Final = ".job.json"
 MOST_SIDECAR_BYTES: Final = 1 << 20
@@ -38,7 +38,7 @@ _TIERS = (Tier.STANDARD.value, Tier.BULK.value)
 _YES, _NO = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
-class Kind(Enum):
+class InboxEntryKind(Enum):
     """What a name in a drop place is."""
 
     INPUT = auto()
@@ -55,15 +55,15 @@ class OptionSource:
     values: Mapping[str, Any]
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> InboxEntryKind:
     """What the name (a path below the place) stands for. Parts that begin with '.' or '_', and endings such as .tmp and
     .part, are how programs name what they have not finished, or keep for themselves."""
     *folders, last = name.split("/")
     if not last or any(_UNFINISHED.search(part) or part.startswith("_") for part in folders):
-        return Kind.PASSED_OVER
+        return InboxEntryKind.PASSED_OVER
     if _UNFINISHED.search(last) or (last.startswith("_") and not last.lower().endswith(tuple(SUFFIXES))):
-        return Kind.PASSED_OVER
-    return Kind.SIDECAR if name.endswith(SIDECAR) else Kind.INPUT
+        return InboxEntryKind.PASSED_OVER
+    return InboxEntryKind.SIDECAR if name.endswith(SIDECAR) else InboxEntryKind.INPUT
 
 
 def sidecars_of(name: str) -> tuple[str, str]:
@@ -144,7 +144,7 @@ def _from_metadata(metadata: Mapping[str, str], place: str) -> dict[str, Any]:
         field = name.replace("-", "_")
         if name == _ANNOUNCES:
             continue
-        if field in SomeOptions.model_fields:
+        if field in PartialJobOptions.model_fields:
             found[field] = _json(value, f"{place}: metadata {key}") if field == "metadata" else value
         elif key.lower().startswith(_PREFIX):
             raise IntakeRefused("unknown_option", f"{place}: metadata {key} is no option; remove or correct it")
@@ -167,9 +167,9 @@ def _json(data: str | bytes, where: str) -> Any:
         raise IntakeRefused("invalid_option", f"{where}: is not JSON ({error})") from error
 
 
-def _checked(source: OptionSource, place: str) -> SomeOptions:
+def _checked(source: OptionSource, place: str) -> PartialJobOptions:
     try:
-        return SomeOptions.model_validate(source.values)
+        return PartialJobOptions.model_validate(source.values)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         field = ".".join(str(step) for step in detail["loc"]) or "the whole"

@@ -16,9 +16,9 @@ import orjson
 import structlog
 
 from pipeline.adapters.s3.sqs import SqsMessage, SqsQueue
-from pipeline.ingest.dead_letters import BUCKET_EVENTS, DeadLetters, LetterSource
+from pipeline.ingest.dead_letters import BUCKET_EVENTS, DeadLetters, DeadLetterSource
 from pipeline.ingest.files.s3_inbox import BucketInbox
-from pipeline.ingest.files.source import DropDoor, Taken
+from pipeline.ingest.files.source import FileIngestSource, IngestResult
 from pipeline.ports import PipelineError, World
 
 logger = structlog.get_logger(__name__)
@@ -101,7 +101,7 @@ class BucketEvents:
     def __init__(
         self,
         queue: SqsQueue,
-        doors: Sequence[tuple[BucketInbox, DropDoor]],
+        doors: Sequence[tuple[BucketInbox, FileIngestSource]],
         world: World,
         settings: EventSettings | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class BucketEvents:
         try:
             events = read_events(message.body)
         except NotAnEvent as error:
-            source = LetterSource(BUCKET_EVENTS, self._queue.url, message.id, message.sent_at)
+            source = DeadLetterSource(BUCKET_EVENTS, self._queue.url, message.id, message.sent_at)
             letter = self._letters.record(source, "invalid_event", str(error), message.body.encode())
             logger.warning("event_refused", queue=self._queue.url, reason=str(error), dead_letter=letter)
             return None
@@ -158,11 +158,11 @@ class BucketEvents:
         except PipelineError as error:
             logger.warning("drop_not_taken", uri=f"s3://{event.bucket}/{event.key}", reason=str(error))
             return self._settings.failed
-        if taken is Taken.NO_ROOM:
+        if taken is IngestResult.NO_ROOM:
             return self._settings.no_room
-        return self._settings.waiting if taken is Taken.WAITING else None
+        return self._settings.waiting if taken is IngestResult.WAITING else None
 
-    def _door_of(self, event: ObjectCreated) -> tuple[BucketInbox, DropDoor] | None:
+    def _door_of(self, event: ObjectCreated) -> tuple[BucketInbox, FileIngestSource] | None:
         """The most particular place that the object lies in."""
         return next(
             (

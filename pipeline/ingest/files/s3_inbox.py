@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 
 from pipeline.adapters.s3.client import MissingObject, S3Connection, code_of
 from pipeline.adapters.s3.url import join_url
-from pipeline.ingest.files.source import Drop, Entry, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileVersion, PinnedDrop
 from pipeline.ports import StoreError
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 
@@ -57,7 +57,7 @@ class BucketInbox:
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
 
-    def look(self, name: str, version: str | None = None) -> Drop | None:
+    def look(self, name: str, version: str | None = None) -> FileVersion | None:
         """See `Inbox`. An object that was deleted is gone, whatever older versions of it are kept."""
         head = self._head(name)
         if head is not None and version not in _NO_VERSION and version != head.get("VersionId"):
@@ -65,7 +65,7 @@ class BucketInbox:
         if head is None:
             return None
         found = head.get("VersionId")
-        return Drop(
+        return FileVersion(
             Entry(name, head["ContentLength"], _stamp(head["ETag"], head["LastModified"], head["ContentLength"])),
             modified=head["LastModified"],
             version=None if found in _NO_VERSION else found,
@@ -86,7 +86,7 @@ class BucketInbox:
         except MissingObject:
             return None
 
-    def pin(self, drop: Drop, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
         """See `Inbox`. All later reads are of this version, or fail when the etag is another."""
         key = self.prefix + drop.entry.name
         uri = self.uri(drop.entry.name)

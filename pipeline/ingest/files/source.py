@@ -1,6 +1,7 @@
 """The door of dropped files, for buckets and folders alike: drop is submit.
 
-Two ways lead to `DropDoor.take`: an event that names a file, and a sweep through the listing, because events get lost.
+Two ways lead to `FileIngestSource.take`: an event that names a file, and a sweep through the listing, because events
+get lost.
 Whichever comes, however often, in whatever order, and however many intakes there are: the job's id is made of the very
 version of the file, and the first look is whether that job stands. So nothing has to be remembered. The markers below
 `taken/` only spare the sweep that look; without one, all that is lost is time.
@@ -21,30 +22,30 @@ from typing import Final, Literal, Protocol
 import structlog
 from pydantic import AwareDatetime
 
-from pipeline.ingest.dead_letters import DeadLetters, LetterSource
+from pipeline.ingest.dead_letters import DeadLetters, DeadLetterSource
 from pipeline.ingest.files.options import (
     MOST_SIDECAR_BYTES,
     SIDECAR,
-    Kind,
+    InboxEntryKind,
     announces_sidecar,
     format_of,
     kind_of,
     options_of,
     sidecars_of,
 )
-from pipeline.ingest.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
+from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.planner.readers.source import SUFFIXES
 from pipeline.ports import PipelineError, World
 from schemas.jobs.inputs import InputFormat, InputRef
-from schemas.stored import Paper
+from schemas.stored import StoredModel
 
 TAKEN: Final = "taken/"
 logger = structlog.get_logger(__name__)
 
 
-class StillWritten(PipelineError):
+class FileStillChanging(PipelineError):
     """Raised when a file changes while it is read: it is not all there yet."""
 
 
@@ -63,7 +64,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class FileVersion:
     """A version of a file, looked at by itself.
 
     Attributes:
@@ -104,7 +105,7 @@ class Inbox(Protocol):
         """Files that are whole, as far as the place can tell."""
         ...
 
-    def look(self, name: str, version: str | None = None) -> Drop | None:
+    def look(self, name: str, version: str | None = None) -> FileVersion | None:
         """The file as it is now, or its `version` if that can still be read; None when it is gone."""
         ...
 
@@ -113,8 +114,8 @@ class Inbox(Protocol):
         something that is no file."""
         ...
 
-    def pin(self, drop: Drop, kind: InputFormat) -> PinnedDrop:
-        """Fix what is read. Raises `StillWritten`, or `IntakeRefused` for what will never be an input."""
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
+        """Fix what is read. Raises `FileStillChanging`, or `IntakeRefused` for what will never be an input."""
         ...
 
     def uri(self, name: str) -> str:
@@ -122,7 +123,7 @@ class Inbox(Protocol):
         ...
 
 
-class Taken(StrEnum):
+class IngestResult(StrEnum):
     """What became of a file that the door was told of."""
 
     JOB = "job"
@@ -136,10 +137,10 @@ class Taken(StrEnum):
     @property
     def settled(self) -> bool:
         """Whether nothing is left to do about it."""
-        return self not in (Taken.NO_ROOM, Taken.WAITING)
+        return self not in (IngestResult.NO_ROOM, IngestResult.WAITING)
 
 
-class TakenMarker(Paper):
+class TakenMarker(StoredModel):
     """`taken/…`: this file became a job, or a dead letter. Says so to people, and spares the sweep a look."""
 
     version: Literal[1] = 1
@@ -151,7 +152,7 @@ class TakenMarker(Paper):
 
 
 @dataclass(frozen=True, slots=True)
-class DropSettings:
+class FileIngestSettings:
     """Times in seconds.
 
     Attributes:
@@ -163,15 +164,17 @@ class DropSettings:
     refresh_every: float = 30.0
 
 
-class DropDoor:
+class FileIngestSource:
     """Makes jobs of the files of one inbox. One thread at a time; others have doors of their own."""
 
-    def __init__(self, inbox: Inbox, intake: Accepts, world: World, settings: DropSettings | None = None) -> None:
+    def __init__(
+        self, inbox: Inbox, intake: IntakeOptions, world: World, settings: FileIngestSettings | None = None
+    ) -> None:
         self.inbox = inbox
         self._intake = intake
         self._world = world
         self._letters = DeadLetters(world)
-        self._settings = settings or DropSettings()
+        self._settings = settings or FileIngestSettings()
         self._marked: set[str] = set()
         self._marked_until = float("-inf")
 
@@ -183,25 +186,25 @@ class DropDoor:
         """Whether the tenant may have more work queued."""
         return self._intake.room_for(self.inbox.tenant)
 
-    def sweep(self) -> Counter[Taken]:
+    def sweep(self) -> Counter[IngestResult]:
         """Take all files that no marker is known of; how many ended how. What fails for now is left for the next sweep,
         and doesn't keep the others waiting."""
         self._refresh_marked()
-        ended = Counter[Taken]()
+        ended = Counter[IngestResult]()
         for entry in self.inbox.entries():
-            if kind_of(entry.name) is not Kind.INPUT or self._is_marked(entry):
+            if kind_of(entry.name) is not InboxEntryKind.INPUT or self._is_marked(entry):
                 continue
             try:
                 became = self.take(entry.name)
             except PipelineError as error:
                 logger.warning("drop_not_taken", uri=self.inbox.uri(entry.name), reason=str(error))
-                became = Taken.WAITING
+                became = IngestResult.WAITING
             ended[became] += 1
-            if became is Taken.NO_ROOM:  # nor will there be for the next one
+            if became is IngestResult.NO_ROOM:  # nor will there be for the next one
                 break
         return ended
 
-    def take(self, name: str, version: str | None = None) -> Taken:
+    def take(self, name: str, version: str | None = None) -> IngestResult:
         """Make a job of the file, unless it was made before; a sidecar stands for the files that it may belong to.
 
         Args:
@@ -211,30 +214,30 @@ class DropDoor:
             PipelineError: it failed for now; to take the file again later is safe.
         """
         kind = kind_of(name)
-        if kind is Kind.SIDECAR:
+        if kind is InboxEntryKind.SIDECAR:
             return self._take_for(name)
-        if kind is Kind.PASSED_OVER:
-            return Taken.PASSED_OVER
+        if kind is InboxEntryKind.PASSED_OVER:
+            return IngestResult.PASSED_OVER
         if not self.has_room():
-            return Taken.NO_ROOM
+            return IngestResult.NO_ROOM
         try:
             drop = self.inbox.look(name, version)
             if drop is None:
-                return Taken.GONE
+                return IngestResult.GONE
             if drop.entry.size == 0:  # some programs make the name before the bytes, as an upload of its own
-                return Taken.PASSED_OVER
+                return IngestResult.PASSED_OVER
             return self._take(drop)
-        except StillWritten:
-            return Taken.WAITING
+        except FileStillChanging:
+            return IngestResult.WAITING
 
-    def _take_for(self, sidecar: str) -> Taken:
+    def _take_for(self, sidecar: str) -> IngestResult:
         """A sidecar came: files that wait for it needn't wait for the next sweep. Others stay as they are."""
         stem = sidecar.removesuffix(SIDECAR)
         names = [stem] if stem.endswith(tuple(SUFFIXES)) else [stem + suffix for suffix in SUFFIXES]
         ended = [self.take(name) for name in names]
-        return next((one for one in ended if not one.settled), Taken.PASSED_OVER)
+        return next((one for one in ended if not one.settled), IngestResult.PASSED_OVER)
 
-    def _take(self, drop: Drop) -> Taken:
+    def _take(self, drop: FileVersion) -> IngestResult:
         name = drop.entry.name
         uri = self.inbox.uri(name)
         try:
@@ -244,35 +247,35 @@ class DropDoor:
         job_id = derived_job_id(drop.modified, self.inbox.door, *pinned.identity)
         if JobLedger(self._world.store, f"{JOBS}{job_id}/").find_job() is not None:
             self._mark(drop.entry, job=job_id)
-            return Taken.KNOWN
+            return IngestResult.KNOWN
         try:
             metadata = drop.metadata or {}
             sidecars = self._sidecars(name)
             if not sidecars and announces_sidecar(metadata, uri):
                 if (self._world.clock.now() - drop.modified).total_seconds() < self._settings.sidecar_wait:
-                    return Taken.WAITING
+                    return IngestResult.WAITING
                 raise IntakeRefused(
                     "sidecar_missing",
                     f"{uri}: announces a sidecar, but none came within {self._settings.sidecar_wait:.0f} s; put "
                     f"{sidecars_of(name)[0]} beside it and replay this letter",
                 )
             if not self._may_try(drop, pinned.identity):
-                return Taken.KNOWN
+                return IngestResult.KNOWN
             options = options_of(name, metadata, sidecars, place=uri)
             submitted = self._intake.accept(JobDraft(pinned.input, options, self.inbox.tenant, job_id))
         except IntakeRefused as refused:
             if refused.code == NO_MODEL:  # the first worker will say which there are
-                return Taken.WAITING
+                return IngestResult.WAITING
             return self._refuse(drop, pinned.identity, refused)
         self._mark(drop.entry, job=job_id)
         logger.info("drop_taken", job=job_id, uri=uri, tenant=self.inbox.tenant)
-        return Taken.JOB if submitted.created else Taken.KNOWN
+        return IngestResult.JOB if submitted.created else IngestResult.KNOWN
 
     def _sidecars(self, name: str) -> list[tuple[str, bytes]]:
         found = ((sidecar, self.inbox.read(sidecar, MOST_SIDECAR_BYTES + 1)) for sidecar in sidecars_of(name))
         return [(self.inbox.uri(sidecar), data) for sidecar, data in found if data is not None]
 
-    def _may_try(self, drop: Drop, identity: tuple[str, ...]) -> bool:
+    def _may_try(self, drop: FileVersion, identity: tuple[str, ...]) -> bool:
         """Whether the file was never refused, or was replayed since. One that wasn't gets the marker that it lacks."""
         source = self._source(drop, identity)
         if self._letters.open_source(source) is not None:
@@ -280,19 +283,19 @@ class DropDoor:
         self._mark(drop.entry)
         return False
 
-    def _refuse(self, drop: Drop, identity: tuple[str, ...], refused: IntakeRefused) -> Taken:
+    def _refuse(self, drop: FileVersion, identity: tuple[str, ...], refused: IntakeRefused) -> IngestResult:
         source = self._letters.open_source(self._source(drop, identity))
         if source is None:
             self._mark(drop.entry)
-            return Taken.KNOWN
+            return IngestResult.KNOWN
         letter = self._letters.record(source, refused.code, str(refused), marker=marker_key(self.inbox, drop.entry))
         self._mark(drop.entry, letter=letter)
         logger.warning("drop_refused", uri=source.place, code=refused.code, reason=str(refused), dead_letter=letter)
-        return Taken.REFUSED
+        return IngestResult.REFUSED
 
-    def _source(self, drop: Drop, identity: tuple[str, ...]) -> LetterSource:
+    def _source(self, drop: FileVersion, identity: tuple[str, ...]) -> DeadLetterSource:
         uri = self.inbox.uri(drop.entry.name)
-        return LetterSource(self.inbox.door, uri, "|".join(identity), drop.modified)
+        return DeadLetterSource(self.inbox.door, uri, "|".join(identity), drop.modified)
 
     def _mark(self, entry: Entry, *, job: str | None = None, letter: str | None = None) -> None:
         key = marker_key(self.inbox, entry)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import structlog
 
-from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ports import PipelineError, World
 from pipeline.runtime.supervision import reason_of
 
@@ -20,7 +20,7 @@ _REST = 10
 logger = structlog.get_logger(__name__)
 
 
-class Polls(Protocol):
+class EventSource(Protocol):
     """Events, as `BucketEvents` gives them."""
 
     def poll(self) -> int | None:
@@ -28,7 +28,7 @@ class Polls(Protocol):
         ...
 
 
-class OverlappingPlaces(PipelineError):
+class OverlappingPrefixes(PipelineError):
     """Raised when a drop place lies in another one."""
 
 
@@ -45,7 +45,7 @@ class WatchSettings:
     pause: float = 2.0
 
 
-class DropWatch:
+class FileIngestWatcher:
     """Takes what is dropped, until it is told to stop. What fails is logged, and tried again.
 
     Raises:
@@ -54,10 +54,10 @@ class DropWatch:
 
     def __init__(
         self,
-        doors: Sequence[DropDoor],
+        doors: Sequence[FileIngestSource],
         world: World,
         settings: WatchSettings | None = None,
-        events: Polls | None = None,
+        events: EventSource | None = None,
     ) -> None:
         _check_places([door.inbox.uri("").rstrip("/") + "/" for door in doors])
         self._doors = tuple(doors)
@@ -103,4 +103,4 @@ def _check_places(places: Sequence[str]) -> None:
     ordered = sorted(places)
     for outer, inner in pairwise(ordered):
         if inner.startswith(outer):
-            raise OverlappingPlaces(f"the drop place {inner} lies in {outer}; give places that don't overlap")
+            raise OverlappingPrefixes(f"the drop place {inner} lies in {outer}; give places that don't overlap")

@@ -23,10 +23,10 @@ from kafka import AsyncConsumerRebalanceListener, KafkaConsumer, OffsetAndMetada
 from kafka.errors import KafkaConfigurationError, KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 
 from pipeline.adapters.kafka.connection import KafkaSettingsError
-from pipeline.ingest.kafka.micro_batches import Place
-from pipeline.ingest.kafka.partition import Handler, Partition, Work
+from pipeline.ingest.kafka.micro_batches import PartitionId
+from pipeline.ingest.kafka.partition import Handler, Partition, PartitionTask
 from pipeline.ingest.kafka.records import Record
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ingest.kafka.topic_ids import TopicIds
 from pipeline.ports import Clock, PartStopped, PipelineError
 
@@ -36,13 +36,13 @@ _CLOSE_SECONDS = 10.0
 logger = structlog.get_logger(__name__)
 
 
-class KafkaDoorStopped(PartStopped):
+class KafkaIngestStopped(PartStopped):
     """Raised when the door can't go on without a decision: its offset is out of the topic's range, and the settings say
     stop."""
 
 
 @dataclass(slots=True)
-class DoorCounts:
+class IngestCounters:
     """What the door has done since it began."""
 
     records: int = 0
@@ -75,7 +75,7 @@ class _Listener(AsyncConsumerRebalanceListener):  # type: ignore[misc]
         self.events.append((False, set(lost)))
 
 
-class KafkaDoor:
+class KafkaIngest:
     """One member of the group. `run` it on a thread of its own; `close` is part of that.
 
     Args:
@@ -85,12 +85,12 @@ class KafkaDoor:
 
     def __init__(
         self,
-        settings: KafkaDoorSettings,
+        settings: KafkaIngestSettings,
         handlers: Mapping[str, Handler],
         room_for: Callable[[str], bool],
         clock: Clock,
     ) -> None:
-        self.counts = DoorCounts()
+        self.counts = IngestCounters()
         self._settings = settings
         self._handlers = handlers
         self._room_for = room_for
@@ -106,7 +106,7 @@ class KafkaDoor:
         self._room_at = self._place_at = self._commit_at = float("-inf")
 
     def run(self, stop: threading.Event) -> None:
-        """Take in records until `stop`. An unreachable cluster is waited for. Raises `KafkaDoorStopped`."""
+        """Take in records until `stop`. An unreachable cluster is waited for. Raises `KafkaIngestStopped`."""
         try:
             while not stop.is_set():
                 self.step()
@@ -167,7 +167,7 @@ class KafkaDoor:
         try:
             found: Mapping[Any, list[Any]] = self._consumer.poll(timeout_ms=int(self._settings.poll_seconds * 1000))
         except (NoOffsetForPartitionError, OffsetOutOfRangeError) as error:
-            raise KafkaDoorStopped(
+            raise KafkaIngestStopped(
                 f"kafka: no valid offset for group {self._settings.group} ({error!r}); records may be gone: set start "
                 "to earliest or latest to go on"
             ) from error
@@ -198,7 +198,7 @@ class KafkaDoor:
                 for tp, offset in sorted(self._unplaced.items()):
                     self._begin(tp, self._offset_of(tp) if offset is None else offset)
                     del self._unplaced[tp]
-            except (KafkaSettingsError, KafkaDoorStopped):
+            except (KafkaSettingsError, KafkaIngestStopped):
                 raise
             except (KafkaError, PipelineError) as error:
                 logger.warning("kafka_partition_not_begun", reason=str(error) or repr(error))
@@ -211,7 +211,7 @@ class KafkaDoor:
         offset: int | None = consumer.committed(tp, timeout_ms=self._timeout_ms)
         if offset is None:
             if self._settings.start == "stop":
-                raise KafkaDoorStopped(
+                raise KafkaIngestStopped(
                     f"kafka: group {self._settings.group} has no offset for {tp.topic}/{tp.partition}; set start to "
                     "earliest or latest to begin"
                 )
@@ -224,10 +224,10 @@ class KafkaDoor:
         return offset
 
     def _begin(self, tp: Any, offset: int) -> None:
-        place = Place(self._ids.cluster_of(tp.topic), tp.topic, tp.partition, self._settings.topics[tp.topic])
+        place = PartitionId(self._ids.cluster_of(tp.topic), tp.topic, tp.partition, self._settings.topics[tp.topic])
         self._consumer.seek(tp, offset)
         self._partitions[tp] = partition = Partition(place, offset, offset)
-        self._submit(partition, Work("begin", offset, offset))
+        self._submit(partition, PartitionTask("begin", offset, offset))
 
     def _take(self, tp: Any, partition: Partition, records: list[Record]) -> None:
         first = records[0].offset
@@ -260,7 +260,7 @@ class KafkaDoor:
         if partition.work is None and partition.is_due(self._settings, now):
             self._submit(partition, partition.cut(self._settings, now))
 
-    def _submit(self, partition: Partition, work: Work) -> None:
+    def _submit(self, partition: Partition, work: PartitionTask) -> None:
         handler = self._handlers[partition.place.topic]
         if work.kind == "begin":
             work.future = self._pool.submit(handler.begin, partition.place, work.first)
@@ -268,7 +268,7 @@ class KafkaDoor:
             work.future = self._pool.submit(handler.store, partition.place, work.first, work.records)
         partition.work = work
 
-    def _collect(self, partition: Partition, work: Work, now: float) -> int | None:
+    def _collect(self, partition: Partition, work: PartitionTask, now: float) -> int | None:
         """Where a finished work leads to; None when it failed, and is to be tried again."""
         assert work.future is not None
         try:

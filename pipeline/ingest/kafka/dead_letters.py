@@ -19,16 +19,16 @@ from pipeline.ingest.dead_letters import (
     MOST_BYTES,
     CannotReplay,
     DeadLetter,
+    DeadLetterNotFound,
     DeadLetters,
-    LetterSource,
-    NoSuchLetter,
+    DeadLetterSource,
     Send,
 )
-from pipeline.ingest.kafka.micro_batches import Place, moment
+from pipeline.ingest.kafka.micro_batches import PartitionId, moment
 from pipeline.ingest.kafka.records import Record, Refused
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ports import Headers, Message, Messages, NotConfirmed, ObjectNotFound, ObjectStore, World
-from schemas.stored import Count, Paper
+from schemas.stored import Count, StoredModel
 
 DOOR: Final = "kafka"
 HEADER: Final = "tokenmill-deadletter-"
@@ -39,7 +39,7 @@ _MOST_REFUSALS: Final = 3
 logger = structlog.get_logger(__name__)
 
 
-class OwedLetter(Paper):
+class UnsentDeadLetter(StoredModel):
     """`owed/deadletters/ID.json`: the topic has not got the message of this dead letter.
 
     Attributes:
@@ -53,7 +53,7 @@ class OwedLetter(Paper):
     timestamp: int
 
 
-class KafkaLetters:
+class KafkaDeadLetters:
     """Writes and announces dead letters. Threads may share one.
 
     Args:
@@ -68,7 +68,7 @@ class KafkaLetters:
         self._patience = patience
         self._failing_since: dict[str, float] = {}
 
-    def write(self, place: Place, refused: Sequence[Refused]) -> None:
+    def write(self, place: PartitionId, refused: Sequence[Refused]) -> None:
         """Make dead letters of the records; done when the objects are safe, and the messages, or that they are owed.
 
         Raises:
@@ -87,9 +87,9 @@ class KafkaLetters:
                     dead_letter=letter,
                 )
 
-    def _record(self, place: Place, one: Refused) -> str:
+    def _record(self, place: PartitionId, one: Refused) -> str:
         record = one.record
-        source = LetterSource(
+        source = DeadLetterSource(
             door=DOOR,
             place=f"{place.cluster}/{place.topic}",
             position=f"{place.partition}-{record.offset}",
@@ -97,9 +97,9 @@ class KafkaLetters:
         )
         return self._letters.record(source, one.code, one.message, record.value or b"", record.headers, key=record.key)
 
-    def _send(self, place: Place, refused: dict[str, Refused]) -> None:
+    def _send(self, place: PartitionId, refused: dict[str, Refused]) -> None:
         owed = {
-            letter: OwedLetter(
+            letter: UnsentDeadLetter(
                 topic=place.topic,
                 partition=place.partition,
                 offset=one.record.offset,
@@ -121,7 +121,7 @@ class KafkaLetters:
         self._failing_since.pop(name, None)
 
 
-class OwedLetters:
+class UnsentDeadLetters:
     """Sends the messages that are owed. Where several do so at once, one may be sent more than once.
 
     Args:
@@ -164,10 +164,10 @@ class OwedLetters:
         """None when the letter was removed meanwhile, or another has just sent it."""
         name = key.removeprefix(OWED).removesuffix(".json")
         try:
-            owed = read_paper(self._store.locate(key), self._store.read(key), OwedLetter)
+            owed = parse_stored(self._store.locate(key), self._store.read(key), UnsentDeadLetter)
             letter = self._letters.find(name).letter
             original = self._letters.original(letter)
-        except (ObjectNotFound, NoSuchLetter):
+        except (ObjectNotFound, DeadLetterNotFound):
             return None
         headers = tuple(letter.record_headers())
         record = Record(owed.offset, owed.timestamp, letter.record_key(), original, headers)
@@ -183,7 +183,7 @@ class _Form:
     topic: str
     most_bytes: int
 
-    def message(self, letter: str, owed: OwedLetter, one: Refused) -> Message:
+    def message(self, letter: str, owed: UnsentDeadLetter, one: Refused) -> Message:
         record = one.record
         why: Headers = (
             (f"{HEADER}id", letter.encode()),

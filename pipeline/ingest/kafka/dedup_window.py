@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from datetime import timedelta
 
-from pipeline.ingest.kafka.micro_batches import KafkaBatch, Place, batch_key, group_records, load_batch
+from pipeline.ingest.kafka.micro_batches import KafkaBatch, PartitionId, batch_key, group_records, load_batch
 from pipeline.ports import World
 
 
@@ -54,7 +54,7 @@ class ResendWindow:
     def _before(self, batch: KafkaBatch) -> KafkaBatch | None:
         if batch.previous is None or batch.previous >= batch.first:
             return None
-        place = Place(batch.cluster, batch.topic, batch.partition, batch.tenant)
+        place = PartitionId(batch.cluster, batch.topic, batch.partition, batch.tenant)
         return load_batch(self._world.store, batch_key(place, batch.previous))
 
     def _digests(self, batch: KafkaBatch) -> frozenset[bytes]:

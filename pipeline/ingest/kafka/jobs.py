@@ -12,9 +12,9 @@ from typing import Any, Final
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.ingest.intake import NO_MODEL, Accepts, IntakeRefused, JobDraft
-from pipeline.ingest.kafka.dead_letters import KafkaLetters
-from pipeline.ingest.kafka.micro_batches import Origin, Place, moment, origin_key
+from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused, JobDraft
+from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
+from pipeline.ingest.kafka.micro_batches import Origin, PartitionId, moment, origin_key
 from pipeline.ingest.kafka.records import (
     JOB_LABEL,
     OPTION_HEADERS,
@@ -24,8 +24,8 @@ from pipeline.ingest.kafka.records import (
     check_value,
     read_headers,
 )
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
-from pipeline.ingest.validation import Unfit, check_uri, first_mistake
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
+from pipeline.ingest.validation import InvalidSubmission, check_uri, first_mistake
 from pipeline.inputs.open import Pin
 from pipeline.jobs.submit import derived_job_id
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -57,7 +57,7 @@ class JobRecords:
     """
 
     def __init__(
-        self, world: World, intake: Accepts, letters: KafkaLetters, settings: KafkaDoorSettings, pin: Pin
+        self, world: World, intake: IntakeOptions, letters: KafkaDeadLetters, settings: KafkaIngestSettings, pin: Pin
     ) -> None:
         self._world = world
         self._intake = intake
@@ -65,11 +65,11 @@ class JobRecords:
         self._settings = settings
         self._pin = pin
 
-    def begin(self, place: Place, offset: int) -> int:
+    def begin(self, place: PartitionId, offset: int) -> int:
         """Nothing: each record is known by its own offset."""
         return offset
 
-    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
         """A job for each record, or a dead letter; the offset behind them."""
         for record in records:
             try:
@@ -80,11 +80,11 @@ class JobRecords:
                 self._letters.write(place, [Refused(record, refused.code, str(refused))])
             except InputError as error:
                 self._letters.write(place, [Refused(record, "input_error", str(error))])
-            except Unfit as unfit:
+            except InvalidSubmission as unfit:
                 self._letters.write(place, [Refused(record, unfit.code, str(unfit))])
         return records[-1].offset + 1
 
-    def _accept(self, place: Place, record: Record) -> None:
+    def _accept(self, place: PartitionId, record: Record) -> None:
         asked, options, reply_to = self._read(place, record)
         identity = (place.cluster, place.topic, str(place.partition), str(record.offset))
         job_id = derived_job_id(moment(record.timestamp), "kafka job", *identity)
@@ -102,7 +102,7 @@ class JobRecords:
             raise
         logger.info("kafka_job_taken", job=job_id, place=str(place), offset=record.offset, tenant=place.tenant)
 
-    def _read(self, place: Place, record: Record) -> tuple[JobRequest, JobOptions, str | None]:
+    def _read(self, place: PartitionId, record: Record) -> tuple[JobRequest, JobOptions, str | None]:
         """What the record asks for. An option stands before the header of its name."""
         group, reply_to = read_headers(record.headers, self._settings.reply_topics)
         value = check_value(record.value, RecordRules(place.tenant, _MOST_BYTES, limits=Limits()))
@@ -114,7 +114,7 @@ class JobRecords:
                 metadata.setdefault(JOB_LABEL, group.job)
             options = JobOptions.model_validate(given | asked.options | {"metadata": metadata})
         except (ValidationError, TypeError, ValueError) as error:
-            raise Unfit("invalid_request", _first(error)) from None
+            raise InvalidSubmission("invalid_request", _first(error)) from None
         check_uri(asked.uri, self._settings.uri_prefixes.get(place.tenant, ()))
         return asked, options, reply_to
 

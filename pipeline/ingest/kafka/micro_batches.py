@@ -24,13 +24,13 @@ import pyarrow.parquet as pq
 from pydantic import AwareDatetime
 
 from pipeline.ingest.intake import JobDraft
-from pipeline.ingest.kafka.records import GroupKey, Kept, Record, Sorted
+from pipeline.ingest.kafka.records import AcceptedRecord, GroupKey, Record, SortedRecords
 from pipeline.jobs.submit import derived_job_id
-from pipeline.ledger.ledger import read_paper
+from pipeline.ledger.ledger import parse_stored
 from pipeline.ports import ObjectNotFound, ObjectStore
 from schemas.identifiers import Traceparent
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
-from schemas.stored import Count, Paper, Sha256
+from schemas.stored import Count, Sha256, StoredModel
 
 MOST_TRACES: Final = 128
 """Of one group that are kept; no span has more links, as OpenTelemetry's SDK is set by default."""
@@ -56,7 +56,7 @@ RECORDS_SCHEMA: Final = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PartitionId:
     """A partition for ever: `cluster` tells the topic from others of its name, earlier ones included."""
 
     cluster: str
@@ -73,7 +73,7 @@ class Place:
         return f"{self.topic}/{self.partition}"
 
 
-class KafkaGroup(Paper):
+class KafkaGroup(StoredModel):
     """Records of a batch that are one job: their headers in common, and keys of their lines and records. `traces`: what
     their producers sent them for, where that is told and the door traces; the first so many that differ."""
 
@@ -94,7 +94,7 @@ class KafkaGroup(Paper):
         return GroupKey(self.tier, self.model, self.deadline, self.output_expires_after, self.job)
 
 
-class KafkaBatch(Paper):
+class KafkaBatch(StoredModel):
     """`FIRST.json`. Covers offsets `first` up to, and including, `last`, some of which may hold no record.
 
     Attributes:
@@ -120,7 +120,7 @@ class KafkaBatch(Paper):
     resent: Count = 0
 
 
-class Origin(Paper):
+class Origin(StoredModel):
     """`intake/origins/JOB.json`: where a job of the Kafka door came from, and so what is still to be announced of it.
 
     Attributes:
@@ -134,7 +134,7 @@ class Origin(Paper):
     reply_to: str | None = None
 
 
-def batch_key(place: Place, first: int) -> str:
+def batch_key(place: PartitionId, first: int) -> str:
     """Key of the batch that begins at `first`."""
     return f"{place.folder}{first:0{_DIGITS}d}.json"
 
@@ -155,7 +155,7 @@ def value_digest(record: Record) -> str:
 
 
 def store_groups(
-    store: ObjectStore, place: Place, first: int, found: Sorted, *, traced: bool = False
+    store: ObjectStore, place: PartitionId, first: int, found: SortedRecords, *, traced: bool = False
 ) -> tuple[KafkaGroup, ...]:
     """Write each group's lines and records; the same ones again are found, not written twice. `traced`: what the
     records were sent for is kept."""
@@ -174,7 +174,7 @@ def load_batch(store: ObjectStore, key: str) -> KafkaBatch | None:
         data = store.read(key)
     except ObjectNotFound:
         return None
-    return read_paper(store.locate(key), data, KafkaBatch)
+    return parse_stored(store.locate(key), data, KafkaBatch)
 
 
 def load_origin(store: ObjectStore, job: str) -> Origin | None:
@@ -183,10 +183,10 @@ def load_origin(store: ObjectStore, job: str) -> Origin | None:
         data = store.read(origin_key(job))
     except ObjectNotFound:
         return None
-    return read_paper(store.locate(origin_key(job)), data, Origin)
+    return parse_stored(store.locate(origin_key(job)), data, Origin)
 
 
-def floor_batch(store: ObjectStore, place: Place, offset: int) -> KafkaBatch | None:
+def floor_batch(store: ObjectStore, place: PartitionId, offset: int) -> KafkaBatch | None:
     """The last batch that begins at or before `offset`."""
     name = f"{offset:0{_DIGITS}d}"
     for digits in _LOOKS:
@@ -232,7 +232,9 @@ def _draft(store: ObjectStore, batch: KafkaBatch, index: int, group: KafkaGroup)
     )
 
 
-def _store_group(store: ObjectStore, place: Place, first: int, key: GroupKey, kept: Sequence[Kept]) -> KafkaGroup:
+def _store_group(
+    store: ObjectStore, place: PartitionId, first: int, key: GroupKey, kept: Sequence[AcceptedRecord]
+) -> KafkaGroup:
     lines = b"".join(one.line + b"\n" for one in kept)
     digest = hashlib.sha256(lines).hexdigest()
     lines_key = _content_key(place, first, digest, "jsonl")
@@ -247,16 +249,16 @@ def _store_group(store: ObjectStore, place: Place, first: int, key: GroupKey, ke
     )  # fmt: skip
 
 
-def _traces(kept: Sequence[Kept]) -> tuple[str, ...] | None:
+def _traces(kept: Sequence[AcceptedRecord]) -> tuple[str, ...] | None:
     told = (one.record.traceparent for one in kept)
     return tuple(islice(dict.fromkeys(trace for trace in told if trace is not None), MOST_TRACES)) or None
 
 
-def _content_key(place: Place, first: int, digest: str, kind: str) -> str:
+def _content_key(place: PartitionId, first: int, digest: str, kind: str) -> str:
     return f"{place.folder}lines/{first:0{_DIGITS}d}-{digest[:32]}.{kind}"
 
 
-def _records_table(kept: Sequence[Kept]) -> pa.Table:
+def _records_table(kept: Sequence[AcceptedRecord]) -> pa.Table:
     records = [one.record for one in kept]
     columns: dict[str, Sequence[Any]] = {
         "row": range(len(kept)),

@@ -7,27 +7,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pipeline.ingest.kafka.micro_batches import Place
+from pipeline.ingest.kafka.micro_batches import PartitionId
 from pipeline.ingest.kafka.records import Record
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 
 
 class Handler(Protocol):
     """What becomes of a topic's records. Called from the door's threads, for one partition never from two at a time."""
 
-    def begin(self, place: Place, offset: int) -> int:
+    def begin(self, place: PartitionId, offset: int) -> int:
         """A partition was given to this consumer, to be read from `offset` on; where to read instead, if others stored
         more. Raises `PipelineError`: try again."""
         ...
 
-    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
         """Make durable all from `first` up to these records. The offset behind what is: it may be committed, and
         reading goes on there. Raises `PipelineError`: try again with the same."""
         ...
 
 
 @dataclass(slots=True)
-class Work:
+class PartitionTask:
     """Something to be done for a partition, until it is. `end`: the offset behind it, as the consumer knows."""
 
     kind: Literal["begin", "store"]
@@ -48,13 +48,13 @@ class Partition:
         durable: the offset that may be committed, if it isn't.
     """
 
-    place: Place
+    place: PartitionId
     first: int
     next: int
     records: list[Record] = field(default_factory=list)
     size: int = 0
     since: float = 0.0
-    work: Work | None = None
+    work: PartitionTask | None = None
     failures: int = 0
     retry_at: float = 0.0
     durable: int | None = None
@@ -80,14 +80,14 @@ class Partition:
         end = future.result()
         return end if end > self.work.first else self.durable
 
-    def is_full(self, settings: KafkaDoorSettings) -> bool:
+    def is_full(self, settings: KafkaIngestSettings) -> bool:
         return len(self.records) >= settings.batch_records or self.size >= settings.batch_bytes
 
-    def is_due(self, settings: KafkaDoorSettings, now: float) -> bool:
+    def is_due(self, settings: KafkaIngestSettings, now: float) -> bool:
         """Whether the batch is to be stored."""
         return bool(self.records) and (self.is_full(settings) or now - self.since >= settings.batch_seconds)
 
-    def cut(self, settings: KafkaDoorSettings, now: float) -> Work:
+    def cut(self, settings: KafkaIngestSettings, now: float) -> PartitionTask:
         """The batch that is due; what is beyond its limits begins the next one."""
         count = size = 0
         for record in self.records:
@@ -95,6 +95,6 @@ class Partition:
                 break
             count, size = count + 1, size + record.size
         taken, left = self.records[:count], self.records[count:]
-        work = Work("store", self.first, taken[-1].offset + 1, taken)
+        work = PartitionTask("store", self.first, taken[-1].offset + 1, taken)
         self.records, self.size, self.first, self.since = left, self.size - size, work.end, now
         return work

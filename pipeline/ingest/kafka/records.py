@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 from pydantic import ValidationError
 
-from pipeline.ingest.validation import Unfit
+from pipeline.ingest.validation import InvalidSubmission
 from pipeline.planner.readers.jsonl import BLANK, parse_json
 from pipeline.tracing import TRACEPARENT, read_traceparent
 from schemas.jobs.job import MetadataValue
@@ -72,7 +72,7 @@ class GroupKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AcceptedRecord:
     """A record that becomes a row. `line`: its value on one line. `digest`: equal in resends."""
 
     record: Record
@@ -91,10 +91,10 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedRecords:
     """What became of some records: each is in a group, refused, or a resend of one before."""
 
-    groups: dict[GroupKey, list[Kept]] = field(default_factory=dict)
+    groups: dict[GroupKey, list[AcceptedRecord]] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
     resent: list[int] = field(default_factory=list)
 
@@ -109,9 +109,9 @@ class RecordRules:
     limits: Limits = field(default_factory=Limits)
 
 
-def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> Sorted:
+def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection[bytes] = ()) -> SortedRecords:
     """Sort records in the order of their offsets. `seen`: digests of requests that came before these."""
-    done, here = Sorted(), set[bytes]()
+    done, here = SortedRecords(), set[bytes]()
     headers: dict[tuple[tuple[str, bytes | None], ...], tuple[GroupKey, str | None]] = {}  # most records have the same
     for record in records:
         own = tuple(header for header in record.headers if header[0] in OWN_HEADERS)
@@ -120,7 +120,7 @@ def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection
                 headers[own] = read_headers(own, rules.reply_topics)
             group, reply_to = headers[own]
             value = check_value(record.value, rules)
-        except Unfit as unfit:
+        except InvalidSubmission as unfit:
             done.refused.append(Refused(record, unfit.code, str(unfit)))
             continue
         digest = _digest(rules.tenant, group.job, value)
@@ -130,13 +130,13 @@ def sort_records(records: Sequence[Record], rules: RecordRules, seen: Collection
         if digest is not None:
             here.add(digest)
         assert record.value is not None
-        kept = Kept(record, one_line(record.value), digest or b"", reply_to)
+        kept = AcceptedRecord(record, one_line(record.value), digest or b"", reply_to)
         done.groups.setdefault(group, []).append(kept)
     return done
 
 
 def read_headers(headers: Headers, reply_topics: Collection[str]) -> tuple[GroupKey, str | None]:
-    """What the headers ask for; others' headers are passed over. Raises `Unfit`."""
+    """What the headers ask for; others' headers are passed over. Raises `InvalidSubmission`."""
     found: dict[str, str] = {}
     for name, raw in headers:
         if name not in OWN_HEADERS or raw is None:
@@ -144,41 +144,45 @@ def read_headers(headers: Headers, reply_topics: Collection[str]) -> tuple[Group
         try:
             text = raw.decode()
         except UnicodeDecodeError:
-            raise Unfit("bad_header", f"header {name} is not UTF-8; send it as text") from None
+            raise InvalidSubmission("bad_header", f"header {name} is not UTF-8; send it as text") from None
         if found.setdefault(name, text) != text:
-            raise Unfit("bad_header", f"header {name} comes twice, with different values; send one")
+            raise InvalidSubmission("bad_header", f"header {name} comes twice, with different values; send one")
     reply_to = found.pop(REPLY_TO, None)
     if reply_to is not None and reply_to not in reply_topics:
-        raise Unfit("bad_header", f"header reply_to is {reply_to[:80]!r}, which is not among the allowed topics")
+        raise InvalidSubmission(
+            "bad_header", f"header reply_to is {reply_to[:80]!r}, which is not among the allowed topics"
+        )
     label = found.get(JOB_LABEL)
     if label is not None and not 0 < len(label) <= _LONGEST_LABEL:
-        raise Unfit("bad_header", f"header job has {len(label)} characters, but must have 1 to {_LONGEST_LABEL}")
+        raise InvalidSubmission(
+            "bad_header", f"header job has {len(label)} characters, but must have 1 to {_LONGEST_LABEL}"
+        )
     group = GroupKey(**found)
     try:
         group.options()
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
-        raise Unfit("bad_header", f"header {detail['loc'][0]}: {detail['msg']}") from None
+        raise InvalidSubmission("bad_header", f"header {detail['loc'][0]}: {detail['msg']}") from None
     return group, reply_to
 
 
 def check_value(value: bytes | None, rules: RecordRules) -> dict[str, Any]:
-    """The JSON object in a value; raises `Unfit`."""
+    """The JSON object in a value; raises `InvalidSubmission`."""
     if value is None:
-        raise Unfit("no_value", "the record has no value; send a request as a JSON object")
+        raise InvalidSubmission("no_value", "the record has no value; send a request as a JSON object")
     if len(value) > rules.most_value_bytes:
-        raise Unfit(
+        raise InvalidSubmission(
             "too_large",
             f"the value has {len(value)} bytes, but at most {rules.most_value_bytes} are taken; put large requests "
             "into a file and send a job by reference",
         )
     parsed = parse_json(one_line(value), rules.limits)
     if parsed is BLANK:
-        raise Unfit("no_value", "the value is blank; send a request as a JSON object")
+        raise InvalidSubmission("no_value", "the value is blank; send a request as a JSON object")
     if isinstance(parsed, RowError):
-        raise Unfit(parsed.code.value, parsed.message)
+        raise InvalidSubmission(parsed.code.value, parsed.message)
     if not isinstance(parsed, dict):
-        raise Unfit("invalid_json", "the value is JSON, but not an object; send a request as a JSON object")
+        raise InvalidSubmission("invalid_json", "the value is JSON, but not an object; send a request as a JSON object")
     return parsed
 
 

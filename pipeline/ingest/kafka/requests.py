@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import structlog
 
-from pipeline.ingest.intake import NO_MODEL, Accepts, IntakeRefused
-from pipeline.ingest.kafka.dead_letters import KafkaLetters, refuse_all
+from pipeline.ingest.intake import NO_MODEL, IntakeOptions, IntakeRefused
+from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters, refuse_all
 from pipeline.ingest.kafka.dedup_window import ResendWindow
 from pipeline.ingest.kafka.micro_batches import (
     KafkaBatch,
     Origin,
-    Place,
+    PartitionId,
     batch_key,
     drafts,
     floor_batch,
@@ -29,7 +29,7 @@ from pipeline.ingest.kafka.micro_batches import (
     value_digest,
 )
 from pipeline.ingest.kafka.records import Record, RecordRules, sort_records
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ports import PipelineError, World
 from pipeline.tracing import doors_span
 from schemas.requests.limits import Limits
@@ -37,7 +37,7 @@ from schemas.requests.limits import Limits
 logger = structlog.get_logger(__name__)
 
 
-class OtherRecords(PipelineError):
+class RecordMismatch(PipelineError):
     """Raised when a stored batch is not of the records that the topic holds now: the topic was made anew."""
 
 
@@ -47,9 +47,9 @@ class RequestBatches:
     def __init__(
         self,
         world: World,
-        intake: Accepts,
-        letters: KafkaLetters,
-        settings: KafkaDoorSettings,
+        intake: IntakeOptions,
+        letters: KafkaDeadLetters,
+        settings: KafkaIngestSettings,
         limits: Limits | None = None,
     ) -> None:
         self._world = world
@@ -60,7 +60,7 @@ class RequestBatches:
         self._limits = limits or Limits()
         self._windows: dict[str, ResendWindow] = {}
 
-    def begin(self, place: Place, offset: int) -> int:
+    def begin(self, place: PartitionId, offset: int) -> int:
         """A partition was given to this consumer: finish what others stored of it from `offset` on, and say where to
         read on."""
         window = ResendWindow(self._world, self._settings.resend_window, self._settings.resend_records)
@@ -74,7 +74,7 @@ class RequestBatches:
         self._finish(place, batch)
         return batch.last + 1
 
-    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
         """Make the records durable, with all that stands between `first` and them, and their jobs accepted. The offset
         behind what is safe, which may be committed: another consumer may have stored fewer records, or more."""
         key = batch_key(place, first)
@@ -88,7 +88,7 @@ class RequestBatches:
             window.remember(batch)
         return batch.last + 1
 
-    def _create(self, key: str, place: Place, first: int, records: Sequence[Record]) -> KafkaBatch:
+    def _create(self, key: str, place: PartitionId, first: int, records: Sequence[Record]) -> KafkaBatch:
         window = self._windows[place.folder]
         rules = RecordRules(place.tenant, self._settings.most_value_bytes, self._settings.reply_topics, self._limits)
         found = sort_records(records, rules, window.seen())
@@ -126,7 +126,7 @@ class RequestBatches:
         )
         return batch
 
-    def _finish(self, place: Place, batch: KafkaBatch) -> None:
+    def _finish(self, place: PartitionId, batch: KafkaBatch) -> None:
         """The batch's jobs, in order; all that are there already cost a look."""
         key = batch_key(place, batch.first)
         for index, draft in enumerate(drafts(self._store, batch)):
@@ -142,12 +142,12 @@ class RequestBatches:
                 self._refuse(place, batch, index, refused)
                 self._store.delete(origin_key(draft.job_id))
 
-    def _refuse(self, place: Place, batch: KafkaBatch, index: int, refused: IntakeRefused) -> None:
+    def _refuse(self, place: PartitionId, batch: KafkaBatch, index: int, refused: IntakeRefused) -> None:
         records = list(original_records(self._store, batch.groups[index]))
         self._letters.write(place, refuse_all(records, refused.code, str(refused)))
 
 
-def _told_of(place: Place, batch: KafkaBatch, index: int) -> dict[str, str | int]:
+def _told_of(place: PartitionId, batch: KafkaBatch, index: int) -> dict[str, str | int]:
     """By OpenTelemetry's words for messaging."""
     return {
         "messaging.system": "kafka",
@@ -158,11 +158,11 @@ def _told_of(place: Place, batch: KafkaBatch, index: int) -> dict[str, str | int
     }
 
 
-def _check_same(batch: KafkaBatch, records: Sequence[Record], place: Place) -> None:
-    """Raises `OtherRecords` when the batch was made of another topic of this name."""
+def _check_same(batch: KafkaBatch, records: Sequence[Record], place: PartitionId) -> None:
+    """Raises `RecordMismatch` when the batch was made of another topic of this name."""
     for record in records:
         if record.offset == batch.sample and value_digest(record) != batch.sample_sha256:
-            raise OtherRecords(
+            raise RecordMismatch(
                 f"kafka: {place} holds another record at offset {record.offset} than when it was stored: the topic was "
                 "made anew; give the door another epoch"
             )

@@ -16,7 +16,7 @@ _EPOCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class KafkaDoorSettings:
+class KafkaIngestSettings:
     """Times in seconds, sizes in bytes.
 
     Attributes:

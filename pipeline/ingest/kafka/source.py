@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from pipeline.ingest.intake import Accepts
-from pipeline.ingest.kafka.consumer import KafkaDoor
-from pipeline.ingest.kafka.dead_letters import KafkaLetters
+from pipeline.ingest.intake import IntakeOptions
+from pipeline.ingest.kafka.consumer import KafkaIngest
+from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.jobs import JobRecords
 from pipeline.ingest.kafka.partition import Handler
 from pipeline.ingest.kafka.requests import RequestBatches
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.inputs.open import Pin
 from pipeline.ports import Messages, World
 from schemas.requests.limits import Limits
 
 
 def kafka_handlers(
-    settings: KafkaDoorSettings,
+    settings: KafkaIngestSettings,
     world: World,
-    intake: Accepts,
+    intake: IntakeOptions,
     messages: Messages,
     pin: Pin,
     limits: Limits | None = None,
@@ -28,20 +28,20 @@ def kafka_handlers(
         messages: where dead letters are told of.  pin: fixes what a job by reference reads.
         limits: of the lines; those that jobs are planned with.
     """
-    letters = KafkaLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+    letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
     requests = RequestBatches(world, intake, letters, settings, limits)
     jobs = JobRecords(world, intake, letters, settings, pin)
     return {**dict.fromkeys(settings.requests, requests), **dict.fromkeys(settings.jobs, jobs)}
 
 
-def kafka_door(
-    settings: KafkaDoorSettings,
+def build_kafka_ingest(
+    settings: KafkaIngestSettings,
     world: World,
-    intake: Accepts,
+    intake: IntakeOptions,
     messages: Messages,
     pin: Pin,
     limits: Limits | None = None,
-) -> KafkaDoor:
+) -> KafkaIngest:
     """A member of the group, ready to `run`; see `kafka_handlers`."""
     handlers = kafka_handlers(settings, world, intake, messages, pin, limits)
-    return KafkaDoor(settings, handlers, intake.room_for, world.clock)
+    return KafkaIngest(settings, handlers, intake.room_for, world.clock)

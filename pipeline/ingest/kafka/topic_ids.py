@@ -8,14 +8,14 @@ from typing import Any
 from kafka import KafkaAdminClient
 
 from pipeline.adapters.kafka.connection import KafkaSettingsError
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ports import PipelineError
 
 
 class TopicIds:
     """Looks topics up. Not for threads."""
 
-    def __init__(self, settings: KafkaDoorSettings) -> None:
+    def __init__(self, settings: KafkaIngestSettings) -> None:
         self._settings = settings
         self._admin: Any = None
 

@@ -12,7 +12,7 @@ from pipeline.planner.api import RowSource, TokenCounter
 from pipeline.planner.estimates.sample import ShardSample
 from pipeline.planner.plan import limited
 from pipeline.planner.seen import SeenIds
-from pipeline.planner.segment import SegmentBuilder, Spill
+from pipeline.planner.segment import SegmentBuilder, SegmentTexts
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.planner.tokens import TemplateTokens, TokenEstimator
 from pipeline.planner.validate import Validator
@@ -106,7 +106,7 @@ def measure(
 
     def begin() -> SegmentBuilder:
         # The last segment's texts are read no more: its file is written anew.
-        spill = None if sample is None else Spill(Path(folder) / f"texts-{totals['segments'] % 2}.arrow", None)
+        spill = None if sample is None else SegmentTexts(Path(folder) / f"texts-{totals['segments'] % 2}.arrow", None)
         return SegmentBuilder(spill, models)
 
     with tempfile.TemporaryDirectory(prefix="estimate-", dir=world.scratch) as folder:

@@ -48,21 +48,21 @@ def decoding(where: str) -> Iterator[None]:
         raise _broken(where, error) from error
 
 
-class Footer(NamedTuple):
+class ParquetFooter(NamedTuple):
     """What a file declares: its columns, with values in place of dictionary codes, and the number of its rows."""
 
     schema: pa.Schema
     num_rows: int
 
 
-def read_footer(file: SourceFile) -> Footer:
+def read_footer(file: SourceFile) -> ParquetFooter:
     """The footer of a file. Where it contradicts itself the largest number of rows counts."""
     with decoding(f"{file.name} is not a Parquet file"), file.open() as stream:
         parquet = pq.ParquetFile(stream)
         found = parquet.metadata
         in_groups = sum(max(0, found.row_group(group).num_rows) for group in range(found.num_row_groups))
         schema = parquet.schema.to_arrow_schema().remove_metadata()
-        return Footer(_plain(schema), max(found.num_rows, in_groups))
+        return ParquetFooter(_plain(schema), max(found.num_rows, in_groups))
 
 
 def read_tables(file: SourceFile, schema: pa.Schema) -> Iterator[pa.Table]:

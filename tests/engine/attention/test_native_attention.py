@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention import AttentionBatch, KVLayout, make_backend
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 from engine.plan import CacheGroup
 from tests.native_paths import PATHS, native_path
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def backend(path: str, num_blocks: int, *, threads: int = 2, kv_kind: Kind | None = None) -> NativeAttention:
+def backend(path: str, num_blocks: int, *, threads: int = 2, kv_kind: ElementKind | None = None) -> NativeAttention:
     layout = KVLayout((CacheGroup((0,), None, num_blocks),), BLOCK, KV_HEADS, HEAD_DIM, HEADS)
     made = make_backend("native", layout, torch.bfloat16, CPU, native_path(path, threads), kv_kind)
     assert isinstance(made, NativeAttention)
@@ -49,8 +49,8 @@ def attend(attention: NativeAttention, batch: AttentionBatch, qkv: tuple[Tensor,
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kv_kind", [None, Kind.I8])
-def test_sharing_a_prefix_changes_no_bit(path: str, kv_kind: Kind | None) -> None:
+@pytest.mark.parametrize("kv_kind", [None, ElementKind.I8])
+def test_sharing_a_prefix_changes_no_bit(path: str, kv_kind: ElementKind | None) -> None:
     # Given a prefix of 23 blocks, two branches of 10 more, and sequences of their own ends on top of them
     trunk = list(range(1, 24))
     branches = [trunk + list(range(24, 34)), trunk + list(range(34, 44)), trunk]
@@ -116,7 +116,7 @@ def test_long_contexts_spread_over_threads_change_no_bit(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_an_int8_cache_stays_close(path: str) -> None:
     table = list(range(1, 20))
-    exact, small = backend(path, 20), backend(path, 20, kv_kind=Kind.I8)
+    exact, small = backend(path, 20), backend(path, 20, kv_kind=ElementKind.I8)
     for count, start in ((555, 0), (1, 555), (40, 556)):
         qkv = inputs(count, seed=count)
         wanted, got = (attend(a, batch_of([table], [start], [count]), qkv).float() for a in (exact, small))
@@ -124,8 +124,8 @@ def test_an_int8_cache_stays_close(path: str) -> None:
     assert small.storage.keys[0].element_size() == 1
 
 
-@pytest.mark.parametrize("kv_kind", [None, Kind.I8])
-def test_what_is_not_finite_reaches_the_row_and_no_other(kv_kind: Kind | None) -> None:
+@pytest.mark.parametrize("kv_kind", [None, ElementKind.I8])
+def test_what_is_not_finite_reaches_the_row_and_no_other(kv_kind: ElementKind | None) -> None:
     # Given two sequences, one of which has met a NaN in its keys
     attention = backend("avx2", 10, kv_kind=kv_kind)
     q, k, v = inputs(40, seed=5)

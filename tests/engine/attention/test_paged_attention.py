@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionBackend, AttentionBatch, KVLayout, make_backend
 from engine.errors import EngineError
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 from engine.plan import CacheGroup
 from tests.native_paths import PATHS, native_path
 
@@ -49,7 +49,7 @@ class Sequences:
         return AttentionBatch(starts, np.array(sizes, dtype=np.int32), num_decodes, tuple(tables), tuple(slots))
 
 
-def backend_of(name: str, layout: KVLayout, dtype: torch.dtype, kv_kind: Kind | None = None) -> AttentionBackend:
+def backend_of(name: str, layout: KVLayout, dtype: torch.dtype, kv_kind: ElementKind | None = None) -> AttentionBackend:
     """A backend by name; "native PATH" is the native one on a path of its own."""
     kind, _, path = name.partition(" ")
     library = native_path(path) if path else None

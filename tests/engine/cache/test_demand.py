@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache.demand import BlockDemand, BlockOutlook
+from engine.cache.demand import BlockDemand, BlockDemandForecast
 from engine.cache.tables import CacheTables
 from engine.config import ScheduleConfig
 from engine.plan import CacheGroup, RowState
@@ -48,7 +48,7 @@ def test_one_more_fits_exactly_when_the_blocks_suffice_at_every_step(
     old = max(1, len(running) - admitted)
     known, steps = np.array(running[:old], dtype=np.int32).T
     demand, numbers = BlockDemand(tables, 64, 128), np.arange(old, dtype=np.int32)
-    outlook = BlockOutlook(demand, numbers, state.block_tables, known, known + steps, np.zeros_like(known))
+    outlook = BlockDemandForecast(demand, numbers, state.block_tables, known, known + steps, np.zeros_like(known))
     for number in range(old, len(running)):
         outlook.add(*running[number], 0, number, 0)
     # when one more comes, then it needs what the simulation says, and not one block less.

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoints.checkpoint import SafetensorsCheckpoint
-from engine.checkpoints.chunked_reader import Extent, PieceReader
+from engine.checkpoints.chunked_reader import ChunkedReader, Extent
 from engine.errors import CorruptWeights
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def test_pieces_make_the_whole(stored: torch.dtype, wanted: torch.dtype, threads
     file = tmp_path / "data"
     file.write_bytes(b"before" + tensor.view(torch.uint8).numpy().tobytes() + b"behind")
     into = torch.full((37, 11), float("nan"), dtype=wanted)
-    reader = PieceReader(CPU, piece_bytes=64, in_flight=2, threads=threads)
+    reader = ChunkedReader(CPU, piece_bytes=64, in_flight=2, threads=threads)
     reader.fill(Extent(file, 6, tensor.nbytes, stored), into)
     assert torch.equal(into, tensor.to(wanted))
 
@@ -49,7 +49,7 @@ def test_what_does_not_lie_together_is_filled_too(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_named(threads: int, tmp_path: Path) -> None:
     file = tmp_path / "model-00001.safetensors"
     file.write_bytes(bytes(1000))
-    reader = PieceReader(CPU, piece_bytes=64, threads=threads)
+    reader = ChunkedReader(CPU, piece_bytes=64, threads=threads)
     with pytest.raises(CorruptWeights, match=r"model-00001\.safetensors ends at byte 1000, in the midst of a tensor"):
         reader.fill(Extent(file, 8, 1024, torch.float32), torch.empty(256))
     whole = torch.ones(128)
@@ -91,5 +91,5 @@ def test_pieces_make_the_whole_on_a_gpu(wanted: torch.dtype, tmp_path: Path) -> 
     tensor = torch.randn(3000, 100).to(torch.bfloat16)
     (tmp_path / "data").write_bytes(tensor.view(torch.uint8).numpy().tobytes())
     into = torch.zeros(3000, 100, dtype=wanted, device="cuda")
-    PieceReader(into.device, piece_bytes=4096).fill(Extent(tmp_path / "data", 0, tensor.nbytes, tensor.dtype), into)
+    ChunkedReader(into.device, piece_bytes=4096).fill(Extent(tmp_path / "data", 0, tensor.nbytes, tensor.dtype), into)
     assert torch.equal(into.cpu(), tensor.to(wanted))

@@ -17,7 +17,7 @@ from engine.models.load import load_model
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.linear import NativeLinear
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 from engine.quant.int8 import Int8Linear, Int8WeightLinear, quantize_rows
 from tests.native_paths import native_path
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 LINEAR = ("gpt2", "phi", "phi3", "gpt-neox", "opt", "cohere", "granite")
 EXPERTS = ("mixtral", "qwen3-moe")
 FUSED = ("llama", "llama-bias", "qwen3", "gemma3")
-KINDS = {"int8": (Int8Linear, Kind.I8, 0.08), "int8-weight-only": (Int8WeightLinear, Kind.W8, 0.05)}
+KINDS = {"int8": (Int8Linear, ElementKind.I8, 0.08), "int8-weight-only": (Int8WeightLinear, ElementKind.W8, 0.05)}
 """quantize -> torch's linear, the kernels' kind, and how far the tiny models' logits may be off."""
 
 

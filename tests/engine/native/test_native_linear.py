@@ -11,17 +11,17 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
-from engine.native.structs import Kind
-from engine.native.workspace import Workspace
+from engine.native.structs import ElementKind
+from engine.native.workspace import KernelWorkspace
 from tests.native_paths import PATHS, native_path
 
 KINDS = {
-    "f32": (Kind.F32, torch.float32, 1e-5),
-    "bf16": (Kind.BF16, torch.bfloat16, 1e-5),
-    "w8-f32": (Kind.W8, torch.float32, 0.009),
-    "w8-bf16": (Kind.W8, torch.bfloat16, 0.009),
-    "i8-f32": (Kind.I8, torch.float32, 0.013),
-    "i8-bf16": (Kind.I8, torch.bfloat16, 0.013),
+    "f32": (ElementKind.F32, torch.float32, 1e-5),
+    "bf16": (ElementKind.BF16, torch.bfloat16, 1e-5),
+    "w8-f32": (ElementKind.W8, torch.float32, 0.009),
+    "w8-bf16": (ElementKind.W8, torch.bfloat16, 0.009),
+    "i8-f32": (ElementKind.I8, torch.float32, 0.013),
+    "i8-bf16": (ElementKind.I8, torch.bfloat16, 0.013),
 }
 """Name -> kind of the weights, dtype of the rows, and how far the products may be off from those of float32 weights
 (in bfloat16: of the rounded weights)."""
@@ -39,18 +39,18 @@ def made(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return torch.randn(n, k, generator=random), torch.randn(n, generator=random), x
 
 
-def exact(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
-    stored = weight.bfloat16() if kind == Kind.BF16 else weight
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, kind: ElementKind) -> Tensor:
+    stored = weight.bfloat16() if kind == ElementKind.BF16 else weight
     y = x.double() @ stored.double().t()
     return y if bias is None else y + bias.double()
 
 
 def product(linear: NativeLinear, x: Tensor) -> Tensor:
-    return linear.product(x, Workspace.for_linear(linear.library, linear.in_features, len(x)))
+    return linear.product(x, KernelWorkspace.for_linear(linear.library, linear.in_features, len(x)))
 
 
 def argmax(linear: NativeLinear, x: Tensor) -> tuple[Tensor, Tensor]:
-    return linear.argmax(x, Workspace.for_linear(linear.library, linear.in_features, len(x)))
+    return linear.argmax(x, KernelWorkspace.for_linear(linear.library, linear.in_features, len(x)))
 
 
 def off_by(y: Tensor, wanted: Tensor) -> float:
@@ -167,12 +167,12 @@ def test_a_column_of_minus_infinity_is_allowed_and_other_infinities_are_not(path
     weight, bias, x = made(70, 48, 5, torch.float32)
     for value, allowed in ((-math.inf, True), (math.inf, False), (math.nan, False)):
         bias[column] = value
-        linear = NativeLinear.dense(library, Kind.F32, weight, bias)
+        linear = NativeLinear.dense(library, ElementKind.F32, weight, bias)
         best, finite = argmax(linear, x)
         assert finite.tolist() == [allowed] * 5
         if allowed:
             assert torch.equal(best, product(linear, x).argmax(dim=1))
-    nothing = NativeLinear.dense(library, Kind.F32, weight, torch.full((70,), -math.inf))
+    nothing = NativeLinear.dense(library, ElementKind.F32, weight, torch.full((70,), -math.inf))
     assert not argmax(nothing, x)[1].any()
 
 
@@ -190,21 +190,21 @@ def test_quantized_weights_take_the_place_they_should(path: str) -> None:
     library = native_path(path)
     weight, _, _ = made(640, 576, 1, torch.float32)
     sizes = {kind: NativeLinear.dense(library, kind, weight).num_bytes for kind, _, _ in KINDS.values()}
-    assert sizes[Kind.BF16] == pytest.approx(weight.nbytes / 2, rel=0.01)
-    for kind in (Kind.I8, Kind.W8):
+    assert sizes[ElementKind.BF16] == pytest.approx(weight.nbytes / 2, rel=0.01)
+    for kind in (ElementKind.I8, ElementKind.W8):
         assert sizes[kind] == pytest.approx(weight.nbytes / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are(path: str) -> None:
     weight, _, x = made(33, 48, 12, torch.float32)
-    linear = NativeLinear.dense(native_path(path), Kind.F32, weight)
+    linear = NativeLinear.dense(native_path(path), ElementKind.F32, weight)
     assert torch.equal(linear(x[::3]), linear(x)[::3])
     assert torch.equal(linear(x.t().contiguous().t()), linear(x))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, torch.bfloat16), (Kind.BF16, torch.float32)])
-def test_rows_of_another_dtype_than_the_weights_are_refused(kind: Kind, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [(ElementKind.F32, torch.bfloat16), (ElementKind.BF16, torch.float32)])
+def test_rows_of_another_dtype_than_the_weights_are_refused(kind: ElementKind, dtype: torch.dtype) -> None:
     linear = NativeLinear.dense(native_path("avx2"), kind, torch.ones(20, 8))
     for dtype_of_rows in (dtype, torch.float16):
         x = torch.ones(2, 8, dtype=dtype_of_rows)

@@ -12,7 +12,7 @@ from engine.models.native import NativeBuilder
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.shapes import ROWS, ShapeTable
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 from tests.native_paths import native_path
 
 FAST, SLOW = [1e-6] * len(ROWS), [1e-3] * len(ROWS)
@@ -60,10 +60,10 @@ def test_what_was_measured_decides(
     builder, weight = NativeBuilder(library, "int8", table), torch.ones(64, 48)
     for made in (builder.linear(weight, None), builder.gated(weight, None)):
         assert isinstance(made, NativeLinear)
-        assert made.kind == (Kind.I8 if faster else Kind.F32)
+        assert made.kind == (ElementKind.I8 if faster else ElementKind.F32)
     head = builder.head(weight)
     assert isinstance(head, NativeLinear)
-    assert head.kind == Kind.F32
+    assert head.kind == ElementKind.F32
 
 
 @pytest.mark.parametrize(

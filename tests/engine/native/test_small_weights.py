@@ -11,8 +11,8 @@ from engine.models.native import NativeBuilder
 from engine.native.library import NativeLibrary
 from engine.native.linear import NativeLinear
 from engine.native.packing import pack_quantized, runs_small
-from engine.native.structs import KIND_OF, Kind
-from engine.native.workspace import Workspace
+from engine.native.structs import KIND_OF, ElementKind
+from engine.native.workspace import KernelWorkspace
 from engine.quant.weight import Activations, QWeight
 from tests.engine.native.quantized_weights import MADE, int8_rows, random_weight
 from tests.native_paths import PATHS, native_path
@@ -42,7 +42,9 @@ def rows_of(count: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def product(linear: NativeLinear, x: Tensor) -> Tensor:
-    return linear.product(x, Workspace.for_linear(linear.library, linear.in_features, len(x), reorders=linear.reorders))
+    return linear.product(
+        x, KernelWorkspace.for_linear(linear.library, linear.in_features, len(x), reorders=linear.reorders)
+    )
 
 
 @pytest.mark.slow
@@ -65,7 +67,7 @@ def test_every_number_of_rows_gives_the_same_bits(name: str, dtype: str, library
     weight = random_weight(MADE[name], 70, 90, 16)
     x = rows_of(130, 90, DTYPES[dtype])
     want, linear = product(dense(library, weight, DTYPES[dtype]), x), small(library, weight)
-    space = Workspace.for_linear(library, 90, 130)
+    space = KernelWorkspace.for_linear(library, 90, 130)
     for rows in range(1, 131):
         assert torch.equal(linear.product(x[:rows], space), want[:rows]), rows
 
@@ -86,7 +88,7 @@ def test_the_argmax_is_that_of_the_dequantized_weight(name: str, library: Native
     weight = random_weight(MADE[name], 263, 90, 32)
     for rows in (1, 4, 40):
         x = rows_of(rows, 90, torch.bfloat16)
-        space = Workspace.for_linear(library, 90, rows)
+        space = KernelWorkspace.for_linear(library, 90, rows)
         best, finite = small(library, weight).argmax(x, space)
         assert finite.all()
         assert torch.equal(best, dense(library, weight, torch.bfloat16).argmax(x, space)[0])
@@ -121,7 +123,7 @@ def test_inputs_are_gathered_for_columns_in_an_order_of_their_own(name: str, lib
 def test_int8_rows_for_int8_inputs_keep_their_codes(library: NativeLibrary) -> None:
     weight = int8_rows(70, 577, activations=Activations("int8"))
     linear = small(library, weight, bias := torch.randn(70))
-    assert linear.kind == Kind.I8
+    assert linear.kind == ElementKind.I8
     for rows in (1, 3, 40, 121):
         # Whole numbers up to 127, one of which is that in each group: quantizing them changes nothing.
         x = torch.randint(-127, 128, (rows, 577)).float()
@@ -135,7 +137,7 @@ def test_int8_rows_for_int8_inputs_keep_their_codes(library: NativeLibrary) -> N
 def test_int8_rows_for_other_inputs_are_dequantized_bit_for_bit(dtype: str, library: NativeLibrary) -> None:
     weight = int8_rows(70, 577)
     linear = small(library, weight)
-    assert linear.kind == Kind.Q8
+    assert linear.kind == ElementKind.Q8
     for rows in (1, 40):
         x = rows_of(rows, 577, DTYPES[dtype])
         assert torch.equal(product(linear, x), product(dense(library, weight, DTYPES[dtype]), x))

@@ -29,7 +29,7 @@ from engine import (
 )
 from engine.errors import EngineError, EngineLost, OutOfMemory, UnsupportedModel
 from engine.parallel.leader import _left_by, _measured
-from engine.parallel.rank_group import Team
+from engine.parallel.rank_group import RankGroupProcesses
 from engine.runner.device_memory import MemoryUse
 from tests.engine.oracle import Setting, engine_answers, make_prompts, tokens_of
 from tests.engine.quant.packing import pack_awq, pack_gptq, write
@@ -55,8 +55,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    team = Team(2, torch.device("cpu"), threads=2, timeout=60)
+def team() -> Iterator[RankGroupProcesses]:
+    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=60)
     yield team
     team.close()
 
@@ -70,7 +70,7 @@ def alone(path: Path, setting: Setting = PLAIN, **changes: Any) -> Engine:
     return Engine.load(path, setting.config(max_model_len=256, attention="paged-sdpa", **changes))
 
 
-def shared(path: Path, team: Team, setting: Setting = PLAIN, **changes: Any) -> Engine:
+def shared(path: Path, team: RankGroupProcesses, setting: Setting = PLAIN, **changes: Any) -> Engine:
     config = setting.config(max_model_len=256, tensor_parallel=2, **changes)
     return Engine.load(path, config, team)
 
@@ -82,7 +82,7 @@ def all_tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_answers_as_one_process_does(
-    name: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    name: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     family, changes = FAMILIES[name]
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
@@ -97,7 +97,7 @@ def test_every_family_answers_as_one_process_does(
 
 
 def test_choices_log_probabilities_and_scored_prompts_are_the_same(
-    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     params = SamplingParams(
         max_tokens=5, temperature=0.8, top_p=0.9, n=3, seed=5, logprobs=4, prompt_logprobs=2, repetition_penalty=1.2
@@ -120,7 +120,7 @@ def test_choices_log_probabilities_and_scored_prompts_are_the_same(
         np.testing.assert_allclose(wanted.prompt_logprobs.chosen, got.prompt_logprobs.chosen, atol=1e-4)
 
 
-def test_guessed_tokens_change_nothing(team: Team, tiny_model: Callable[[str], Path]) -> None:
+def test_guessed_tokens_change_nothing(team: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
     prompts = [[5, 6, 7, 8] * 12, [9, 10, 11] * 9]
     path = tiny_model("llama")
     wanted = all_tokens(engine_answers(alone(path), prompts, 24))
@@ -130,7 +130,7 @@ def test_guessed_tokens_change_nothing(team: Team, tiny_model: Callable[[str], P
 
 
 def test_bfloat16_is_as_near_as_rounding_allows(
-    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("llama")
     exact, rounded = (scores(alone(path, dtype=dtype), prompts[:4]) for dtype in ("float32", "bfloat16"))
@@ -168,7 +168,7 @@ def weights_for(tiny_models: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_quantized_checkpoints_answer_as_one_process_does(
-    name: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    name: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     folder = weights_for(tiny_models, tmp_path / "plain")
     write(folder, tmp_path / "packed", settings_of(name), PACKINGS[name])
@@ -178,7 +178,7 @@ def test_quantized_checkpoints_answer_as_one_process_does(
 
 @pytest.mark.parametrize("inputs", ["calibrated", "as they come"])
 def test_int8_checkpoints_with_int8_inputs_answer_as_one_process_does(
-    inputs: str, team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    inputs: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     library = pytest.importorskip("tests.engine.quant.library")
     how = library.INT8_STATIC if inputs == "calibrated" else library.INT8_TOKENS
@@ -204,7 +204,7 @@ def scores(engine: Engine, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
 
 
 def test_weights_in_activation_order_are_refused_by_name_unless_they_are_made_dense(
-    team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     folder = weights_for(tiny_models, tmp_path / "plain")
     settings = {**settings_of("gptq"), "desc_act": True}
@@ -216,7 +216,7 @@ def test_weights_in_activation_order_are_refused_by_name_unless_they_are_made_de
     assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
 
 
-def test_each_rank_holds_its_share_and_no_more(team: Team, tiny_models: Any, tmp_path: Path) -> None:
+def test_each_rank_holds_its_share_and_no_more(team: RankGroupProcesses, tiny_models: Any, tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model(
         "llama", tmp_path / "large", vocab_size=20_000, hidden_size=384, intermediate_size=1536, num_hidden_layers=6
     )
@@ -241,7 +241,7 @@ def test_each_rank_holds_its_share_and_no_more(team: Team, tiny_models: Any, tmp
     ],
 )
 def test_models_that_can_not_be_cut_are_refused(
-    family: str, changes: dict[str, Any], message: str, team: Team, tiny_models: Any, tmp_path: Path
+    family: str, changes: dict[str, Any], message: str, team: RankGroupProcesses, tiny_models: Any, tmp_path: Path
 ) -> None:
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     with pytest.raises(UnsupportedModel, match=message):
@@ -259,14 +259,14 @@ def test_models_that_can_not_be_cut_are_refused(
     ],
 )
 def test_settings_that_several_ranks_can_not_follow_are_refused(
-    changes: dict[str, Any], message: str, team: Team, tiny_model: Callable[[str], Path]
+    changes: dict[str, Any], message: str, team: RankGroupProcesses, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(EngineError, match=message):
         shared(tiny_model("llama"), team, **changes)
 
 
 def test_what_is_not_finite_is_wiped_off_every_rank(
-    team: Team, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     poison = 255
 
@@ -283,7 +283,9 @@ def test_what_is_not_finite_is_wiped_off_every_rank(
     assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
 
 
-def test_pooled_states_are_the_same(team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]) -> None:
+def test_pooled_states_are_the_same(
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+) -> None:
     params = SamplingParams(max_tokens=0, temperature=0.0)
     requests = [Request(str(i), as_token_ids(p), params, pooling="mean") for i, p in enumerate(prompts[:5])]
     path = tiny_model("qwen3")
@@ -297,7 +299,7 @@ def test_pooled_states_are_the_same(team: Team, prompts: list[list[int]], tiny_m
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-def test_memory_is_of_all_ranks_together(team: Team, tiny_model: Callable[[str], Path]) -> None:
+def test_memory_is_of_all_ranks_together(team: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
     config = EngineConfig(
         dtype="float32", max_model_len=64, cache=CacheConfig(memory_bytes=1 << 20, prefix_caching=False)
     )
@@ -308,7 +310,7 @@ def test_memory_is_of_all_ranks_together(team: Team, tiny_model: Callable[[str],
 
 
 def test_the_largest_step_is_computed_by_all_ranks_together(
-    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """As on GPUs before the cache is made; they are in step afterwards."""
     path = tiny_model("llama-tied")
@@ -331,7 +333,7 @@ def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
 
 def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
     """On GPUs the others learn of a death from their host alone: what waited for the dead is let go, and goes on."""
-    team = Team(2, torch.device("cpu"), threads=2, timeout=30)
+    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=30)
     engine = shared(tiny_model("llama"), team)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     assert engine.step() == []
@@ -351,7 +353,7 @@ def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str],
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Callable[[str], Path]) -> None:
-    team = Team(2, torch.device("cpu"), threads=2, timeout=8)
+    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=8)
     engine = shared(tiny_model("llama"), team)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=50, temperature=0.0)))
     engine.step()
@@ -363,7 +365,7 @@ def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Cal
 
 
 def test_a_rank_that_is_killed_ends_the_engine_within_seconds_and_says_so(
-    team: Team, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """The last one: nothing can be computed by this pair any more."""
     engine = shared(tiny_model("llama"), team, CUT)

@@ -25,7 +25,7 @@ from engine import (
 )
 from engine.config import SpeculationConfig
 from engine.errors import EngineError
-from engine.runner.runner import Submitted
+from engine.runner.runner import SubmittedStep
 
 TinyModel = Callable[[str], Path]
 
@@ -189,11 +189,11 @@ def test_the_device_never_waits_for_the_host(llama: Path) -> None:
     runner = engine._runner
     submit, result = runner.submit, runner.result  # type: ignore[attr-defined]
 
-    def submitted(plan: Any) -> Submitted:
+    def submitted(plan: Any) -> SubmittedStep:
         log.append("submit")
         return submit(plan)  # type: ignore[no-any-return]
 
-    def resulted(step: Submitted) -> Any:
+    def resulted(step: SubmittedStep) -> Any:
         log.append("result")
         return result(step)
 
@@ -363,11 +363,11 @@ class Cramped:
         self._check(plan)
         return self._inner.execute(plan)
 
-    def submit(self, plan: Any) -> Submitted:
+    def submit(self, plan: Any) -> SubmittedStep:
         self._check(plan)
         return self._inner.submit(plan)  # type: ignore[no-any-return]
 
-    def result(self, step: Submitted) -> Any:
+    def result(self, step: SubmittedStep) -> Any:
         return self._inner.result(step)
 
 

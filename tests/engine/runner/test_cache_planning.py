@@ -15,7 +15,7 @@ from engine.attention.storage import KVStorage
 from engine.config import CacheConfig, EngineConfig, KVDType, ScheduleConfig
 from engine.engine import Engine
 from engine.models.base import ModelSpec
-from engine.native.structs import Kind
+from engine.native.structs import ElementKind
 from engine.plan import CacheGroup
 from engine.runner.memory import plan_cache
 
@@ -34,7 +34,7 @@ def pools(kv_dtype: KVDType, *, windows: tuple[int | None, ...] = (None,) * 4) -
     return plan_cache(spec, cache, schedule, 1024, CPU, kv_dtype)
 
 
-def stored_bytes(groups: tuple[CacheGroup, ...], kind: Kind) -> int:
+def stored_bytes(groups: tuple[CacheGroup, ...], kind: ElementKind) -> int:
     storage = NativeStorage(KVLayout(groups, 32, SPEC.num_kv_heads, SPEC.head_dim), kind)
     tensors = (*storage.keys, *storage.values, *storage.key_scales, *storage.value_scales)
     return sum(tensor.nbytes for tensor in tensors)
@@ -46,9 +46,11 @@ def test_an_int8_pool_of_the_same_memory_holds_nearly_twice_the_tokens() -> None
     assert (quantized.num_blocks - 1) / (plain.num_blocks - 1) == pytest.approx(128 / 68, rel=0.01)
 
 
-@pytest.mark.parametrize(("kv_dtype", "kind"), [("auto", Kind.BF16), ("int8", Kind.I8)])
+@pytest.mark.parametrize(("kv_dtype", "kind"), [("auto", ElementKind.BF16), ("int8", ElementKind.I8)])
 @pytest.mark.parametrize("windows", [(None,) * 4, (None, 64, None, 64)])
-def test_what_is_planned_is_what_is_stored(kv_dtype: KVDType, kind: Kind, windows: tuple[int | None, ...]) -> None:
+def test_what_is_planned_is_what_is_stored(
+    kv_dtype: KVDType, kind: ElementKind, windows: tuple[int | None, ...]
+) -> None:
     groups = pools(kv_dtype, windows=windows)
     extra = stored_bytes(tuple(replace(group, num_blocks=1) for group in groups), kind)  # block 0 is never allocated
     assert 0.97 * BUDGET < stored_bytes(groups, kind) - extra <= BUDGET

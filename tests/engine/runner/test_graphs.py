@@ -24,7 +24,7 @@ from engine.attention.choice import _TORCH_BACKENDS as BACKENDS
 from engine.attention.reference import ReferenceAttention, ReferenceStep
 from engine.errors import EngineError
 from engine.plan import CacheGroup
-from engine.runner.buckets import NO_SLOT, Buckets, Shape, decode_sizes, mixed_sizes, padded
+from engine.runner.buckets import NO_SLOT, GraphBuckets, GraphShape, decode_sizes, mixed_sizes, padded
 from engine.runner.graphs import graphs_of
 from tests.engine.runner.test_async_loop import answers, plain_work, prompt, workload
 
@@ -115,7 +115,7 @@ def test_it_does_with_the_triton_kernels(recorder: Rerun, tiny_model: TinyModel)
 def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), True)
     assert recorder.sizes == [16, 5, 4, 2, 1]
-    shapes = Buckets(5, 24, 16).shapes
+    shapes = GraphBuckets(5, 24, 16).shapes
     assert [shape.tokens for shape in shapes] == recorder.sizes
     list(engine.run(plain_work()))
     assert len(recorder.sizes) == 5
@@ -213,17 +213,17 @@ def test_sizes_go_up_to_the_most_and_waste_little(most: int) -> None:
 
 
 def test_the_smallest_shape_that_holds_a_step() -> None:
-    buckets = Buckets(20, 64, 40)
-    assert buckets.pick(rows=3, num_tokens=3, num_decodes=3) == Shape(4, 4, 4, False)
-    assert buckets.pick(rows=20, num_tokens=20, num_decodes=20) == Shape(20, 20, 20, False)
-    assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == Shape(20, 21, 20, True)
+    buckets = GraphBuckets(20, 64, 40)
+    assert buckets.pick(rows=3, num_tokens=3, num_decodes=3) == GraphShape(4, 4, 4, False)
+    assert buckets.pick(rows=20, num_tokens=20, num_decodes=20) == GraphShape(20, 20, 20, False)
+    assert buckets.pick(rows=3, num_tokens=17, num_decodes=2) == GraphShape(20, 21, 20, True)
     assert buckets.pick(rows=1, num_tokens=41, num_decodes=0) is None
 
 
 def test_padding_has_no_tokens_no_keys_and_no_slot() -> None:
     ints = np.array([3, 0], dtype=np.int32)
     batch = AttentionBatch(ints, np.array([1, 2], dtype=np.int32), 1, (np.ones((2, 3), np.int32),), (np.arange(3),))
-    whole = padded(batch, Shape(5, 4, 3, True))
+    whole = padded(batch, GraphShape(5, 4, 3, True))
     assert whole.starts.tolist() == [3, 0, 0, 0]
     assert whole.counts.tolist() == [1, 2, 0, 0]
     assert whole.block_tables[0].tolist() == [[1] * 3, [1] * 3, [0] * 3, [0] * 3]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from engine.request import Request, SamplingParams
-from engine.sampling.draw import BLOCK, Workspace, pick
+from engine.sampling.draw import BLOCK, DrawWorkspace, pick
 from engine.sampling.philox import fold_seed, uniforms
 from engine.sampling.sampler import Sampler
 
@@ -274,7 +274,7 @@ def test_an_error_in_the_last_digits_changes_hardly_any_draw() -> None:
 
 def test_picking_walks_the_running_sum_and_never_takes_a_weightless_token() -> None:
     """Given small integer weights, each unit of the total leads to the token that owns it, first and last included."""
-    space = Workspace(700, torch.device("cpu"))
+    space = DrawWorkspace(700, torch.device("cpu"))
     lines = np.random.default_rng(0).choice([0, 0, 1, 2, 5], size=(40, 700), p=[0.5, 0.2, 0.1, 0.1, 0.1])
     lines[:20] *= np.random.default_rng(1).random((20, 700)) < 0.02  # mostly nothing, whole blocks empty
     weights = torch.from_numpy(lines)

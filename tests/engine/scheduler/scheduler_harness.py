@@ -20,7 +20,7 @@ from engine.plan import NO_BLOCK, NO_TOKEN, CacheGroup, StepOutput, StepPlan
 from engine.request import FinishReason, Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
-from engine.speculative.base import Ask, Draft
+from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import FixedLengths
 
 VOCAB = 23
@@ -316,13 +316,13 @@ class Guesser:
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         return [Draft(np.array(self._guess(ask), dtype=np.int32), "guess") for ask in asks]
 
     def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
         pass
 
-    def _guess(self, ask: Ask) -> list[int]:
+    def _guess(self, ask: DraftRequest) -> list[int]:
         rows = self._harness.scheduler.rows
         known = int(rows.num_known[ask.row])
         keys = self._harness.script(ask.request, ask.choice).keys

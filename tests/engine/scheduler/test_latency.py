@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ContextLengthExceeded
 from engine.request import FinishReason, Request
-from engine.scheduler.latency import BOUNDS, Histogram, LatencyCounts
+from engine.scheduler.latency import BOUNDS, LatencyCounts, LatencyHistogram
 from engine.scheduler.sequence import CLASSES, class_of
 from schemas.workers.metrics import LATENCY_BOUNDS
 from tests.engine.scheduler.scheduler_harness import Harness
@@ -27,7 +27,7 @@ def test_the_buckets_are_those_that_workers_tell() -> None:
 
 
 def test_a_bucket_holds_what_is_not_above_its_end() -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     samples = [0.0, 0.001, 0.0010001, 0.05, 599.9, 600.0, 600.1, 1e6]
     for sample in samples:
         histogram.add(sample)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import PaceConfig, ScheduleConfig
+from engine.config import ScheduleConfig, SloConfig
 from engine.errors import ContextLengthExceeded
 from engine.plan import CacheGroup
 from engine.request import FinishReason, Request, SamplingParams
@@ -84,7 +84,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
             max_num_seqs=draw(st.integers(1, 6)),
             max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64])),
             max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3, 8])),
-            pace=draw(st.sampled_from([None, PaceConfig(1e-9, 1e-9), PaceConfig(1e9, 1e9), PaceConfig(1.0, 1.0)])),
+            pace=draw(st.sampled_from([None, SloConfig(1e-9, 1e-9), SloConfig(1e9, 1e9), SloConfig(1.0, 1.0)])),
         ),
         tuple(
             CacheGroup((i,), window, (usable if i == 0 else draw(st.integers(2, 24))) + 1)

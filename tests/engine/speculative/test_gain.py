@@ -13,7 +13,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, as_token_ids
-from engine.speculative.base import Ask, Draft
+from engine.speculative.base import Draft, DraftRequest
 from engine.speculative.draft_lengths import AdaptiveLengths, FixedLengths
 from engine.speculative.gain import Gain
 from engine.speculative.trial_budget import SHARE, TrialBudget
@@ -54,14 +54,14 @@ class EveryOther:
         self._answers = answers
         self.asked = 0
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         self.asked += 1
         return [Draft(self._guess(ask) if self.asked % 2 else as_token_ids([]), "oracle") for ask in asks]
 
     def learn(self, request: Request, token_ids: Any) -> None:
         pass
 
-    def _guess(self, ask: Ask) -> Any:
+    def _guess(self, ask: DraftRequest) -> Any:
         answer = self._answers[ask.request.request_id]
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
         guess = [*answer[done : done + 2], 0, 0, 0][:3]
@@ -140,7 +140,7 @@ def test_without_guesses_nothing_is_said(timed: Any) -> None:
 class AllWrong(EveryOther):
     """Guesses tokens of which none is right."""
 
-    def _guess(self, ask: Ask) -> Any:
+    def _guess(self, ask: DraftRequest) -> Any:
         answer = self._answers[ask.request.request_id]
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
         return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: ask.most]

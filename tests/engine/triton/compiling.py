@@ -25,7 +25,7 @@ from engine.attention.triton_paged import TritonPagedAttention
 from engine.plan import CacheGroup
 from engine.quant.rtn import Rounding, round_to_nearest
 from engine.quant.weight import Activations
-from engine.runner.buckets import Shape, padded
+from engine.runner.buckets import GraphShape, padded
 from engine.triton_kernels.fp8 import GroupedFp8Product, quantize_rows
 from engine.triton_kernels.small_weights import SmallWeightProduct
 
@@ -129,7 +129,7 @@ def sizes(capability: int) -> None:
         steps.append(batch(rng.integers(0, 250, len(counts)).tolist(), counts, 32))
     backend = attention(capability, torch.float16, torch.float16, 64, steps, window=None)
     for tokens in (64, 24, 20, 17, 16):
-        shape = Shape(tokens, 34, 33, True)
+        shape = GraphShape(tokens, 34, 33, True)
         reserved = backend.reserve(tokens, 34, min(33, tokens), True, 11)
         backend.refill(reserved, padded(batch([5, 9], [1, 6], 32), shape))
         attend(backend, tokens, torch.float16, reserved)

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.plan import CacheGroup
 from engine.request import Request, SamplingParams, as_token_ids
-from engine.runner.buckets import Shape, padded
+from engine.runner.buckets import GraphShape, padded
 
 pytest.importorskip("triton", reason="NOT TESTED HERE: Triton's kernels; triton is not installed")
 
@@ -271,7 +271,7 @@ def test_a_reserved_step_is_filled_again_and_again(
     fast = TritonPagedAttention(layout, torch.float32, device, upcast=upcast, processors=16)
     oracle = make_backend("reference", layout, torch.float32, torch.device("cpu"))
     poison_all(fast)
-    shape = Shape(24, 5, 4, mixed=True) if mixed else Shape(4, 4, 4, mixed=False)
+    shape = GraphShape(24, 5, 4, mixed=True) if mixed else GraphShape(4, 4, 4, mixed=False)
     place = fast.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, -(-90 // 4))
     assert place.launches[0].splits > 1
     steps = [([0, 1], [1, 1]), ([2], [1]), ([0, 1, 2, 3], [1] * 4), ([3], [1])]

@@ -11,7 +11,14 @@ import pytest
 from pipeline.ports import Heartbeats, WorkerState
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
-from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from schemas.workers.metrics import (
+    HistogramSample,
+    PaceMetrics,
+    PaceWeights,
+    SpeculationMetrics,
+    TierMetrics,
+    WorkerMetrics,
+)
 
 MakeHeartbeats = Callable[[float], Heartbeats]
 LIFETIME = 0.8
@@ -26,19 +33,19 @@ WHOLE = WorkerState(
     passed_over=frozenset({("job-a", 7)}),
 )
 
-TOLD = WorkerFigures(
+TOLD = WorkerMetrics(
     model='a "model" of\nany name',
     seconds=12.5,
     tiers={
-        Tier.BULK: TierFigures(
+        Tier.BULK: TierMetrics(
             running=3, answered=7, usage=Usage(prompt=10, completion=2**40),
-            itl=Histogram(counts=(0, 3, 2**40), seconds=0.25),
+            itl=HistogramSample(counts=(0, 3, 2**40), seconds=0.25),
         )
     },
     generated=5,
     kv_blocks=100,
-    pace=PaceFigures(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), others=0.25),
-    speculation=SpeculationFigures(drafted=3, accepted=1, gained=-2.5, seconds=0.5),
+    pace=PaceMetrics(weights=PaceWeights(ttft=1.0), terms=PaceWeights(itl=0.5), others=0.25),
+    speculation=SpeculationMetrics(drafted=3, accepted=1, gained=-2.5, seconds=0.5),
 )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ class HeartbeatsContract:
         one, other = make_heartbeats(LIFETIME), make_heartbeats(LIFETIME)
         one.beat(WHOLE)
         one.beat(WorkerState("silent about itself"))
-        one.tell(WHOLE.name, WorkerFigures(model="before"))
+        one.tell(WHOLE.name, WorkerMetrics(model="before"))
         one.tell(WHOLE.name, TOLD)
         assert other.figures() == {WHOLE.name: TOLD}
         assert other.workers() == [WHOLE, WorkerState("silent about itself")]

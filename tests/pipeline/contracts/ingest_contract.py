@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from pipeline.ingest.dead_letters import DeadLetters
-from pipeline.ingest.files.source import TAKEN, DropDoor
+from pipeline.ingest.files.source import TAKEN, FileIngestSource
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.ledger.active_index import ACTIVE, tidy
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -43,11 +43,11 @@ class Drops(ABC):
         """Drop a file; returns when it is whole."""
 
     @abstractmethod
-    def door(self, intake: Intake, world: World) -> DropDoor:
+    def door(self, intake: Intake, world: World) -> FileIngestSource:
         """A door, as an intake of its own has it."""
 
     @abstractmethod
-    def notice(self, door: DropDoor) -> None:
+    def notice(self, door: FileIngestSource) -> None:
         """Let the door come to know all that lies there, and do what it does."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Drops(ABC):
     def lies_there(self, name: str) -> bool:
         """Whether the file is still there."""
 
-    def intake(self, settings: IntakeSettings | None = None, world: World | None = None) -> DropDoor:
+    def intake(self, settings: IntakeSettings | None = None, world: World | None = None) -> FileIngestSource:
         """A door with the real intake behind it."""
         chosen = world or self.world
         return self.door(Intake(chosen, settings or IntakeSettings(look_every=0.0)), chosen)
@@ -131,7 +131,7 @@ class DropDoorContract:
         doors = [drops.intake() for _ in range(2)]
         start, failed = threading.Barrier(len(doors)), list[BaseException]()
 
-        def run(door: DropDoor) -> None:
+        def run(door: FileIngestSource) -> None:
             start.wait()
             try:
                 drops.notice(door)

@@ -22,7 +22,7 @@ from pipeline.lane.protocol import (
     LaneStream,
     LaneWorker,
     OpenLane,
-    Shares,
+    TenantShares,
 )
 from schemas.workers.lane import (
     EndEvent,
@@ -160,23 +160,23 @@ class LaneContract:
         first = worker.take([MODEL], 4, 2.0)
         assert [one.id for one in first] == ["a0", "a1", "a2", "a3"]
         lane.send(request("b0", tenant="b"))
-        assert [one.id for one in worker.take([MODEL], 2, 2.0, Shares({"a": 4}))] == ["b0", "a4"]
+        assert [one.id for one in worker.take([MODEL], 2, 2.0, TenantShares({"a": 4}))] == ["b0", "a4"]
 
     def test_a_tenant_with_its_share_waits_until_the_worker_holds_fewer(
         self, lane: OpenLane, worker: LaneWorker
     ) -> None:
         for number in range(5):
             lane.send(request(f"a{number}", tenant="a"))
-        assert len(worker.take([MODEL], 5, 2.0, Shares({}, most_each=3))) == 3
-        assert worker.take([MODEL], 5, 0.1, Shares({"a": 3}, most_each=3)) == []
+        assert len(worker.take([MODEL], 5, 2.0, TenantShares({}, most_each=3))) == 3
+        assert worker.take([MODEL], 5, 0.1, TenantShares({"a": 3}, most_each=3)) == []
         lane.send(request("b0", tenant="b"))
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, Shares({"a": 3}, most_each=3))] == ["b0"]
-        assert [one.id for one in worker.take([MODEL], 5, 2.0, Shares({"a": 2, "b": 1}, most_each=3))] == ["a3"]
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 3}, most_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([MODEL], 5, 2.0, TenantShares({"a": 2, "b": 1}, most_each=3))] == ["a3"]
 
     def test_a_worker_at_its_share_of_one_tenant_is_woken_by_another(self, lane: OpenLane, worker: LaneWorker) -> None:
         lane.send(request("a0", tenant="a"))
         threading.Timer(0.3, lane.send, [request("b0", tenant="b")]).start()
-        assert [one.id for one in worker.take([MODEL], 5, 60.0, Shares({"a": 3}, most_each=3))] == ["b0"]
+        assert [one.id for one in worker.take([MODEL], 5, 60.0, TenantShares({"a": 3}, most_each=3))] == ["b0"]
 
     def test_several_workers_give_each_tenant_its_turn(self, lane: OpenLane) -> None:
         for number in range(8):
@@ -219,7 +219,7 @@ class LaneContract:
                 waiting[chosen.tenant].remove(chosen)
             name, most, each = rng.choice(sorted(workers)), rng.randint(1, 3), rng.randint(2, 6)
             here = held[name]
-            for taken in workers[name].take([MODEL], most, 0, Shares(dict(here), each)):
+            for taken in workers[name].take([MODEL], most, 0, TenantShares(dict(here), each)):
                 assert taken == waiting[taken.tenant].pop(0)
                 others = [here[tenant] for tenant, mine in waiting.items() if mine]
                 assert here[taken.tenant] <= min([*others, each - 1])

@@ -19,7 +19,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman, ForemanSettings, InProcessPlanner, JobPlanner
+from pipeline.dispatcher.controller import InProcessPlanner, JobController, JobControllerSettings, JobPlanner
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.inputs.open import open_pinned
 from pipeline.inputs.pinning import pin_input
@@ -36,7 +36,7 @@ from schemas.requests.limits import Limits, PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 
-SETTINGS = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
+SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
 
 
 class Table:
@@ -134,10 +134,10 @@ class Root:
         settings = JobSettings(plan=PlanSettings(max_shard_rows=7, segment_rows=20), on_invalid=on_invalid)
         submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
-    def foreman(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> Foreman:
+    def foreman(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> JobController:
         settings = DispatchSettings(isolate=True, patience=0.5, sweep_every=0.2)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
-        return Foreman(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
+        return JobController(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
 
     def start_foreman(
         self,
@@ -431,13 +431,13 @@ def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_
 
 
 def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries(root: Root) -> None:
-    settings = ForemanSettings(tick_every=0.002, look_every=0.01, retry_after=100_000.0)
+    settings = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=100_000.0)
     planner = Failing(root.world, {"bad": ValueError("unforeseen")})
     root.submit("bad", lines(5))
     dispatcher = Dispatcher(
         root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_every=0.01)
     )
-    foreman = Foreman(root.world, dispatcher, settings=settings, planner=planner)
+    foreman = JobController(root.world, dispatcher, settings=settings, planner=planner)
     root._start(lambda: foreman.run(root.stop))
     until = time.monotonic() + HANG_SECONDS
     while not failures(root, "bad"):
@@ -520,7 +520,7 @@ class Stepped:
         self._clock = ManualClock()
         world = replace(root.world, clock=self._clock)
         dispatcher = Dispatcher(world, root.queue, root.beats, settings=DispatchSettings(isolate=True))
-        self._foreman = Foreman(world, dispatcher, planner=planner)
+        self._foreman = JobController(world, dispatcher, planner=planner)
         self.planner = planner
 
     def tick(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.job_state import TRIES
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.jobs.serialization import job_document
 from pipeline.jobs.summaries import summarize_job
 from pipeline.ledger.ledger import JOB, REJECTS, JobLedger, part_key, segment_key
@@ -45,7 +45,7 @@ class Root:
 
     world: World
     queue: ChaoticQueue = field(default_factory=ChaoticQueue)
-    figures: DispatchFigures = field(default_factory=DispatchFigures)
+    figures: DispatchMetrics = field(default_factory=DispatchMetrics)
     names: tuple[str, ...] = ("victim", "innocent")
 
     def __post_init__(self) -> None:

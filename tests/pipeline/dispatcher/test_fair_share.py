@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.worker_client.bulk_reserve import BulkFloor
+from pipeline.worker_client.bulk_reserve import BulkReserve
 from schemas.jobs.job import Tier
 
 
@@ -64,7 +64,7 @@ def test_a_weight_of_nothing_is_refused() -> None:
 
 
 def test_bulk_gets_a_twentieth_while_both_wait() -> None:
-    floor, got, chance = BulkFloor(), Counter[Tier](), random.Random(1)
+    floor, got, chance = BulkReserve(), Counter[Tier](), random.Random(1)
     for _ in range(20_000):
         tier = Tier.BULK if floor.due else Tier.STANDARD
         size = chance.randint(100, 5_000)
@@ -74,7 +74,7 @@ def test_bulk_gets_a_twentieth_while_both_wait() -> None:
 
 
 def test_bulk_that_was_not_there_is_owed_one_shard_at_most() -> None:
-    floor = BulkFloor()
+    floor = BulkReserve()
     for _ in range(10_000):
         floor.took(Tier.STANDARD, 1_000)
     assert floor.due

@@ -7,14 +7,14 @@ from collections import defaultdict
 
 import pytest
 
-from pipeline.dispatcher.forecast import Load, forecast
+from pipeline.dispatcher.forecast import JobLoad, forecast
 from schemas.jobs.job import Tier
 
 STANDARD, BULK = Tier.STANDARD, Tier.BULK
 
 
-def load(job: str, tokens: float, tier: Tier = STANDARD, tenant: str = "t", model: str = "m") -> Load:
-    return Load(job, model, tier, tenant, tokens)
+def load(job: str, tokens: float, tier: Tier = STANDARD, tenant: str = "t", model: str = "m") -> JobLoad:
+    return JobLoad(job, model, tier, tenant, tokens)
 
 
 def test_a_lone_job_takes_its_tokens_over_the_speed() -> None:
@@ -63,7 +63,7 @@ def test_it_agrees_with_serving_in_tiny_slices(seed: int) -> None:
 
 
 def _in_slices(
-    loads: list[Load], rate: float, weights: dict[str, float], floor: float, slice_seconds: float
+    loads: list[JobLoad], rate: float, weights: dict[str, float], floor: float, slice_seconds: float
 ) -> dict[str, float]:
     left = {one.job: one.tokens for one in loads}
     ends: dict[str, float] = {}

@@ -14,7 +14,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import LOOKED_AT, Foreman, ForemanSettings
+from pipeline.dispatcher.controller import LOOKED_AT, JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.active_index import sweep
 from pipeline.ledger.ledger import CLOSE, JobLedger
@@ -74,10 +74,10 @@ def job(world: World, name: str, shards: int = 3, deadline: timedelta | None = N
     return ledger
 
 
-def foreman(world: World) -> tuple[Foreman, Dispatcher]:
+def foreman(world: World) -> tuple[JobController, Dispatcher]:
     beats = MemoryHeartbeats(world.clock, 60.0)
     dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_every=0.0))
-    return Foreman(world, dispatcher, settings=ForemanSettings(look_every=0.0)), dispatcher
+    return JobController(world, dispatcher, settings=JobControllerSettings(look_every=0.0)), dispatcher
 
 
 def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of_them_and_a_cancelled_one_is_seen(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.dispatcher.dispatcher import DispatchSettings
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.ledger.ledger import JobLedger
 from schemas.jobs.job import Closing, Tier
 from schemas.models import ModelPin
@@ -109,7 +109,7 @@ def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None
 
 def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
-    settings, figures = DispatchSettings(price_per_hour=36.0), DispatchFigures()
+    settings, figures = DispatchSettings(price_per_hour=36.0), DispatchMetrics()
     house = House(world, JobLedger(world.store), settings=settings, figures=figures)
     plan_by_hand(house.ledger, world, [[0], [1]], tier=Tier.BULK)
     house.dispatcher.add(house.ledger)

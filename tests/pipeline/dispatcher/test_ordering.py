@@ -8,7 +8,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pipeline.dispatcher.fair_share import FairShares
-from pipeline.dispatcher.ordering import ADVANCE_SECONDS, PRESSING_SECONDS, backlog_for, presses, turns
+from pipeline.dispatcher.ordering import (
+    ADVANCE_SECONDS,
+    PRESSING_SECONDS,
+    backlog_for,
+    dispatch_order,
+    is_deadline_at_risk,
+)
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -27,7 +33,7 @@ def taken(
     """The jobs whose shards go next, `each` of so many."""
     found = []
     wanted = [(job, list(range(each, 0, -1))) for job in jobs]
-    for job, _ in turns(
+    for job, _ in dispatch_order(
         shares, wanted, room, lambda job: job, lambda job: job.id in pressing, lambda job: job.id == lost
     ):
         shares.charge(job.tenant, tokens)
@@ -65,7 +71,7 @@ def test_given_a_job_that_is_lost_then_those_in_time_go_before_it_and_those_with
 
 def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
     wanted = [(Job("a", "a"), [2, 1]), (Job("b", "b"), [1])]
-    went = [(job.id, number) for job, number in turns(FairShares(), wanted, 99, lambda job: job)]
+    went = [(job.id, number) for job, number in dispatch_order(FairShares(), wanted, 99, lambda job: job)]
     assert sorted(went) == [("a", 1), ("a", 2), ("b", 1)]
     assert went.index(("a", 1)) < went.index(("a", 2))
 
@@ -85,7 +91,7 @@ def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
 def test_given_what_is_left_of_a_job_then_it_presses_or_not(
     left: float | None, together: float, rate: float, ahead: float, so: bool
 ) -> None:
-    assert presses(left, 1e6, together, rate, ahead) is so
+    assert is_deadline_at_risk(left, 1e6, together, rate, ahead) is so
 
 
 def test_given_a_fleet_then_its_queues_are_as_long_as_it_needs() -> None:
@@ -96,7 +102,9 @@ def test_given_a_job_that_may_put_no_more_then_it_is_passed_over_and_takes_nobod
     shares, jobs = FairShares(), [Job("a1", "a", NOON + timedelta(hours=1)), Job("a2", "a"), Job("b1", "b")]
     wanted = [(job, list(range(100, 0, -1))) for job in jobs]
     found = []
-    for job, _ in turns(shares, wanted, 4, lambda job: job, allowed=lambda job, number: job.id != "a1" or number < 2):
+    for job, _ in dispatch_order(
+        shares, wanted, 4, lambda job: job, allowed=lambda job, number: job.id != "a1" or number < 2
+    ):
         shares.charge(job.tenant, 10)
         found.append(job.id)
     assert found == ["a1", "b1", "a2", "b1"]

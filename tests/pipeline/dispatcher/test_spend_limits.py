@@ -15,7 +15,7 @@ from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.dispatcher.spend_limits import SpendSettings
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.maintenance.retention import Collector
+from pipeline.maintenance.retention import RetentionSweep
 from pipeline.ports import World
 from pipeline.worker_client.protocol import CheckpointWork, ShardWork
 from pipeline.worker_client.shard_client import ShardClient
@@ -296,7 +296,7 @@ def test_given_a_limit_a_month_then_yesterdays_jobs_count_too(tmp_path: Path) ->
         root.work(1.0)
         assert root.cost(name) == 2.0
     assert spent_markers(root.world) == {"a", "b", "c", "d"}
-    Collector(root.world).run()
+    RetentionSweep(root.world).run()
     assert spent_markers(root.world) == {"c", "d"}, "of this month and the last one"
 
 

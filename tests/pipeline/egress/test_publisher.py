@@ -19,7 +19,7 @@ from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.lease import RedisLease
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.dispatcher.dispatcher import Dispatcher
-from pipeline.egress.publisher import Announcer, AnnouncerSettings, result_id
+from pipeline.egress.publisher import Publisher, PublisherSettings, result_id
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
 from pipeline.jobs.submit import submit
@@ -81,8 +81,8 @@ class Counted:
         self.results.update(found["result_id"] or b"" for found in headers if "result_id" in found)
 
 
-def settings(house: KafkaHouse, **changes: Any) -> AnnouncerSettings:
-    plain = AnnouncerSettings(
+def settings(house: KafkaHouse, **changes: Any) -> PublisherSettings:
+    plain = PublisherSettings(
         results_topic=f"{house.name}.results", events_topic=f"{house.name}.events",
         reply_topics=frozenset({f"{house.name}.mine"}), rows_at_once=3,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_given_a_kafka_job_when_it_is_done_then_each_result_is_told_with_its_rec
 ) -> None:
     (ledger,) = take_in(house, said(house))
     compute(house.world, ledger)
-    announcer = Announcer(house.world, house.sender, settings(house))
+    announcer = Publisher(house.world, house.sender, settings(house))
 
     assert announcer.look() == 1
     assert announcer.look() == 0, "all is announced"
@@ -167,9 +167,9 @@ def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another
     (ledger,) = take_in(house, said(house))
     compute(house.world, ledger)
     with pytest.raises(KeyboardInterrupt):
-        Announcer(house.world, Dying(house.sender, sends), settings(house)).look()
+        Publisher(house.world, Dying(house.sender, sends), settings(house)).look()
 
-    assert Announcer(house.world, house.sender, settings(house)).look() == 1
+    assert Publisher(house.world, house.sender, settings(house)).look() == 1
 
     for topic, name, different in (("results", "result_id", 10), ("mine", "result_id", 4), ("events", "event_id", 4)):
         found = told(house, topic, different)
@@ -181,7 +181,7 @@ def test_given_an_announcer_that_dies_between_a_send_and_its_marker_when_another
 def test_given_a_job_that_runs_when_parts_are_committed_then_they_are_told_before_its_end(house: KafkaHouse) -> None:
     (ledger,) = take_in(house, said(house))
     plan_job(ledger, ledger.job(), house.world)
-    announcer = Announcer(house.world, house.sender, settings(house))
+    announcer = Publisher(house.world, house.sender, settings(house))
 
     assert announcer.look() == 0
     early = told(house, "results", 1)
@@ -202,7 +202,7 @@ class SetClock(SystemClock):
         return self.at
 
 
-class Watched(Announcer):
+class Watched(Publisher):
     """Counts its looks at jobs."""
 
     looks = 0
@@ -234,7 +234,7 @@ def test_given_a_result_larger_than_a_message_when_it_is_told_then_it_says_where
     (ledger,) = take_in(house, [Said(request("a"), b"k")])
     compute(house.world, ledger, orjson.dumps({"text": "x" * 1_200_000}).decode())
 
-    Announcer(house.world, house.sender, settings(house)).look()
+    Publisher(house.world, house.sender, settings(house)).look()
 
     ((key, raw, headers),) = told(house, "results", 1)
     value = orjson.loads(raw)
@@ -249,14 +249,14 @@ def test_given_brokers_that_do_not_answer_when_results_are_told_then_it_fails_lo
     (ledger,) = take_in(house, [Said(request("a"), b"k")])
     compute(house.world, ledger)
     away = KafkaHouse("127.0.0.1:1", house.name, house.folder, connect_timeout=0.5)
-    announcer = Announcer(house.world, away.sender, settings(house))
+    announcer = Publisher(house.world, away.sender, settings(house))
 
     assert announcer.look() == 0
     assert announcer.failures == 1
     assert not list(house.store.list("announced/"))
     with pytest.raises(NotConfirmed, match="not confirmed"):
         announcer.announce(ledger)
-    assert Announcer(house.world, house.sender, settings(house)).look() == 1
+    assert Publisher(house.world, house.sender, settings(house)).look() == 1
 
 
 def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told_too_and_its_cancellation(
@@ -266,7 +266,7 @@ def test_given_a_job_of_another_door_when_all_jobs_are_announced_then_it_is_told
     job = submit(order(), ledger, house.world, job_id="job-one").job
     ledger.create_closing(Closing(kind="cancel", at=job.created_at))
     own, every = (
-        Announcer(house.world, house.sender, settings(house, all_jobs=all_jobs)) for all_jobs in (False, True)
+        Publisher(house.world, house.sender, settings(house, all_jobs=all_jobs)) for all_jobs in (False, True)
     )
 
     own.look()
@@ -289,7 +289,7 @@ def test_given_two_announcers_that_contend_for_a_lease_when_one_ends_then_the_ot
     counted, stops = [Counted(house.sender) for _ in leases], [threading.Event() for _ in leases]
     every = settings(house, all_jobs=True, every=0.02)
     announcers = [
-        Announcer(house.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
+        Publisher(house.world, messages, every, lease) for messages, lease in zip(counted, leases, strict=True)
     ]
 
     def told_of(name: str) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.inference.request_builder import AskSettings
+from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.routes.dependencies import GatewaySettings
 from schemas.jobs.job import Tier
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
@@ -49,7 +49,7 @@ def names(house: HttpHouse, key: str) -> dict[str, str]:
 def fuzzed_house(place: Path) -> Iterator[HttpHouse]:
     """A gateway that answers shortly, so that nothing takes long."""
     most = dict.fromkeys(Tier, 64)
-    asking = AskSettings(caps=most, default_max_tokens=5)
+    asking = InferenceSettings(caps=most, default_max_tokens=5)
     with http_house(place, settings=GatewaySettings(most_upload_bytes=1 << 20), asking=asking) as house:
         yield house
 

@@ -23,25 +23,25 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.gateway.app import make_app
 from pipeline.gateway.batches.finalizer import Finalizer
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import ApiKeys
 from pipeline.gateway.http.auth import AuthMode, Authority
-from pipeline.gateway.http.metrics import HttpFigures
-from pipeline.gateway.http.middleware import Edge
+from pipeline.gateway.http.metrics import HttpMetrics
+from pipeline.gateway.http.middleware import RequestMiddleware
 from pipeline.gateway.http.server import GatewayServer, ServerSettings, listen
 from pipeline.gateway.inference.lane_bridge import LaneBridge, draining
-from pipeline.gateway.inference.models import Models
-from pipeline.gateway.inference.request_builder import Asker, AskSettings
+from pipeline.gateway.inference.models import ServedModels
+from pipeline.gateway.inference.request_builder import InferenceRequestBuilder, InferenceSettings
 from pipeline.gateway.inference.response_cache import AnswerCache, CacheSettings, MemoryAnswers
 from pipeline.gateway.inference.responses import Answers, StreamSettings
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
-from pipeline.gateway.routes.dependencies import GatewayParts, GatewaySettings
+from pipeline.gateway.routes.dependencies import GatewayDependencies, GatewaySettings
 from pipeline.gateway.status import Status
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.open import open_pinned
@@ -80,7 +80,7 @@ class HttpHouse:
 
     world: World
     clock: ShiftedClock
-    parts: GatewayParts
+    parts: GatewayDependencies
     finalizer: Finalizer
     keys: ApiKeys
     url: str
@@ -89,7 +89,7 @@ class HttpHouse:
     bridge: LaneBridge
     beats: MemoryHeartbeats
     stop: threading.Event
-    app: Edge
+    app: RequestMiddleware
     witness: Witness
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
@@ -112,7 +112,7 @@ def http_house(
     finalize: bool = True,
     settings: GatewaySettings | None = None,
     intake: IntakeSettings | None = None,
-    asking: AskSettings | None = None,
+    asking: InferenceSettings | None = None,
     streams: StreamSettings | None = None,
     drain_seconds: float = 5.0,
     header_seconds: float = 20.0,
@@ -148,13 +148,13 @@ def http_house(
         files, keys = Files(world, together), ApiKeys(world, believed=0.0)
         finalizer = Finalizer(world, files, every=0.05)
         beats = MemoryHeartbeats(clock, 60.0)
-        figures, dispatched = HttpFigures(clock), DispatchFigures()
-        parts = GatewayParts(
+        figures, dispatched = HttpMetrics(clock), DispatchMetrics()
+        parts = GatewayDependencies(
             world,
             Authority(keys, auth),
             files,
             Batches(world, Intake(world, intake), files, finalizer, together),
-            Models(store),
+            ServedModels(store),
             Status(world, beats, 0.0),
             settings or GatewaySettings(),
             limiter or RateLimiter(clock, rates),
@@ -170,7 +170,10 @@ def http_house(
         lane = MemoryLane(clock)
         worker, bridge = LaneWorker(lane), LaneBridge(lane, clock, CallSettings(look=0.01), figures)
         answers = Answers(
-            Asker(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)), bridge, clock, streams
+            InferenceRequestBuilder(world, asking, parts.rates, AnswerCache(clock, MemoryAnswers(clock), cache)),
+            bridge,
+            clock,
+            streams,
         )
         chosen = ServerSettings(
             port=0,
@@ -219,13 +222,16 @@ def _work(
     permits: threading.Semaphore,
     s3: S3Settings | None,
     grace: float,
-    figures: DispatchFigures,
+    figures: DispatchMetrics,
 ) -> None:
     queue = MemoryQueue()
     settings = DispatchSettings(grace=grace, cache_every=0.05)
     dispatcher = Dispatcher(world, queue, beats, settings=settings, figures=figures)
-    foreman = Foreman(
-        world, dispatcher, lambda pinned: open_pinned(pinned, s3), ForemanSettings(tick_every=0.01, look_every=0.02)
+    foreman = JobController(
+        world,
+        dispatcher,
+        lambda pinned: open_pinned(pinned, s3),
+        JobControllerSettings(tick_every=0.01, look_every=0.02),
     )
     thread = threading.Thread(target=foreman.run, args=(stop,))
     thread.start()

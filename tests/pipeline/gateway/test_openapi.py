@@ -39,7 +39,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield house
 
 
-class Asker:
+class InferenceRequestBuilder:
     """Asks every operation of the document in its turn, with a good key."""
 
     def __init__(self, house: HttpHouse) -> None:
@@ -90,17 +90,17 @@ def test_each_refusal_is_in_the_documentation_with_its_codes() -> None:
 
 @pytest.mark.slow
 def test_all_that_is_documented_is_answered(house: HttpHouse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asker = Asker(house)
+    asker = InferenceRequestBuilder(house)
     _good(asker)
     _refused_by_every_route(asker, monkeypatch)
     _conflicts(asker, monkeypatch)
     with http_house(tmp_path, permits=0) as stopping:
-        _while_it_stops(Asker(stopping))
+        _while_it_stops(InferenceRequestBuilder(stopping))
     missing = house.witness.documented() - house.witness.seen - stopping.witness.seen
     assert not missing, sorted(missing)
 
 
-def _good(asker: Asker) -> None:
+def _good(asker: InferenceRequestBuilder) -> None:
     """What is asked for in order."""
     client = asker.client
     file = client.files.create(file=("a.jsonl", lines(3)), purpose="batch")
@@ -135,7 +135,7 @@ def _good(asker: Asker) -> None:
             assert http.get(path, headers={"If-None-Match": "*"}).status_code == 304
 
 
-def _refused_by_every_route(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+def _refused_by_every_route(asker: InferenceRequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     asker.ask_all(401, "wrong")
     asker.ask_all(403, Origin="http://evil.example")
     _, narrow = asker.house.keys.create("acme", ALL, limits=RateLimits(requests_per_minute=1))
@@ -174,7 +174,7 @@ def _refused_by_every_route(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> No
         asker.ask_all(507)
 
 
-def _conflicts(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+def _conflicts(asker: InferenceRequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     client, house = asker.client, asker.house
     once = {"Idempotency-Key": "once"}
     file = client.files.create(file=("a.jsonl", lines(1)), purpose="batch", extra_headers=once)
@@ -199,7 +199,7 @@ def _conflicts(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
             assert http.post("/v1/files", **form).status_code == 507
 
 
-def _while_it_stops(asker: Asker) -> None:
+def _while_it_stops(asker: InferenceRequestBuilder) -> None:
     house = asker.house
     file = asker.client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
     batch = asker.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")

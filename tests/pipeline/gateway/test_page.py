@@ -16,7 +16,7 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.page import FOLDER
 from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
-from schemas.workers.metrics import LATENCY_BOUNDS, Histogram, TierFigures, WorkerFigures
+from schemas.workers.metrics import LATENCY_BOUNDS, HistogramSample, TierMetrics, WorkerMetrics
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 from tests.waiting import HANG_SECONDS
@@ -113,7 +113,7 @@ def test_the_status_tells_of_workers_and_models_and_of_the_callers_own_backlog(t
         submit(house, theirs)
         state = WorkerState("w2", frozenset({PIN.key, "gone"}), frozenset({("j", 1)}), 1_200, 310.5, draining=True)
         house.beats.beat(state)
-        figures = WorkerFigures(model=PIN.name, tiers={Tier.BULK: TierFigures(ttft=Histogram(counts=(0, 4)))})
+        figures = WorkerMetrics(model=PIN.name, tiers={Tier.BULK: TierMetrics(ttft=HistogramSample(counts=(0, 4)))})
         house.beats.tell("w2", figures)
 
         told = {key: house.http(key).get("/v1/status").json() for key in (ours, theirs, watching, admin)}

@@ -8,14 +8,14 @@ from datetime import timedelta
 
 import pytest
 
-from pipeline.ingest.dead_letters import CannotReplay, DeadLetter, DeadLetters, LetterSource, NoSuchLetter
+from pipeline.ingest.dead_letters import CannotReplay, DeadLetter, DeadLetterNotFound, DeadLetters, DeadLetterSource
 from pipeline.ports import PipelineError, World
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
 from tests.pipeline.simulation import START, simulated_world
 
 
-def source(position: int = 7) -> LetterSource:
-    return LetterSource("kafka", "cluster/requests", f"0-{position}", START + timedelta(seconds=position))
+def source(position: int = 7) -> DeadLetterSource:
+    return DeadLetterSource("kafka", "cluster/requests", f"0-{position}", START + timedelta(seconds=position))
 
 
 def test_given_a_record_when_it_is_written_and_found_then_nothing_of_it_is_lost(world: World) -> None:
@@ -96,7 +96,7 @@ def test_given_what_cannot_be_replayed_then_the_reason_says_what_to_do(world: Wo
         letters.replay(long, lambda _, __: "sent")
     with pytest.raises(CannotReplay, match="the door 'kafka', which can't be reached"):
         letters.replay(letters.record(source(8), "a", "b", b"1"))
-    with pytest.raises(NoSuchLetter, match="dl-nothing"):
+    with pytest.raises(DeadLetterNotFound, match="dl-nothing"):
         letters.find("dl-nothing")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.ingest.validation import Unfit, check_uri
+from pipeline.ingest.validation import InvalidSubmission, check_uri
 
 PREFIXES = ("s3://bucket/team/", "file:///data/team/")
 
@@ -33,10 +33,10 @@ def test_given_a_uri_below_a_prefix_when_it_is_checked_then_it_passes(uri: str) 
     ],
 )
 def test_given_a_uri_that_leads_elsewhere_when_it_is_checked_then_it_is_refused(uri: str) -> None:
-    with pytest.raises(Unfit):
+    with pytest.raises(InvalidSubmission):
         check_uri(uri, PREFIXES)
 
 
 def test_given_no_prefixes_when_a_local_file_is_named_then_it_is_refused() -> None:
-    with pytest.raises(Unfit, match="none is configured"):
+    with pytest.raises(InvalidSubmission, match="none is configured"):
         check_uri("file:///data/a.jsonl", ())

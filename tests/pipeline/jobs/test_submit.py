@@ -13,7 +13,7 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.inputs.pinning import pin_input, source_files
-from pipeline.jobs.submit import DifferentJob, Submitted, clear, new_job_id, submit
+from pipeline.jobs.submit import DifferentJob, SubmittedJob, clear, new_job_id, submit
 from pipeline.ledger.ledger import JobLedger, LedgerError
 from pipeline.planner import InputError
 from pipeline.ports import World
@@ -206,7 +206,7 @@ def test_a_job_that_was_refused_as_a_whole_does_not_stand_in_the_way(world: Worl
 def test_of_many_doors_at_once_one_makes_the_job(tmp_path: Path) -> None:
     barrier = threading.Barrier(6)
 
-    def door(_: int) -> Submitted:
+    def door(_: int) -> SubmittedJob:
         with FolderStore(tmp_path / "out") as store:
             world = World(store, SystemClock(), SystemRandomness(), store.scratch)
             barrier.wait()

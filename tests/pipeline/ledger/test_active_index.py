@@ -15,7 +15,7 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.dispatcher.dispatcher import Dispatcher
 from pipeline.jobs.submit import submit
 from pipeline.jobs.summaries import list_jobs
-from pipeline.ledger.active_index import Swept, mark, open_jobs, sweep, unmark
+from pipeline.ledger.active_index import SweepResult, mark, open_jobs, sweep, unmark
 from pipeline.ledger.ledger import JOB, MANIFEST, JobLedger
 from pipeline.ledger.records import AttemptRecord
 from pipeline.ports import ObjectStore, World
@@ -172,7 +172,7 @@ def test_given_a_death_at_any_call_when_a_job_ends_then_a_sweep_removes_what_is_
         ended = job_in(world.store).manifest() is not None
         stale = world.store.info(MARKER) is not None
         assert stale or left(world.store) == [], "the marker goes last"
-        assert sweep(world.store) == Swept(removed=int(ended and stale))
+        assert sweep(world.store) == SweepResult(removed=int(ended and stale))
         assert not ended or left(world.store) == []
         check(world.store)
 
@@ -241,8 +241,8 @@ def test_given_markers_that_went_astray_when_swept_then_both_sides_are_mended(ma
     world = make_world()
     astray(world)
     assert [ledger.name for ledger in open_jobs(world.store)] == ["job-3"]
-    assert sweep(world.store) == Swept(marked=1, removed=2)
-    assert sweep(world.store) == Swept()
+    assert sweep(world.store) == SweepResult(marked=1, removed=2)
+    assert sweep(world.store) == SweepResult()
 
     for world in at_every_call(make_world, astray, lambda world: sweep(world.store)):
         assert world.store.info("active/job-3") is not None
@@ -287,5 +287,5 @@ def test_given_an_output_folder_when_its_job_comes_and_ends_then_there_is_no_mar
     dispatcher.add(ledger)
     dispatcher.tick()
     assert list(open_jobs(world.store)) == []
-    assert sweep(world.store) == Swept()
+    assert sweep(world.store) == SweepResult()
     assert not [info for info in world.store.list("") if info.key.startswith("active/")]

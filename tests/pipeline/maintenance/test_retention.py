@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ingest.files.folder_inbox import FolderInbox
-from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.intake import Intake
 from pipeline.jobs.retry import choose_rows
 from pipeline.jobs.submit import DifferentJob, submit
 from pipeline.jobs.summaries import find_ledger, list_jobs, summarize_job
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger, ResultsRemoved, shard_key
-from pipeline.maintenance.retention import Collector, Kind, RetentionSettings
+from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from pipeline.ports import ObjectStore, World
 from pipeline.results.checkpoints import checkpoint_key
 from pipeline.results.export import export
@@ -64,8 +64,8 @@ def below(store: ObjectStore, ledger: JobLedger) -> set[str]:
     return {info.key.removeprefix(ledger.prefix) for info in store.list(ledger.prefix)}
 
 
-def run(world: World, chosen: RetentionSettings = KEEP, *, dry_run: bool = False) -> Counter[Kind]:
-    return Collector(world, chosen, dry_run=dry_run).run().objects
+def run(world: World, chosen: RetentionSettings = KEEP, *, dry_run: bool = False) -> Counter[RemovedKind]:
+    return RetentionSweep(world, chosen, dry_run=dry_run).run().objects
 
 
 def test_given_an_open_job_when_collected_a_thousand_days_later_then_nothing_of_it_is_touched(world: World) -> None:
@@ -86,7 +86,7 @@ def test_given_a_job_that_has_ended_when_collected_then_only_what_nobody_needs_g
     named = {shard.key for segment in ledger.segments() for shard in segment.shards}
     end_job(ledger, world.clock.now())
     found = run(world)
-    assert found == {Kind.LOST_PLAN: 1}, "the sweep of markers has cleared the work"
+    assert found == {RemovedKind.LOST_PLAN: 1}, "the sweep of markers has cleared the work"
     left = below(world.store, ledger)
     assert named <= left
     assert {"job.json", "manifest.json", "results/part-00001.parquet", "plan/00000.json"} <= left
@@ -94,7 +94,7 @@ def test_given_a_job_that_has_ended_when_collected_then_only_what_nobody_needs_g
     assert world.store.info("intake/kafka/c/t/00000/lines/0-a.jsonl") is not None
 
     ledger.create(checkpoint_key(1, "1" * 16, 3), b"a worker that had not heard of the end")
-    assert run(world) == {Kind.WORK: 1}
+    assert run(world) == {RemovedKind.WORK: 1}
     assert run(world) == {}
 
 
@@ -107,11 +107,11 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_says_so_
     run(world)
     ledger.check_results()
     world.clock.sleep(1 * DAY)
-    looked = Collector(world, KEEP, dry_run=True).run()
+    looked = RetentionSweep(world, KEEP, dry_run=True).run()
     assert looked.jobs == ["job-1"]
-    assert looked.num_bytes[Kind.RESULTS] > 0
+    assert looked.num_bytes[RemovedKind.RESULTS] > 0
     assert ledger.tombstone() is None
-    done = Collector(world, KEEP).run()
+    done = RetentionSweep(world, KEEP).run()
     assert (done.jobs, done.objects) == (looked.jobs, looked.objects)
     assert below(world.store, ledger) == PAPERS
 
@@ -126,7 +126,7 @@ def test_given_results_that_are_too_old_when_collected_then_a_tombstone_says_so_
     assert world.store.info("intake/kafka/c/t/00000/lines/0-a.jsonl") is not None, "the door may see the event again"
 
     world.clock.sleep(23 * DAY)
-    assert run(world) == {Kind.BATCH: 2}
+    assert run(world) == {RemovedKind.BATCH: 2}
     assert run(world) == {}
     assert below(world.store, ledger) == PAPERS
 
@@ -153,14 +153,14 @@ def test_given_jobs_that_say_how_long_when_collected_then_each_has_its_own_time_
     gone = list[list[str]]()
     for days in (1, 1, 5, 12, 1):
         world.clock.sleep(days * DAY)
-        gone.append(Collector(world, KEEP).run().jobs)
+        gone.append(RetentionSweep(world, KEEP).run().jobs)
     assert gone == [[], ["job-1"], ["job-3"], [], ["job-2"]]
 
     other = ledger_of(world.store, "job-4")
     submit(order(output_expires_after=timedelta(days=2)), other, world, job_id="job-4")
     end_job(other, world.clock.now())
     world.clock.sleep(2 * DAY)
-    assert Collector(world, RetentionSettings()).run().jobs == ["job-4"], "also where all others are kept for ever"
+    assert RetentionSweep(world, RetentionSettings()).run().jobs == ["job-4"], "also where all others are kept for ever"
     with pytest.raises(DifferentJob, match="output_expires_after was 2 days, 0:00:00, now None"):
         submit(order(), other, world)
 
@@ -171,12 +171,12 @@ def test_given_two_jobs_of_one_batch_when_one_is_old_then_what_lies_beside_stays
     planned(world, "job-3", "intake/kafka/c/t/00000/lines/01-b.jsonl")
     end_job(one, world.clock.now())
     world.clock.sleep(40 * DAY)
-    assert run(world)[Kind.BATCH] == 1
+    assert run(world)[RemovedKind.BATCH] == 1
     left = [info.key.rpartition("/")[2] for info in world.store.list("intake/")]
     assert left == ["0-ax.parquet", "0-b.jsonl", "0-bx.parquet", "01-b.jsonl", "01-bx.parquet"]
     end_job(ledger_of(world.store, "job-2"), world.clock.now())
     world.clock.sleep(40 * DAY)
-    assert run(world)[Kind.BATCH] == 3
+    assert run(world)[RemovedKind.BATCH] == 3
 
 
 def test_given_a_job_whose_input_is_the_users_when_collected_then_the_input_stays(tmp_path: Path) -> None:
@@ -206,17 +206,17 @@ def test_given_dropped_files_when_one_has_gone_then_its_marker_goes_and_no_other
         incoming.mkdir()
         for name in ("a.jsonl", "b.jsonl", "c.csv"):
             (incoming / name).write_text("{}\n")
-        door = DropDoor(FolderInbox(store, clock), Intake(world), world)
+        door = FileIngestSource(FolderInbox(store, clock), Intake(world), world)
         for _ in range(2):
             door.sweep()
             clock.sleep(2.0)
         assert len(list(store.list("taken/"))) == 3
         assert run(world) == {}
         (incoming / "a.jsonl").unlink()
-        assert run(world) == {Kind.MARKER: 1}
+        assert run(world) == {RemovedKind.MARKER: 1}
         assert run(world) == {}
         (incoming / "a.jsonl").write_text("{}\n")
-        again = DropDoor(FolderInbox(store, clock), Intake(world), world)
+        again = FileIngestSource(FolderInbox(store, clock), Intake(world), world)
         for _ in range(2):
             again.sweep()
             clock.sleep(2.0)
@@ -251,7 +251,7 @@ def test_given_a_store_with_uploads_left_behind_when_collected_then_old_ones_go(
     now = world.clock.now()
     store.uploads = [now - timedelta(days=3), now - timedelta(days=1)]
     assert run(there, dry_run=True) == {}
-    assert run(there) == {Kind.UPLOAD: 1}
+    assert run(there) == {RemovedKind.UPLOAD: 1}
     assert store.uploads == [now - timedelta(days=1)]
 
 

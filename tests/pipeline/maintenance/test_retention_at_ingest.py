@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 
 from pipeline.ingest.celery.tasks import CeleryTasks, TaskRefused
-from pipeline.ingest.dead_letters import DeadLetters, LetterSource, NoSuchLetter
+from pipeline.ingest.dead_letters import DeadLetterNotFound, DeadLetters, DeadLetterSource
 from pipeline.ingest.intake import Intake
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.maintenance.retention import Collector, Kind, RetentionSettings
+from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from pipeline.ports import World
 from schemas.jobs.inputs import InputRef
 from schemas.models import CatalogEntry
@@ -36,15 +36,15 @@ def test_given_old_tickets_when_collected_then_those_go_that_nobody_can_need(wor
     end_job(JobLedger(world.store, f"{JOBS}{ended}/"), world.clock.now())
     world.clock.sleep(29 * DAY)
     assert tasks.submit("team", "new", [[LINE]], {}) not in (ended, opened)
-    assert Collector(world).run().objects == {}
+    assert RetentionSweep(world).run().objects == {}
 
     world.clock.sleep(1 * DAY)
-    would = Collector(world, dry_run=True).run().objects
-    assert would == {Kind.TICKET: 2, Kind.BATCH: 1}, "of what was refused the lines, too"
+    would = RetentionSweep(world, dry_run=True).run().objects
+    assert would == {RemovedKind.TICKET: 2, RemovedKind.BATCH: 1}, "of what was refused the lines, too"
     for nth in range(1, 60):
         with suppress(Killed):
-            Collector(replace(world, store=WatchedStore(world.store, dies_at(nth)))).run()
-    assert Collector(world).run().objects == {}
+            RetentionSweep(replace(world, store=WatchedStore(world.store, dies_at(nth)))).run()
+    assert RetentionSweep(world).run().objects == {}
     left = [info.key.rpartition("-")[2] for info in world.store.list("intake/celery/")]
     assert (len(left), left.count("task.json")) == (5, 2), "the ended job's lines, and all of the others"
     assert tasks.submit("team", "open", [[LINE]], {}) == opened
@@ -57,20 +57,20 @@ def test_given_old_dead_letters_when_collected_then_they_go_if_that_is_asked_for
     letters = DeadLetters(world)
     future = world.clock.now() + timedelta(days=365)  # by the source's own clock
     for place in ("a", "b"):
-        letter = letters.record(LetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
+        letter = letters.record(DeadLetterSource("kafka", "c/t", place, future), "bad", "no good", b"original")
         letters.replay(letter, lambda *_: "sent again")
         world.clock.sleep(10 * DAY)
-    assert Collector(world).run().objects == {}
+    assert RetentionSweep(world).run().objects == {}
     kept = RetentionSettings(letters=timedelta(days=20))
-    assert Collector(world, kept, dry_run=True).run().objects == {Kind.LETTER: 3}
-    assert Collector(world, kept).run().objects == {Kind.LETTER: 3}
+    assert RetentionSweep(world, kept, dry_run=True).run().objects == {RemovedKind.LETTER: 3}
+    assert RetentionSweep(world, kept).run().objects == {RemovedKind.LETTER: 3}
     assert [found.letter.position for found in letters.letters()] == ["b"]
 
     world.clock.sleep(10 * DAY)
     for nth in range(1, 30):
         with suppress(Killed):
-            Collector(replace(world, store=WatchedStore(world.store, dies_at(nth))), kept).run()
+            RetentionSweep(replace(world, store=WatchedStore(world.store, dies_at(nth))), kept).run()
         for found in letters.letters():  # while it goes it says so
-            with suppress(NoSuchLetter):
+            with suppress(DeadLetterNotFound):
                 assert letters.original(found.letter) == b"original"
     assert list(world.store.list("deadletters/")) == []

@@ -11,7 +11,7 @@ from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.jobs.submit import submit
 from pipeline.ledger.ledger import JobLedger
-from pipeline.maintenance.retention import Collector, Kind, RetentionSettings
+from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from pipeline.ports import World
 from tests.pipeline.made_jobs import end_job, order
 from tests.servers.moto import MotoServer
@@ -41,12 +41,12 @@ def test_given_a_root_in_a_bucket_when_collected_then_old_results_and_uploads_go
         client.create_multipart_upload(Bucket=bucket, Key="elsewhere/large")
 
         long = timedelta(days=365 * 30)  # this server says of all uploads that they began in 2010
-        young = Collector(world, RetentionSettings(uploads=long)).run()
-        assert young.objects[Kind.UPLOAD] == 0
+        young = RetentionSweep(world, RetentionSettings(uploads=long)).run()
+        assert young.objects[RemovedKind.UPLOAD] == 0
         assert ended.tombstone() is None
         none = timedelta(seconds=-60)
-        done = Collector(world, RetentionSettings(outputs=timedelta(minutes=5), uploads=none)).run()
-        assert (done.jobs, done.objects[Kind.UPLOAD]) == (["job-1"], 1)
+        done = RetentionSweep(world, RetentionSettings(outputs=timedelta(minutes=5), uploads=none)).run()
+        assert (done.jobs, done.objects[RemovedKind.UPLOAD]) == (["job-1"], 1)
         left = client.list_multipart_uploads(Bucket=bucket)["Uploads"]
         assert [upload["Key"] for upload in left] == ["elsewhere/large"], "others' uploads are none of ours"
         assert {info.key for info in store.list("jobs/job-1/")} == {

@@ -10,8 +10,8 @@ from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.ledger.active_index import mark
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ledger.records import ShardReport
-from pipeline.models.registry import ReleaseBook
-from pipeline.models.rollout_controller import ReleaseKeeper
+from pipeline.models.registry import ModelRegistry
+from pipeline.models.rollout_controller import RolloutController
 from pipeline.models.shadow_client import ShadowClient
 from pipeline.ports import ShardTask, World, queue_name
 from pipeline.results.rejected_rows import commit_rejects
@@ -34,8 +34,8 @@ class ReleasesHouse:
 
     def __init__(self, scratch: Path, world: World | None = None) -> None:
         self.world: World = world or simulated_world(scratch)
-        self.book = ReleaseBook(self.world.store)
-        self.keeper = ReleaseKeeper(self.world)
+        self.book = ModelRegistry(self.world.store)
+        self.keeper = RolloutController(self.world)
         self.book.publish(OLD)
         self.book.publish(NEW, candidate=True)
 

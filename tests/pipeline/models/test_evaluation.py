@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.models.evaluation import ShadowedShard, Verdict, _student, judge
-from schemas.releases import Drift
+from pipeline.models.evaluation import ReleaseVerdict, ShadowedShard, _student, judge
+from schemas.releases import LogprobDrift
 from schemas.settings.releases import ReleaseRules
 
 RULES = ReleaseRules(least_shards=8, most_shards=128, agreement=0.8, more_errors=0.02, slower=1.25)
@@ -29,12 +29,12 @@ def shards(
     return found
 
 
-def outcome(verdict: Verdict | None) -> str:
+def outcome(verdict: ReleaseVerdict | None) -> str:
     return "open" if verdict is None else "promoted" if verdict.promote else "rolled back"
 
 
 def test_given_too_few_shards_when_judged_then_nothing_is_decided_however_bad_they_are() -> None:
-    assert judge(shards(7, agreement=0.0, errors=1.0), RULES, Drift(mean=9.0, most=9.0, tokens=1)) is None
+    assert judge(shards(7, agreement=0.0, errors=1.0), RULES, LogprobDrift(mean=9.0, most=9.0, tokens=1)) is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_given_looks_at_every_shard_when_judged_then_the_verdict_is_the_one_of_a
 )
 def test_given_whatever_was_compared_when_more_comes_then_a_verdict_stays(found: list[ShadowedShard]) -> None:
     rules = RULES.model_copy(update={"most_shards": 32})
-    before: Verdict | None = None
+    before: ReleaseVerdict | None = None
     for count in range(len(found) + 1):
         verdict = judge(found[:count], rules, None)
         assert before is None or verdict == before

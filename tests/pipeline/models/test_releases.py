@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.egress.release_events import ReleaseNews
+from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.ledger.ledger import JOBS
 from pipeline.models.catalog import Catalog
 from pipeline.models.registry import RELEASES, ReleaseError
@@ -17,7 +17,7 @@ from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
 from pipeline.worker_client.protocol import RevokedShards
 from schemas.jobs.events import ReleaseEnded, read_event
 from schemas.jobs.job import Tier
-from schemas.releases import Drift
+from schemas.releases import LogprobDrift
 from tests.pipeline.made_jobs import MODEL, all_rows
 from tests.pipeline.models.releases_harness import NEW, OLD, RULES, ReleasesHouse
 from tests.pipeline.simulation import MemoryStore
@@ -152,7 +152,7 @@ def test_given_a_shadow_release_when_it_was_compared_then_somebody_decides(house
 def test_given_drift_beyond_the_limit_when_answers_agree_then_it_is_rolled_back(house: ReleasesHouse) -> None:
     house.job("job-1", 5)
     release = house.begin()
-    house.book.note_drift(release, Drift(mean=0.9, most=2.0, tokens=100))
+    house.book.note_drift(release, LogprobDrift(mean=0.9, most=2.0, tokens=100))
     house.shadow(release)
     house.keeper.look()
     last = house.book.last(MODEL)
@@ -246,7 +246,7 @@ def test_given_releases_that_ended_when_they_are_announced_then_each_is_told_onc
     house: ReleasesHouse,
 ) -> None:
     topic = Topic(failures=1)
-    news = ReleaseNews(house.world.store, topic, "events")
+    news = ReleaseEventPublisher(house.world.store, topic, "events")
     release = house.begin()
     news.look()
     assert topic.sent == []
@@ -255,7 +255,7 @@ def test_given_releases_that_ended_when_they_are_announced_then_each_is_told_onc
     with pytest.raises(NotConfirmed):
         news.look()
     news.look()
-    ReleaseNews(house.world.store, topic, "events").look()
+    ReleaseEventPublisher(house.world.store, topic, "events").look()
     events = [read_event(message.value or b"") for message in topic.sent]
     assert all(isinstance(event, ReleaseEnded) for event in events)
     told = [(event.release, event.verdict, event.candidate) for event in events if isinstance(event, ReleaseEnded)]

@@ -12,7 +12,7 @@ import pytest
 from pipeline import metric_collectors
 from pipeline.observability.exposition import Metrics
 from pipeline.observability.metric_definitions import METRICS
-from pipeline.observability.samples import Times, Told
+from pipeline.observability.samples import Samples, Times
 from pipeline.runtime.availability import ServiceUnavailable
 from schemas.workers.metrics import LATENCY_BOUNDS
 from tests.pipeline.observability.scrapes import OPENMETRICS, Scrape, parsed
@@ -20,7 +20,7 @@ from tests.pipeline.observability.scrapes import OPENMETRICS, Scrape, parsed
 PROMTOOL = shutil.which("promtool")
 
 
-def everything(told: Told) -> None:
+def everything(told: Samples) -> None:
     """A value for each name."""
     for number, metric in enumerate(METRICS):
         value = Times((0, 2, 1), 0.5) if metric.kind == "histogram" else number + 0.5
@@ -76,7 +76,7 @@ def test_the_process_tells_of_itself() -> None:
 def test_names_of_models_can_be_anything() -> None:
     hostile = 'a"b\\c\nd{x="y"} 文 \x00'
 
-    def tell(told: Told) -> None:
+    def tell(told: Samples) -> None:
         told.value("tokenmill_workers", 3, hostile)
 
     for accept in ("", OPENMETRICS):
@@ -94,7 +94,7 @@ def test_whatever_a_scraper_accepts_it_gets_something_that_can_be_read(accept: s
 
 
 def test_what_cant_be_known_now_is_left_out_and_the_rest_is_told() -> None:
-    def away(told: Told) -> None:
+    def away(told: Samples) -> None:
         raise ServiceUnavailable("nobody answers")
 
     found = parsed(told_by(away, everything))
@@ -103,7 +103,7 @@ def test_what_cant_be_known_now_is_left_out_and_the_rest_is_told() -> None:
 
 
 def test_mistakes_of_ours_are_not_told() -> None:
-    told = Told()
+    told = Samples()
     with pytest.raises(KeyError):
         told.value("tokenmill_unheard_of", 1)
     with pytest.raises(ValueError, match="has the labels"):

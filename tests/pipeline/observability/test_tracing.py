@@ -13,7 +13,7 @@ import structlog
 
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
 from pipeline.ports import World
 from pipeline.tracing import (
@@ -193,12 +193,12 @@ def test_given_a_door_that_traces_then_the_job_says_what_it_belongs_to_and_the_s
         world = World(store, SystemClock(), SystemRandomness(), store.scratch, traced.traces)
         ledger = JobLedger(store, f"{JOBS}j/")
         with doors_span(world.traces, "door", (SENT,)) as span:
-            first = submit(Order(INPUT, (PIN,)), ledger, world, job_id="j")
+            first = submit(JobOrder(INPUT, (PIN,)), ledger, world, job_id="j")
         assert first.job.traceparent == span.traceparent
         with doors_span(world.traces, "another", (OTHER,)):
-            again = submit(Order(INPUT, (PIN,)), ledger, world, job_id="j")
+            again = submit(JobOrder(INPUT, (PIN,)), ledger, world, job_id="j")
         assert (again.created, again.job.traceparent) == (False, span.traceparent)
         plain = dataclasses.replace(world, traces=NO_TRACES)
         other = JobLedger(store, f"{JOBS}k/")
-        submit(Order(INPUT, (PIN,)), other, plain, job_id="k")
+        submit(JobOrder(INPUT, (PIN,)), other, plain, job_id="k")
         assert b"traceparent" not in store.read(f"{JOBS}k/job.json"), "what doesn't trace writes what it always wrote"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.planner import OtherPlan, segment
+from pipeline.planner import PlanMismatch, segment
 from pipeline.planner.sizes import SegmentSizes
 from pipeline.ports import StoreError
 from schemas.jobs.job import OnInvalid
@@ -144,7 +144,7 @@ def test_given_a_segment_of_other_rows_then_it_is_refused(
     sink = tools.sink(standing={0: own.model_copy(update=change)})
     if race:
         sink.existing_segment = lambda index: None
-    with pytest.raises(OtherPlan, match=message):
+    with pytest.raises(PlanMismatch, match=message):
         tools.plan(lines, job, sink=sink)
     assert len(sink.standing) == 1, "nothing is planned behind it"
 

@@ -18,14 +18,14 @@ from pipeline.lane.memory import MemoryLane
 from pipeline.ports import Heartbeats, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
 from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
-from pipeline.scaling.backlog import BacklogFigures, BacklogLook
+from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.cloudwatch import CloudWatch
 from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
 from schemas.workers.lane import LaneRequest
-from schemas.workers.metrics import Histogram, TierFigures, WorkerFigures
+from schemas.workers.metrics import HistogramSample, TierMetrics, WorkerMetrics
 from tests.pipeline.scaling.test_backlog import MODEL, OTHER, House, cloudwatch, told  # noqa: F401
 from tests.waiting import HANG_SECONDS
 
@@ -46,24 +46,24 @@ class Told:
     def __init__(self) -> None:
         self.all: list[dict[str, PoolDecision]] = []
 
-    def put(self, _figures: BacklogFigures, decisions: Sequence[PoolDecision]) -> None:
+    def put(self, _figures: BacklogMetrics, decisions: Sequence[PoolDecision]) -> None:
         self.all.append({one.pool: one for one in decisions})
 
 
 def scaler(house: House, options: AutoscaleOptions = AutoscaleOptions(), *targets: Any, **more: Any) -> Autoscaler:  # noqa: B008
-    look = BacklogLook(house.world, house.heartbeats, assumed=100.0)
+    look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
     return Autoscaler(house.world, look, house.heartbeats, options, targets, **more)
 
 
-def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerFigures:
-    return WorkerFigures(
-        model="m", tiers={Tier.INTERACTIVE: TierFigures(ttft=Histogram(counts=ttft))},
+def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> WorkerMetrics:
+    return WorkerMetrics(
+        model="m", tiers={Tier.INTERACTIVE: TierMetrics(ttft=HistogramSample(counts=ttft))},
         kv_blocks=100, kv_blocks_used=used, lane_open=3, lane_waiting=waiting,
     )  # fmt: skip
 
 
 def observed(house: House, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
-    look = BacklogLook(house.world, house.heartbeats, assumed=100.0)
+    look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
     seen = see(look, house.heartbeats, house.world.clock.now())
     (pool,) = pools_of(ONE_POOL, {"m", "other"})
     return observe(pool, seen, before)
@@ -134,7 +134,7 @@ def test_given_a_pool_of_none_when_a_caller_waits_on_the_lane_then_a_worker_is_s
 ) -> None:
     lane = MemoryLane(house.world.clock)
     lane.send(LaneRequest("r1", MODEL.key, {"messages": []}))
-    look = BacklogLook(house.world, house.heartbeats, assumed=100.0, lane=lane)
+    look = BacklogReader(house.world, house.heartbeats, assumed=100.0, lane=lane)
     target = Told()
     autoscaler = Autoscaler(house.world, look, house.heartbeats, AutoscaleOptions(), [target])
     autoscaler.once()
@@ -205,7 +205,7 @@ def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: Hous
 
     target = Told()
     deaf: Heartbeats = Deaf(house.world.clock, 60.0)
-    look = BacklogLook(house.world, deaf, assumed=100.0)
+    look = BacklogReader(house.world, deaf, assumed=100.0)
     with pytest.raises(PipelineError):
         Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).once()
     assert target.all == []
@@ -218,7 +218,7 @@ def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house
     class Failing:
         calls = 0
 
-        def put(self, _figures: BacklogFigures, _decisions: Sequence[PoolDecision]) -> None:
+        def put(self, _figures: BacklogMetrics, _decisions: Sequence[PoolDecision]) -> None:
             Failing.calls += 1
             if Failing.calls == 3:
                 stop.set()

@@ -18,9 +18,9 @@ from pipeline.ledger.ledger import JOB, JOBS
 from pipeline.models.catalog import Catalog
 from pipeline.ports import WorkerState, World
 from pipeline.runtime.availability import ServiceUnavailable
-from pipeline.scaling.backlog import BacklogFigures, BacklogLook, ModelBacklog
+from pipeline.scaling.backlog import BacklogMetrics, BacklogReader, ModelBacklog
 from pipeline.scaling.cloudwatch import CloudWatch
-from pipeline.scaling.open_work import OpenJob, OpenWork
+from pipeline.scaling.open_work import OpenJobsIndex, OpenJobSummary
 from schemas.jobs.job import Job
 from schemas.jobs.job_options import JobOptions
 from schemas.jobs.outcome import JobStatus
@@ -45,7 +45,7 @@ class House:
         self.folder = folder
         for pin in (MODEL, OTHER):
             Catalog(self.store).publish(CatalogEntry(pin=pin, max_model_len=512))
-        self.look = BacklogLook(self.world, self.heartbeats, assumed=100.0)
+        self.look = BacklogReader(self.world, self.heartbeats, assumed=100.0)
 
     def submit(self, name: str, *models: str) -> Job:
         """A job whose rows name these models."""
@@ -113,7 +113,7 @@ def test_given_a_job_of_two_models_then_it_waits_for_both(house: House) -> None:
 
 def test_given_a_job_that_nobody_took_up_then_it_is_open_and_validating(house: House) -> None:
     job = house.submit("one", "m")
-    assert OpenWork(house.store).look().jobs == [OpenJob(job, JobStatus.VALIDATING, job.input.size // 4)]
+    assert OpenJobsIndex(house.store).look().jobs == [OpenJobSummary(job, JobStatus.VALIDATING, job.input.size // 4)]
 
 
 def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_them(house: House) -> None:
@@ -121,17 +121,17 @@ def test_given_a_job_of_many_files_then_what_is_kept_of_it_does_not_grow_with_th
     file = job.input.files[0]
     many = job.model_copy(update={"input": job.input.model_copy(update={"files": (file,) * 5})})
     house.store.replace(f"{JOBS}{job.id}/{JOB}", many.to_json())
-    (found,) = OpenWork(house.store).look().jobs
+    (found,) = OpenJobsIndex(house.store).look().jobs
     assert (len(found.job.input.files), found.left) == (1, 5 * file.size // 4)
 
 
 def test_given_more_jobs_than_a_look_reads_then_it_says_so(house: House) -> None:
     house.submit("one", "m")
     house.submit("two", "m")
-    assert not OpenWork(house.store).look().more
-    found = OpenWork(house.store, max_jobs=1).look()
+    assert not OpenJobsIndex(house.store).look().more
+    found = OpenJobsIndex(house.store, max_jobs=1).look()
     assert (len(found.jobs), found.more) == (1, True)
-    assert len(OpenWork(house.store, max_jobs=None).look().jobs) == 2
+    assert len(OpenJobsIndex(house.store, max_jobs=None).look().jobs) == 2
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_given_figures_when_cloudwatch_is_told_then_it_has_them_by_installation_
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
-    figures = BacklogFigures(3, (ModelBacklog("m", 5_000, 2, 100.0), ModelBacklog("owner/name", 0, 0, 10.0)))
+    figures = BacklogMetrics(3, (ModelBacklog("m", 5_000, 2, 100.0), ModelBacklog("owner/name", 0, 0, 10.0)))
 
     CloudWatch(space, "here", "us-east-1").put(figures)
 
@@ -179,7 +179,7 @@ def test_given_more_values_than_one_request_takes_then_all_are_told(
     cloudwatch: Any, unique_name: Callable[[], str]
 ) -> None:
     space = unique_name()
-    figures = BacklogFigures(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
+    figures = BacklogMetrics(0, tuple(ModelBacklog(f"m{number}", number, 0, 1.0) for number in range(300)))
     CloudWatch(space, "here", "us-east-1").put(figures)
     assert told(cloudwatch, space, "BacklogTokens", Installation="here", Model="m299") == 299
 
@@ -190,4 +190,4 @@ def test_given_no_cloudwatch_when_it_is_told_then_the_error_is_of_a_server_that_
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
     with pytest.raises(ServiceUnavailable, match="can't tell the backlog"):
-        CloudWatch("space", "here", "us-east-1").put(BacklogFigures(0, ()))
+        CloudWatch("space", "here", "us-east-1").put(BacklogMetrics(0, ()))

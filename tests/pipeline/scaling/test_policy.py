@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.scaling.fleet import Demand, Fleet, Start, workers_for
-from pipeline.scaling.policy import Decision, Memory, Observed, decide
+from pipeline.scaling.fleet import Demand, Fleet, PendingStart, workers_for
+from pipeline.scaling.policy import Decision, PolicyState, PoolObservation, decide
 from schemas.settings.autoscaling import ScalingLimits
 
 LIMITS = ScalingLimits(most=100, cold_start=300.0)
@@ -26,10 +26,10 @@ class Pool:
         self.limits = limits
         self.live = live
         self.now = 1_000_000.0
-        self.memory = Memory()
+        self.memory = PolicyState()
 
     def decide(self, *demands: Demand, **seen: float) -> Decision:
-        decision = decide(self.limits, self.memory, Observed(demands, self.live, **seen), self.now)  # type: ignore[arg-type]
+        decision = decide(self.limits, self.memory, PoolObservation(demands, self.live, **seen), self.now)  # type: ignore[arg-type]
         self.memory = decision.memory
         return decision
 
@@ -196,10 +196,10 @@ def test_given_any_history_then_changes_an_hour_are_bounded_and_limits_hold(
     history: list[tuple[float, float, int]],
 ) -> None:
     limits = ScalingLimits(least=1, most=100, changes_an_hour=6, up_cooldown=0, down_cooldown=0, down_after=0)
-    memory, changed, now = Memory(), list[float](), 0.0
+    memory, changed, now = PolicyState(), list[float](), 0.0
     for seconds, due, live in history:
         now += 60
-        decision = decide(limits, memory, Observed([Demand(seconds, due)], live), now)
+        decision = decide(limits, memory, PoolObservation([Demand(seconds, due)], live), now)
         memory = decision.memory
         assert limits.least <= decision.desired <= limits.most
         if decision.desired != decision.before:
@@ -291,9 +291,9 @@ def test_given_workers_that_are_starting_then_they_are_not_wished_for_twice() ->
 
 
 def test_given_machines_that_never_come_then_deadlines_are_reckoned_without_them() -> None:
-    assert Start(3, 0.0).ready_in(300.0, 100.0) == (3, 200.0)
-    assert Start(3, 0.0).ready_in(300.0, 400.0) == (3, 0.0)
-    assert Start(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is asked for now"
+    assert PendingStart(3, 0.0).ready_in(300.0, 100.0) == (3, 200.0)
+    assert PendingStart(3, 0.0).ready_in(300.0, 400.0) == (3, 0.0)
+    assert PendingStart(3, 0.0).ready_in(300.0, 700.0) == (3, 300.0), "as late as one that is asked for now"
 
 
 # -- callers who wait

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from pipeline.planner.cut import ShardLimits, cut
-from pipeline.simulator.lower_bound import Task
+from pipeline.simulator.lower_bound import OracleJob
 from pipeline.simulator.oracle import best
 from pipeline.simulator.simulation import EPOCH
-from pipeline.simulator.trace import BadTrace, Drawn, Pattern, draw_trace, read_trace
+from pipeline.simulator.trace import BadTrace, Pattern, TraceSettings, draw_trace, read_trace
 from pipeline.simulator.worker_model import EXAMPLE, BadWorkerModel, Decoding, WorkerModel, read_worker_model
-from pipeline.simulator.workers import Order, SimJob, SimWorker
+from pipeline.simulator.workers import SimJob, SimulatedJobOrder, SimWorker
 from schemas.jobs.job import Tier
 from schemas.requests.limits import PlanSettings
 
@@ -31,7 +31,7 @@ PATTERNS: tuple[Pattern, ...] = ("bursts", "ramp", "daynight", "spot-storm")
 
 
 def sim_job(rows: int, answer: float = 100.0, tier: Tier = Tier.STANDARD) -> SimJob:
-    return SimJob(Order("j", "t", tier, None, EPOCH), 0.0, None, rows, rows, 1.0, answer, answer + 1)
+    return SimJob(SimulatedJobOrder("j", "t", tier, None, EPOCH), 0.0, None, rows, rows, 1.0, answer, answer + 1)
 
 
 # -- a worker
@@ -160,7 +160,7 @@ def test_given_a_file_without_jobs_then_it_is_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_given_a_seed_then_the_trace_is_the_same_and_another_seed_gives_another(pattern: Pattern) -> None:
-    drawn = Drawn(requests=1_000_000)
+    drawn = TraceSettings(requests=1_000_000)
     trace = draw_trace(pattern, drawn, 3)
     assert trace == draw_trace(pattern, drawn, 3)
     assert trace.jobs != draw_trace(pattern, drawn, 4).jobs
@@ -170,7 +170,7 @@ def test_given_a_seed_then_the_trace_is_the_same_and_another_seed_gives_another(
 
 
 def test_given_day_and_night_then_the_night_is_quiet() -> None:
-    jobs = draw_trace("daynight", Drawn(requests=10**6, jobs=2_000), 0).jobs
+    jobs = draw_trace("daynight", TraceSettings(requests=10**6, jobs=2_000), 0).jobs
     night = sum(job.at < 4 * 3_600 or job.at > 20 * 3_600 for job in jobs)
     assert night < 0.2 * len(jobs)
 
@@ -179,21 +179,23 @@ def test_given_day_and_night_then_the_night_is_quiet() -> None:
 
 
 def test_given_one_task_then_it_costs_its_work_and_a_start_for_each_worker_that_it_needs() -> None:
-    assert best([Task(0, 100, 1_000)], 9, 30, 0).worker_seconds == 130
+    assert best([OracleJob(0, 100, 1_000)], 9, 30, 0).worker_seconds == 130
     # 1,000 s of work in 250 s need four.
-    found = best([Task(0, 1_000, 250)], 9, 30, 0)
+    found = best([OracleJob(0, 1_000, 250)], 9, 30, 0)
     assert (found.worker_seconds, found.peak, found.met) == (1_000 + 4 * 30, 4, (True,))
 
 
 def test_given_quiet_between_two_tasks_then_it_costs_a_start_or_the_waiting() -> None:
-    assert best([Task(0, 100, 200), Task(1_000, 100, 1_200)], 9, 30, 0).worker_seconds == 200 + 30 + 30
-    assert best([Task(0, 100, 200), Task(210, 100, 400)], 9, 30, 0).worker_seconds == 200 + 30 + 10
-    assert best([Task(0, 100, 200), Task(200, 100, 400)], 9, 30, 0).worker_seconds == 200 + 30, "they may follow"
+    assert best([OracleJob(0, 100, 200), OracleJob(1_000, 100, 1_200)], 9, 30, 0).worker_seconds == 200 + 30 + 30
+    assert best([OracleJob(0, 100, 200), OracleJob(210, 100, 400)], 9, 30, 0).worker_seconds == 200 + 30 + 10
+    assert best([OracleJob(0, 100, 200), OracleJob(200, 100, 400)], 9, 30, 0).worker_seconds == 200 + 30, (
+        "they may follow"
+    )
 
 
 def test_given_two_that_are_due_apart_in_one_stretch_then_each_start_is_paid_or_the_waiting_between() -> None:
     # The third reaches across the quiet, so they are one stretch; two workers are needed at both of its ends.
-    tasks = [Task(2_000, 400, 2_200), Task(4_000, 400, 4_200), Task(2_000, 100, 4_200)]
+    tasks = [OracleJob(2_000, 400, 2_200), OracleJob(4_000, 400, 4_200), OracleJob(2_000, 100, 4_200)]
     assert best(tasks, 9, 30, 0, step=10.0).worker_seconds == pytest.approx(900 + 4 * 30, abs=20)
     assert best(tasks, 9, 1_000, 0, step=10.0).worker_seconds == pytest.approx(900 + 4 * 1_000, abs=20)
     # So dear that one stays and does the third's work meanwhile.
@@ -202,37 +204,37 @@ def test_given_two_that_are_due_apart_in_one_stretch_then_each_start_is_paid_or_
 
 def test_given_a_whole_worker_that_half_the_work_would_fill_then_it_gathers_and_starts_again_or_stays() -> None:
     # 50 s of work each 100 s, to be done within 1,000 s: one start for each ten, or standing idle half of the time.
-    tasks = [Task(at, 50, at + 1_000) for at in range(0, 10_000, 100)]
+    tasks = [OracleJob(at, 50, at + 1_000) for at in range(0, 10_000, 100)]
     found = best(tasks, 1, 200, 0, step=10.0).worker_seconds
     assert 5_000 + 5 * 200 - 50 <= found <= 5_000 + 10 * 200
 
 
 def test_given_machines_that_are_not_there_at_the_beginning_then_what_is_due_before_is_lost() -> None:
-    tasks = [Task(0, 50, 100), Task(0, 50, 400)]
+    tasks = [OracleJob(0, 50, 100), OracleJob(0, 50, 400)]
     assert best(tasks, 1, 240, 0, ready=240.0).met == (False, True)
     assert best(tasks, 1, 240, 0).met == (True, True)
 
 
 def test_given_more_than_can_be_done_then_the_largest_is_left_out() -> None:
-    tasks = [Task(0, 50, 100), Task(0, 80, 100), Task(0, 40, 100)]
+    tasks = [OracleJob(0, 50, 100), OracleJob(0, 80, 100), OracleJob(0, 40, 100)]
     found = best(tasks, 1, 0, 0)
     assert found.met == (True, False, True)
     assert found.worker_seconds == 90
 
 
 def test_given_two_machines_then_they_do_what_one_could_not() -> None:
-    tasks = [Task(0, 100, 100), Task(0, 100, 100)]
+    tasks = [OracleJob(0, 100, 100), OracleJob(0, 100, 100)]
     assert best(tasks, 1, 0, 0).met in ((True, False), (False, True))
     assert best(tasks, 2, 0, 0).met == (True, True)
 
 
 def test_given_an_urgent_task_that_comes_later_then_it_goes_first() -> None:
-    assert best([Task(0, 100, 150), Task(10, 20, 40)], 1, 0, 0).met == (True, True)
-    assert sum(best([Task(0, 100, 115), Task(10, 20, 40)], 1, 0, 0).met) == 1
+    assert best([OracleJob(0, 100, 150), OracleJob(10, 20, 40)], 1, 0, 0).met == (True, True)
+    assert sum(best([OracleJob(0, 100, 115), OracleJob(10, 20, 40)], 1, 0, 0).met) == 1
 
 
 def test_given_work_without_a_deadline_then_it_costs_and_is_never_late() -> None:
-    found = best([Task(0, 500, inf)], 1, 30, 1_000)
+    found = best([OracleJob(0, 500, inf)], 1, 30, 1_000)
     assert (found.met, found.worker_seconds) == ((True,), 530)
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pipeline.dispatcher.dispatcher import DispatchSettings
-from pipeline.simulator.report import Report, report
-from pipeline.simulator.settings import MillSettings, Outcome
+from pipeline.simulator.report import SimulationReport, report
+from pipeline.simulator.settings import SimulationOutcome, SimulationSettings
 from pipeline.simulator.simulation import simulate
-from pipeline.simulator.trace import Drawn, Interruption, Pattern, Trace, TracedJob, draw_trace
+from pipeline.simulator.trace import Pattern, SpotInterruption, Trace, TracedJob, TraceSettings, draw_trace
 from pipeline.simulator.worker_model import EXAMPLE
 from schemas.jobs.job import Tier
 from schemas.requests.limits import PlanSettings
@@ -23,21 +23,21 @@ GPUS = 16
 PER_WORKER = EXAMPLE.rows_per_second(EXAMPLE.batch, 300.0, 200.0)
 
 
-def settings(gpus: int = GPUS, seed: int = 0, **more: object) -> MillSettings:
-    return replace(MillSettings(EXAMPLE, ScalingLimits(most=gpus), seed=seed), **more)  # type: ignore[arg-type]
+def settings(gpus: int = GPUS, seed: int = 0, **more: object) -> SimulationSettings:
+    return replace(SimulationSettings(EXAMPLE, ScalingLimits(most=gpus), seed=seed), **more)  # type: ignore[arg-type]
 
 
-def drawn(load: float, gpus: int = GPUS, hours: float = 24.0) -> Drawn:
+def drawn(load: float, gpus: int = GPUS, hours: float = 24.0) -> TraceSettings:
     """A trace that so much of all workers could do."""
-    return Drawn(round(load * gpus * PER_WORKER * 3_600 * hours), hours)
+    return TraceSettings(round(load * gpus * PER_WORKER * 3_600 * hours), hours)
 
 
-def played(trace: Trace, with_: MillSettings) -> tuple[Outcome, Report]:
+def played(trace: Trace, with_: SimulationSettings) -> tuple[SimulationOutcome, SimulationReport]:
     outcome = simulate(trace, with_)
     return outcome, report(trace, with_, outcome)
 
 
-def all_rows(outcome: Outcome) -> bool:
+def all_rows(outcome: SimulationOutcome) -> bool:
     return all(job.rows_left < 0.5 and job.ended is not None for job in outcome.jobs)
 
 
@@ -67,12 +67,12 @@ def test_given_deadlines_near_a_cold_start_then_they_are_met_within_15_percent_t
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_given_one_gpu_then_work_that_may_wait_shares_its_starts(pattern: Pattern) -> None:
-    trace = draw_trace(pattern, Drawn(10**6), 1)
+    trace = draw_trace(pattern, TraceSettings(10**6), 1)
     _, found = played(trace, settings(1, seed=1))
     assert found.met_of_oracle >= 0.99, found
     assert found.cost_over_oracle <= 1.15, found
     assert found.changes_an_hour_max <= ScalingLimits().changes_an_hour
-    eager = MillSettings(EXAMPLE, ScalingLimits(most=1, gather=0.0), seed=1)
+    eager = SimulationSettings(EXAMPLE, ScalingLimits(most=1, gather=0.0), seed=1)
     assert played(trace, eager)[1].cost_over_oracle > 1.15, "it is the gathering that does it"
 
 
@@ -93,7 +93,7 @@ def test_given_nothing_for_hours_then_there_is_no_worker_and_work_brings_one_bac
 
 def test_given_a_storm_then_what_was_taken_is_replaced_and_no_row_is_lost() -> None:
     job = TracedJob(at=0, rows=800_000, deadline=20_000)
-    storm = tuple(Interruption(at=4_000 + 300 * number, interrupt=0.5) for number in range(4))
+    storm = tuple(SpotInterruption(at=4_000 + 300 * number, interrupt=0.5) for number in range(4))
     calm, _ = played(Trace("calm", (job,)), settings())
     outcome, found = played(Trace("storm", (job,), storm), settings(unnoticed=1.0))
     assert outcome.interrupted >= 8

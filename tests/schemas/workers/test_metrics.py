@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.ledger.ledger import LedgerError, read_paper
+from pipeline.ledger.ledger import LedgerError, parse_stored
 from schemas.jobs.events import read_event
-from schemas.stored import Paper, Report
+from schemas.stored import StoredModel, StoredReport
 from schemas.workers.lane import event_json, request_json
 from schemas.workers.lane import read_event as read_lane_event
 from schemas.workers.lane import read_request as read_lane_request
 from tests.schemas.golden_samples import EVENTS, LANE, PAPERS, REQUEST, SUMMARY
 
-PAPERS_HERE: dict[str, Paper] = PAPERS | {"part-summary": SUMMARY}
+PAPERS_HERE: dict[str, StoredModel] = PAPERS | {"part-summary": SUMMARY}
 REPORTS = {
     "manifest", "progress", "attempt", "end", "run", "heartbeat", "canary-failure", "release-drift", "shadow-head",
     "part-summary", "figures", "scaling", "unreadable", "planning-failure",
@@ -46,7 +46,7 @@ def objects(raw: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[
             yield from objects(value, (*path, number))
 
 
-def with_more(paper: Paper) -> Iterator[tuple[tuple[str | int, ...], bytes]]:
+def with_more(paper: StoredModel) -> Iterator[tuple[tuple[str | int, ...], bytes]]:
     """The paper with a field too many, once in each of its objects, and where."""
     for path, _ in objects(json.loads(paper.to_json())):
         raw = json.loads(paper.to_json())
@@ -62,11 +62,11 @@ def test_given_a_report_that_says_more_when_it_is_read_then_it_says_what_is_know
     paper, read = PAPERS_HERE[name], 0
     for path, data in with_more(paper):
         if ORDERS_WITHIN.get(name, set()).isdisjoint(map(str, path)):
-            assert read_paper("a report", data, type(paper)) == paper, path
+            assert parse_stored("a report", data, type(paper)) == paper, path
             read += 1
         else:
             with pytest.raises(LedgerError, match="unheard_of"):
-                read_paper("a report", data, type(paper))
+                parse_stored("a report", data, type(paper))
     assert read, "nothing was tried"
 
 
@@ -75,10 +75,10 @@ def test_given_an_order_with_a_field_too_many_anywhere_when_it_is_read_then_it_i
     paper = PAPERS_HERE[name]
     for path, data in with_more(paper):
         if name == "release-outcome" and "comparison" in path:
-            assert read_paper("an outcome", data, type(paper)) == paper, "figures that were compared are a report"
+            assert parse_stored("an outcome", data, type(paper)) == paper, "figures that were compared are a report"
             continue
         with pytest.raises(LedgerError, match="unheard_of"):
-            read_paper("an order", data, type(paper))
+            parse_stored("an order", data, type(paper))
 
 
 @pytest.mark.parametrize("name", sorted(REPORTS))
@@ -86,14 +86,14 @@ def test_given_a_report_of_a_later_format_version_then_it_is_refused(name: str) 
     paper = PAPERS_HERE[name]
     later = json.loads(paper.to_json()) | {"version": 2}
     with pytest.raises(LedgerError, match="format version 2"):
-        read_paper("a report", json.dumps(later).encode(), type(paper))
+        parse_stored("a report", json.dumps(later).encode(), type(paper))
 
 
 def test_given_counts_by_a_status_that_is_not_known_then_they_are_refused_since_they_would_not_add_up() -> None:
     raw = json.loads(SUMMARY.to_json())
     raw["counts"] |= {"postponed": 1, "total": raw["counts"]["total"] + 1}
     with pytest.raises(LedgerError, match="postponed"):
-        read_paper("a part", json.dumps(raw).encode(), type(SUMMARY))
+        parse_stored("a part", json.dumps(raw).encode(), type(SUMMARY))
 
 
 @pytest.mark.parametrize("name", sorted(EVENTS))
@@ -113,6 +113,6 @@ def test_given_lane_messages_with_a_field_too_many_then_they_are_refused() -> No
 
 
 def test_given_a_report_then_none_of_what_it_holds_can_be_changed() -> None:
-    assert all(issubclass(type(PAPERS_HERE[name]), Report) for name in REPORTS)
+    assert all(issubclass(type(PAPERS_HERE[name]), StoredReport) for name in REPORTS)
     with pytest.raises(ValueError, match="frozen"):
         SUMMARY.part = 2  # type: ignore[misc]

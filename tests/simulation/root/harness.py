@@ -10,18 +10,18 @@ from datetime import timedelta
 from typing import Any, cast
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
-from pipeline.egress.publisher import Announcer, AnnouncerSettings
-from pipeline.ingest.files.source import DropDoor
-from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.egress.publisher import Publisher, PublisherSettings
+from pipeline.ingest.files.source import FileIngestSource
+from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.open import PinnedInput, open_pinned
 from pipeline.ledger.ledger import JobLedger
-from pipeline.maintenance.retention import Collector, RetentionSettings
+from pipeline.maintenance.retention import RetentionSettings, RetentionSweep
 from pipeline.models.catalog import Catalog
 from pipeline.ports import PipelineError, World
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.inputs import InputRef
 from schemas.models import CatalogEntry, ModelPin
@@ -158,10 +158,10 @@ class RootHouse:
                 intake = self.intake(office)
                 tenants = sorted({drop.tenant for drop in self.scenario.drops})
                 inboxes = {tenant: Inbox(tenant, self.scenario.drops, process) for tenant in tenants}
-                doors = {tenant: DropDoor(inbox, intake, office.world) for tenant, inbox in inboxes.items()}
+                doors = {tenant: FileIngestSource(inbox, intake, office.world) for tenant, inbox in inboxes.items()}
                 events = Events(number, self.scenario.drops, doors, process, self.oracle.settled)
                 watch = WatchSettings(sweep_every=20.0, pause=1.0)
-                DropWatch(list(doors.values()), office.world, watch, events).run(self.stop(process))
+                FileIngestWatcher(list(doors.values()), office.world, watch, events).run(self.stop(process))
 
         return run
 
@@ -182,10 +182,10 @@ class RootHouse:
             )  # fmt: skip
             dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
-            planners = SecondThread(process) if process.threaded else InTurn()
-            foreman = Foreman(
+            planners = SecondThread(process) if process.threaded else InlineExecutor()
+            foreman = JobController(
                 office.world, dispatcher, self.open_input,
-                ForemanSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
+                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
                 RootLease(self.broker, process), planners,
             )  # fmt: skip
             foreman.run(self.stop(process))
@@ -207,8 +207,8 @@ class RootHouse:
                 facts = model.EngineFacts(scenario.max_num_seqs, scenario.step_seconds)
                 loaded = model.load(process, facts, self.oracle.poison_of, self.watch, pin)
                 process.threaded = scenario.threaded
-                helper = SecondThread(process) if process.threaded else InTurn()
-                heart = SecondThread(process) if process.threaded else InTurn()
+                helper = SecondThread(process) if process.threaded else InlineExecutor()
+                heart = SecondThread(process) if process.threaded else InlineExecutor()
                 worker = ShardWorker(
                     loaded, client, client, office.world.clock, settings, None, helper, heartbeat_executor=heart,
                     heartbeat_timer=timer_of(process) if process.threaded else None,
@@ -225,8 +225,8 @@ class RootHouse:
     def announce(self, process: Process) -> None:
         """Tells topics of all jobs."""
         with self.office(process) as office:
-            settings = AnnouncerSettings(all_jobs=True, every=1.0, sweep_every=40.0, rows_at_once=3)
-            Announcer(office.world, RootMessages(self.broker, process), settings).run(self.stop(process))
+            settings = PublisherSettings(all_jobs=True, every=1.0, sweep_every=40.0, rows_at_once=3)
+            Publisher(office.world, RootMessages(self.broker, process), settings).run(self.stop(process))
 
     def collect(self, process: Process) -> None:
         """Removes what nobody needs any more, now and then."""
@@ -241,7 +241,7 @@ class RootHouse:
         kept = self.scenario.kept
         outputs = None if kept is None else timedelta(seconds=kept)
         try:
-            Collector(office.world, RetentionSettings(outputs=outputs)).run()
+            RetentionSweep(office.world, RetentionSettings(outputs=outputs)).run()
         except PipelineError:
             self.machine.counters["collections that failed"] += 1
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ledger.active_index import sweep
 from tests.simulation.disk import Device
 from tests.simulation.history import Outcome, memory_folder, silent_logs
@@ -115,7 +115,7 @@ class _History:
             intake = self.house.intake(office)
             for drop in self.scenario.drops:
                 if self.oracle.job_of(drop) not in self.oracle.removed:
-                    DropDoor(Inbox(drop.tenant, (drop,), process), intake, office.world).take(drop.name, "v1")
+                    FileIngestSource(Inbox(drop.tenant, (drop,), process), intake, office.world).take(drop.name, "v1")
             sweep(office.world.store)
             self.house.collect_once(office)
 

@@ -13,13 +13,13 @@ from datetime import timedelta
 
 from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.ingest.files.source import Drop as Dropped
-from pipeline.ingest.files.source import DropDoor, Entry, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileIngestSource, PinnedDrop
 from pipeline.ingest.intake import Intake
-from pipeline.ingest.kafka.dead_letters import KafkaLetters
-from pipeline.ingest.kafka.micro_batches import Place
+from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
+from pipeline.ingest.kafka.micro_batches import PartitionId
 from pipeline.ingest.kafka.records import Record
 from pipeline.ingest.kafka.requests import RequestBatches
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.ports import PipelineError, World
 from schemas.jobs.inputs import InputFile, InputFormat, InputRef
 from tests.simulation.machine import START, Process
@@ -95,7 +95,7 @@ class Events:
     """
 
     def __init__(
-        self, intake: int, drops: Sequence[Drop], doors: Mapping[str, DropDoor], process: Process,
+        self, intake: int, drops: Sequence[Drop], doors: Mapping[str, FileIngestSource], process: Process,
         settled: set[tuple[str, int]],
     ) -> None:  # fmt: skip
         self._mine = [
@@ -129,10 +129,10 @@ class Consumer:
         self, records: Sequence[RecordLine], world: World, intake: Intake, messages: RootMessages, broker: Broker,
         process: Process,
     ) -> None:  # fmt: skip
-        settings = KafkaDoorSettings(KafkaConnection(("broker:9092",)))
-        letters = KafkaLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
+        settings = KafkaIngestSettings(KafkaConnection(("broker:9092",)))
+        letters = KafkaDeadLetters(world, messages, settings.deadletter_topic, settings.deadletter_patience)
         self._batches = RequestBatches(world, intake, letters, settings)
-        self._place = Place("cluster", TOPIC, 0, KAFKA_TENANT)
+        self._place = PartitionId("cluster", TOPIC, 0, KAFKA_TENANT)
         self._records = [(one.at, as_record(offset, one)) for offset, one in enumerate(records)]
         self._broker = broker
         self._process = process

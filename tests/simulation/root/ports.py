@@ -16,7 +16,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.ports import Clock, Message, NotConfirmed, ObjectInfo, ShardTask, StoreError, WorkerState
 from pipeline.runtime.availability import ServiceUnavailable
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tests.simulation.machine import Machine, Process
 from tests.simulation.root.watch import RootWatch
 
@@ -200,12 +200,12 @@ class RootHeartbeats:
         self._broker.check("take leave")
         self._broker.beats.leave(worker)
 
-    def tell(self, worker: str, figures: WorkerFigures) -> None:
+    def tell(self, worker: str, figures: WorkerMetrics) -> None:
         self._process.point("heartbeats.tell", worker)
         self._broker.check("tell figures")
         self._broker.beats.tell(worker, figures)
 
-    def figures(self) -> dict[str, WorkerFigures]:
+    def figures(self) -> dict[str, WorkerMetrics]:
         self._process.point("heartbeats.figures")
         return self._broker.beats.figures()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from pipeline.jobs.retry import NothingToRetry, choose_rows
-from pipeline.jobs.submit import Order, clear, derived_job_id, submit
+from pipeline.jobs.submit import JobOrder, clear, derived_job_id, submit
 from pipeline.ledger.ledger import ResultsRemoved
 from pipeline.ports import PipelineError
 from schemas.jobs.job import Closing
@@ -62,7 +62,7 @@ def _retry(house: RootHouse, office: Office, job: str, drop: Drop) -> bool:
         first = choose_rows(office.ledger(job))
     except (NothingToRetry, ResultsRemoved):
         return True
-    order = Order(
+    order = JobOrder(
         input=first.job.input, models=first.job.models, tenant=first.job.tenant,
         settings=first.job.settings.model_copy(update={"rows": first.rows}), tier=first.job.tier, retry_of=job,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from kafka.admin import NewTopic
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.system import SystemRandomness
 from pipeline.ingest.celery.tasks import CeleryTasks
-from pipeline.ingest.dead_letters import DeadLetters, LetterSource
+from pipeline.ingest.dead_letters import DeadLetters, DeadLetterSource
 from pipeline.ingest.files.folder_inbox import FolderInbox
-from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.intake import Intake
 from pipeline.jobs.summaries import find_ledgers
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -50,7 +50,7 @@ def take(store: FolderStore) -> int:
     """An intake takes what lies there; the number of jobs then."""
     clock = SimulatedClock()
     world = World(store, clock, SystemRandomness(), store.scratch)
-    door = DropDoor(FolderInbox(store, clock, settle=1.0), Intake(world), world)
+    door = FileIngestSource(FolderInbox(store, clock, settle=1.0), Intake(world), world)
     for _ in range(2):
         door.sweep()
         clock.sleep(1.0)
@@ -84,7 +84,7 @@ def test_given_a_record_when_shown_then_its_bytes_and_headers_can_be_read_and_it
 ) -> None:
     with FolderStore(place / "root") as store:
         world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
-        source = LetterSource("kafka", "c/requests", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
+        source = DeadLetterSource("kafka", "c/requests", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
         headers = [("tier", b"bulk"), ("raw", b"\xff"), ("none", None)]
         letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers)
     root = ("--root", place / "root")
@@ -111,7 +111,7 @@ def test_given_a_record_when_replayed_then_it_is_on_its_topic_again_with_key_and
     admin.close()
     with FolderStore(place / "root") as store:
         world = World(store, SimulatedClock(), SystemRandomness(), store.scratch)
-        source = LetterSource("kafka", f"cluster/{topic}", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
+        source = DeadLetterSource("kafka", f"cluster/{topic}", "0-1", datetime(2026, 1, 1, tzinfo=UTC))
         headers = [("tier", b"bulk"), ("raw", b"\xff")]
         letter = DeadLetters(world).record(source, "invalid_json", "not JSON", b"{broken \xff", headers, key=b"k")
     monkeypatch.setenv("TOKENMILL_KAFKA__BOOTSTRAP", f'["{kafka_broker.bootstrap}"]')

@@ -19,11 +19,11 @@ from pipeline.adapters.s3.client import S3Connection
 from pipeline.adapters.s3.settings import S3Settings
 from pipeline.adapters.s3.store import S3Store
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ingest.files.folder_inbox import FolderInbox
 from pipeline.ingest.files.s3_inbox import BucketInbox
-from pipeline.ingest.files.source import DropDoor
+from pipeline.ingest.files.source import FileIngestSource
 from pipeline.ingest.intake import Intake
 from pipeline.inputs.open import pin_uri
 from pipeline.ledger.ledger import JOBS, JobLedger
@@ -36,7 +36,7 @@ from tests.servers.kafka import KafkaBroker
 from tests.servers.moto import MotoServer
 from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.root import Root
-from tokenmill.services.intake import door_parts
+from tokenmill.services.intake import ingest_services
 from tokenmill.settings import read_settings
 
 
@@ -79,9 +79,9 @@ def folder(place: Path) -> Iterator[World]:
         yield world
 
 
-def folder_door(world: World) -> DropDoor:
+def folder_door(world: World) -> FileIngestSource:
     assert isinstance(world.store, FolderStore)
-    return DropDoor(FolderInbox(world.store, world.clock, settle=0.0), Intake(world), world)
+    return FileIngestSource(FolderInbox(world.store, world.clock, settle=0.0), Intake(world), world)
 
 
 def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
@@ -108,7 +108,7 @@ def test_a_folder_gets_the_file_whole_with_its_options_and_the_id_is_the_jobs(
 def test_watching_ends_with_the_job(folder: World, source: Path, tokenmill: Any) -> None:
     door, beats = folder_door(folder), MemoryHeartbeats(folder.clock, 10.0)
     dispatcher = Dispatcher(folder, MemoryQueue(), beats, settings=DispatchSettings())
-    foreman = Foreman(folder, dispatcher, settings=ForemanSettings(0.01, 0.05))
+    foreman = JobController(folder, dispatcher, settings=JobControllerSettings(0.01, 0.05))
 
     def work(stop: threading.Event) -> None:
         while not stop.wait(0.1):
@@ -189,7 +189,7 @@ def test_a_bucket_gets_the_object_with_its_options_and_the_id_is_the_jobs(
         publish(world)
         sent = tokenmill("submit", source, "--to", target, "--tier", "bulk", "--deadline", "30m", "--json").json()
         inbox = BucketInbox(S3Connection(settings), bucket, "team/a/incoming/")
-        DropDoor(inbox, Intake(world), world).sweep()
+        FileIngestSource(inbox, Intake(world), world).sweep()
         job = job_at(world, sent["job"])
         assert (job.tier, job.input.uri) == (Tier.BULK, sent["submitted"])
         assert job.deadline is not None
@@ -217,7 +217,7 @@ def test_a_topic_gets_a_record_and_the_id_is_the_jobs(
     ).json()
     root = Root(str(place / "root"), folder, None)
     assert root.pin(str(source)) == pin_uri(str(source))
-    with doing(door_parts(root, read_settings())["kafka"]):
+    with doing(ingest_services(root, read_settings())["kafka"]):
         wait_for(lambda: list(folder.store.folders(JOBS)), "no job was made")
     assert job_at(folder, sent["job"]).tier is Tier.BULK
     assert sent["submitted"].endswith(f"/{name}.jobs/0@0")

@@ -26,7 +26,7 @@ from tests.servers.faulty_http import Fault, FaultyHttp
 from tests.waiting import HANG_SECONDS
 from tokenmill.errors import UserError
 from tokenmill.jobs import http_client as over_http
-from tokenmill.jobs.http_client import Gateway
+from tokenmill.jobs.http_client import GatewayClient
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
     house: HttpHouse, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(over_http, "TIMES", httpx2.Timeout(0.5))
-    with FaultyHttp(house.url) as proxy, Gateway(proxy.endpoint, sleep=lambda _: None) as gateway:
+    with FaultyHttp(house.url) as proxy, GatewayClient(proxy.endpoint, sleep=lambda _: None) as gateway:
         late = proxy.add("late", seconds=1.5)
         file = gateway.upload(source)
         assert (file["object"], late.hits) == ("file", 1)
@@ -107,7 +107,7 @@ def test_an_upload_may_take_longer_to_be_answered_than_anything_else(
 
 def test_the_list_goes_on_over_pages(house: HttpHouse, source: Path, tokenmill: Any) -> None:
     made = [tokenmill("submit", source, "--to", house.url).out.strip() for _ in range(3)]
-    gateway = Gateway(house.url)
+    gateway = GatewayClient(house.url)
     from tokenmill.jobs.http_backend import _batches  # noqa: PLC0415
 
     assert [one["id"] for one in _batches(gateway, 1)] == made[::-1]
@@ -209,7 +209,7 @@ def test_a_busy_gateway_is_asked_again_and_an_upload_that_got_lost_is_one_file(
     house: HttpHouse, faulty: FaultyHttp, source: Path
 ) -> None:
     waited: list[float] = []
-    with Gateway(faulty.endpoint, sleep=waited.append) as gateway:
+    with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway:
         faulty.faults.append(Fault("status", status=503, times=2))
         assert gateway.get("/v1/models")["data"]
         assert len(waited) == 2
@@ -222,12 +222,12 @@ def test_a_busy_gateway_is_asked_again_and_an_upload_that_got_lost_is_one_file(
 def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: Any) -> None:
     waited: list[float] = []
     faulty.faults.append(Fault("status", status=429))
-    with Gateway(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):
+    with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):
         gateway.get("/v1/models")
     assert len(waited) == 5
     assert waited == sorted(waited) or max(waited) <= 12.5
     with (
-        Gateway("http://127.0.0.1:9", sleep=waited.append) as nobody,
+        GatewayClient("http://127.0.0.1:9", sleep=waited.append) as nobody,
         pytest.raises(UserError, match="can't be reached"),
     ):
         nobody.get("/v1/models")
@@ -236,7 +236,7 @@ def test_a_gateway_that_stays_busy_is_given_up(faulty: FaultyHttp, tokenmill: An
 def test_what_may_not_be_done_twice_is_not_sent_again_when_its_answer_is_lost(faulty: FaultyHttp) -> None:
     waited: list[float] = []
     faulty.faults.append(Fault("lost", method="POST"))
-    with Gateway(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):
+    with GatewayClient(faulty.endpoint, sleep=waited.append) as gateway, pytest.raises(UserError):
         gateway.post("/v1/batches/x/cancel", {})
     assert waited == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from schemas.jobs.job import JobSettings, Tier
 from schemas.jobs.plan import PlanSegment
 from schemas.models import ModelPin
@@ -27,7 +27,7 @@ def plan(folder: Path, bodies: list[dict[str, Any]]) -> list[PlanSegment]:
         lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}))
     source.write_text("\n".join(lines))
     pin = ModelPin(name="m", source="m", dtype="float32")
-    order = Order(input=pin_input(source), models=(pin,), settings=JobSettings(), tier=Tier.STANDARD)
+    order = JobOrder(input=pin_input(source), models=(pin,), settings=JobSettings(), tier=Tier.STANDARD)
     with open_output(folder / "out") as output:
         plan_job(output.ledger, submit(order, output.ledger, output.world).job, output.world)
         return list(output.ledger.segments())

@@ -15,7 +15,7 @@ from pipeline.worker_client.protocol import BY_URGENCY, ShardWork
 from schemas.jobs.job import Tier
 from schemas.workers.lane import HandBackEvent, LaneRequest
 from tests.pipeline.simulation import SimulatedClock
-from tokenmill.processes.model_switching import LOOK_SECONDS, SourceInTurn, Turns
+from tokenmill.processes.model_switching import LOOK_SECONDS, ModelRotation, RotatingShardSource
 
 A, B, C = ((name, queue_name(name, Tier.BULK)) for name in "abc")
 
@@ -52,14 +52,14 @@ def lane(clock: SimulatedClock) -> MemoryLane:
 
 
 @pytest.fixture
-def turns(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> Turns:
-    turns = Turns(["a", "b", "c"], queue, lane.worker("w"), clock, switch_after=60.0)
+def turns(queue: MemoryQueue, lane: MemoryLane, clock: SimulatedClock) -> ModelRotation:
+    turns = ModelRotation(["a", "b", "c"], queue, lane.worker("w"), clock, switch_after=60.0)
     turns.begin()
     return turns
 
 
-def test_an_idle_model_makes_room_for_the_next_that_is_asked_for(queue: MemoryQueue, turns: Turns) -> None:
-    source = SourceInTurn(Shards(1), turns)
+def test_an_idle_model_makes_room_for_the_next_that_is_asked_for(queue: MemoryQueue, turns: ModelRotation) -> None:
+    source = RotatingShardSource(Shards(1), turns)
     queue.put(C[1], ShardTask("job", 7))
     assert source.take(0) is not None
     assert not source.finished(), "it has work"
@@ -71,8 +71,8 @@ def test_an_idle_model_makes_room_for_the_next_that_is_asked_for(queue: MemoryQu
     assert queue.take([C[1]], 0) == ShardTask("job", 7)
 
 
-def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: SimulatedClock, turns: Turns) -> None:
-    source = SourceInTurn(Shards(0), turns)
+def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: SimulatedClock, turns: ModelRotation) -> None:
+    source = RotatingShardSource(Shards(0), turns)
     for _ in range(5):
         clock.sleep(100.0)
         assert source.take(0) is None
@@ -86,10 +86,10 @@ def test_without_anything_to_do_a_model_stays(queue: MemoryQueue, clock: Simulat
 
 
 def test_a_model_that_always_has_work_makes_room_after_a_while(
-    queue: MemoryQueue, clock: SimulatedClock, turns: Turns
+    queue: MemoryQueue, clock: SimulatedClock, turns: ModelRotation
 ) -> None:
     shards = Shards(100)
-    source = SourceInTurn(shards, turns)
+    source = RotatingShardSource(shards, turns)
     queue.put(B[1], ShardTask("job", 1))
     for _ in range(59):
         assert source.take(0) is not None
@@ -105,10 +105,10 @@ def test_a_model_that_always_has_work_makes_room_after_a_while(
 
 
 def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_for_it(
-    lane: MemoryLane, clock: SimulatedClock, turns: Turns
+    lane: MemoryLane, clock: SimulatedClock, turns: ModelRotation
 ) -> None:
     busy = [True]
-    source = SourceInTurn(Shards(0), turns, lambda: busy[0])
+    source = RotatingShardSource(Shards(0), turns, lambda: busy[0])
     asked = LaneRequest("r1", "b", {})
     lane.send(asked)
     source.take(0)
@@ -122,14 +122,14 @@ def test_a_model_that_is_asked_for_on_the_lane_is_loaded_and_its_request_waits_f
     assert isinstance(event, HandBackEvent), "its caller is to send it again"
     lane.send(replace(asked, attempt=2))
     turns.begin()
-    assert SourceInTurn(Shards(0), turns).take(0) is None
+    assert RotatingShardSource(Shards(0), turns).take(0) is None
     assert [one.attempt for one in lane.worker("w").take(["b"], 1, 0)] == [2]
 
 
 def test_that_nothing_more_urgent_is_there_does_not_mean_that_there_is_nothing(
-    queue: MemoryQueue, turns: Turns
+    queue: MemoryQueue, turns: ModelRotation
 ) -> None:
-    source = SourceInTurn(Shards(0), turns)
+    source = RotatingShardSource(Shards(0), turns)
     queue.put(B[1], ShardTask("job", 1))
     assert source.take(0, (Tier.STANDARD,)) is None
     assert not source.finished()

@@ -23,7 +23,7 @@ from pipeline.adapters.folder.locks import RunLock
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JobLedger, LedgerError
 from pipeline.ports import OutputLocked
 from schemas.jobs.job import JobSettings
@@ -54,7 +54,7 @@ with open_output(out) as output:
 def begin(output: Any, source: Path, *, fresh: bool = False) -> Any:
     """A job of which the first segment is planned."""
     pin = ModelPin(name="tiny", source="tiny", dtype="float32")
-    order = Order(input=pin_input(source), models=(pin,), settings=SETTINGS)
+    order = JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS)
     job = submit(order, output.ledger, output.world, fresh=fresh).job
     plan_job(output.ledger, job, output.world, most_segments=1)
     return job

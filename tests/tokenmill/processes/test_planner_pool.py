@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.adapters.system import SystemClock
-from pipeline.dispatcher.metrics import DispatchFigures
+from pipeline.dispatcher.metrics import DispatchMetrics
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import PlanningCancelled, PlanningFailed, PlanOutcome
 from pipeline.jobs.submit import submit
@@ -32,7 +32,7 @@ from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 from tokenmill.processes.planner_pool import PlannerPool
 from tokenmill.root import Root, open_root
-from tokenmill.services.backends import Hints, hints_in_process
+from tokenmill.services.backends import Backends, in_process_backends
 from tokenmill.services.dispatcher import dispatcher_part
 
 SECONDS = 240
@@ -314,15 +314,15 @@ class Installed:
     def __init__(self, root: Root) -> None:
         self._root = root
         self._stop = threading.Event()
-        hints = hints_in_process(root)
-        dispatch = dispatcher_part(root, hints, Settings(), DispatchFigures())
+        hints = in_process_backends(root)
+        dispatch = dispatcher_part(root, hints, Settings(), DispatchMetrics())
         self._threads = [
             threading.Thread(target=dispatch, args=(self._stop,)), threading.Thread(target=self._work, args=(hints,))
         ]  # fmt: skip
         for thread in self._threads:
             thread.start()
 
-    def _work(self, hints: Hints) -> None:
+    def _work(self, hints: Backends) -> None:
         world, ledger = self._root.world, self._root.ledger
         client = ShardClient("w", world, ledger, hints.queue, hints.heartbeats, lambda: False, models=MODELS)
         while not self._stop.is_set():

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JobLedger, part_key
 from pipeline.ports import PipelineError
 from schemas.jobs.job import Job, JobSettings, Tier
@@ -105,7 +105,7 @@ def begun_in(out: Path, source: Path) -> Iterator[tuple[Output, Job]]:
     """A job of which the first segment is planned."""
     with open_output(out) as output:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
-        order = Order(input=pin_input(source), models=(pin,), settings=SETTINGS)
+        order = JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS)
         job = submit(order, output.ledger, output.world).job
         plan_job(output.ledger, job, output.world, most_segments=1)
         yield output, job
@@ -216,7 +216,9 @@ def test_the_same_input_is_not_read_again_once_the_plan_is_whole(place: Path, mo
     assert known_input(place / "out") is None
     with open_output(place / "out") as output:
         pin = ModelPin(name="tiny", source="tiny", dtype="float32")
-        job = submit(Order(input=pin_input(source), models=(pin,), settings=SETTINGS), output.ledger, output.world).job
+        job = submit(
+            JobOrder(input=pin_input(source), models=(pin,), settings=SETTINGS), output.ledger, output.world
+        ).job
         plan_job(output.ledger, job, output.world, most_segments=1)
         assert known_input(place / "out") is None, "it is read again anyway"
         plan_job(output.ledger, job, output.world)

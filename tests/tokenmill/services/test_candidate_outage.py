@@ -20,9 +20,9 @@ from tests.pipeline.simulation import MemoryStore
 from tests.tokenmill.services.test_releases import another_version
 from tests.waiting import wait_for
 from tokenmill.root import Root
-from tokenmill.services.backends import hints_in_process
+from tokenmill.services.backends import in_process_backends
 from tokenmill.services.candidate_worker import CandidateWorker
-from tokenmill.services.worker import Worker
+from tokenmill.services.worker import WorkerService
 from tokenmill.services.worker_process import entry_of
 from workers.model.loaded_model import LoadedModel
 from workers.policies.policy import NO_POLICIES
@@ -72,7 +72,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_candidate_goes_on(
     )
     model = LoadedModel.load(model_folder, name="tiny", config=config)
     root = Root("memory:", house.world, None)
-    candidate = CandidateWorker(root, hints_in_process(root), lambda: model, Settings(), 60.0, NO_POLICIES)
+    candidate = CandidateWorker(root, in_process_backends(root), lambda: model, Settings(), 60.0, NO_POLICIES)
     house.job("job-1", 2)
     entry = entry_of(model, NO_POLICIES, root)
 
@@ -129,8 +129,8 @@ def test_given_a_store_that_is_away_when_a_model_is_changed_then_the_worker_wait
         return LoadedModel.load(folders[name], name=name, config=config)
 
     root = Root("memory:", house.world, None)
-    hints = hints_in_process(root)
-    worker = Worker(root, hints, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
+    hints = in_process_backends(root)
+    worker = WorkerService(root, hints, [lambda: load("first"), lambda: load("second")], Settings(), 60.0)
     pin = LoadedModel.load(folders["second"], name="second", config=config).pin()
     hints.queue.put(queue_name(pin.key, Tier.STANDARD), ShardTask("no-such-job", 1))
     stop, errors = threading.Event(), []

@@ -17,8 +17,8 @@ from tests.waiting import HANG_SECONDS
 from tokenmill.config.job_options import ChosenModel
 from tokenmill.models.sources import ModelSource
 from tokenmill.root import open_root
-from tokenmill.services.backends import hints_in_process
-from tokenmill.services.worker import Worker, load_any
+from tokenmill.services.backends import in_process_backends
+from tokenmill.services.worker import WorkerService, load_any
 from tokenmill.settings import read_settings
 
 
@@ -34,8 +34,8 @@ def test_a_caller_in_the_process_gets_the_text_that_run_gives(
     chosen = ChosenModel("tiny", ModelSource("tiny", model_folder, None, 0))
     load = partial(load_any, chosen, EngineConfig(dtype="float32", threads=1), None)
     with open_root(str(place / "root"), settings) as root:
-        hints = hints_in_process(root)
-        worker = Worker(root, hints, [load], settings, 60.0)
+        hints = in_process_backends(root)
+        worker = WorkerService(root, hints, [load], settings, 60.0)
         key = load().pin().key
         thread = threading.Thread(target=worker, args=(stop,))
         thread.start()

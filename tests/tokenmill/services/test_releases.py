@@ -23,7 +23,7 @@ from pipeline.ingest.intake import Intake, IntakeSettings, JobDraft
 from pipeline.inputs.open import pin_uri
 from pipeline.models.canaries import Canaries
 from pipeline.models.catalog import Catalog
-from pipeline.models.registry import ReleaseBook, Standing
+from pipeline.models.registry import ModelRegistry, ReleaseState
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import World
 from schemas.jobs.job_options import JobOptions
@@ -117,7 +117,7 @@ class Installation:
         self.processes = processes
         self.world = world
         self.source = source
-        self.book = ReleaseBook(world.store)
+        self.book = ModelRegistry(world.store)
         self._tokenmill = tokenmill
 
     @property
@@ -158,10 +158,10 @@ class Installation:
         manifest = Manifest.model_validate_json((self.root / "jobs" / job / "manifest.json").read_bytes())
         return manifest.finished_at > release.started_at + timedelta(seconds=1)
 
-    def outcome(self, look: Callable[[], None]) -> Standing:
+    def outcome(self, look: Callable[[], None]) -> ReleaseState:
         """Of the last release, once it is decided; looks now and then while it isn't."""
 
-        def ended() -> Standing | None:
+        def ended() -> ReleaseState | None:
             look()
             last = self.book.last("tiny")
             return last if last is not None and last.outcome is not None else None

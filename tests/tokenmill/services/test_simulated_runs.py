@@ -16,7 +16,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.heartbeats import RedisHeartbeats
 from pipeline.models.catalog import Catalog
-from pipeline.simulator.settings import MillSettings
+from pipeline.simulator.settings import SimulationSettings
 from pipeline.simulator.simulation import simulate
 from pipeline.simulator.trace import Trace, TracedJob
 from pipeline.simulator.worker_model import Decoding, WorkerModel
@@ -59,7 +59,7 @@ def simulated() -> list[float]:
     """When each job ends, seconds after the first came."""
     outcome = simulate(
         Trace("the same", JOBS),
-        MillSettings(
+        SimulationSettings(
             WORKER, ScalingLimits(most=2), fixed=2, plan=PlanSettings(max_shard_rows=ROWS_IN_SHARD), answer_error=0.0
         ),
     )

@@ -15,36 +15,36 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline import metric_collectors
-from pipeline.dispatcher.controller import Foreman
+from pipeline.dispatcher.controller import JobController
 from pipeline.dispatcher.dispatcher import Dispatcher
-from pipeline.dispatcher.metrics import DispatchFigures
-from pipeline.egress.publisher import Announcer
-from pipeline.egress.release_events import ReleaseNews
+from pipeline.dispatcher.metrics import DispatchMetrics
+from pipeline.egress.publisher import Publisher
+from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.gateway.batches.finalizer import Finalizer
 from pipeline.gateway.files.service import Files
-from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.gateway.webhooks.service import Notifier, NotifierSettings
 from pipeline.ingest.celery.generate import GenerateCalls
-from pipeline.ingest.celery.worker import CeleryDoor
-from pipeline.ingest.files.source import DropDoor
-from pipeline.ingest.kafka.consumer import KafkaDoor, KafkaDoorStopped
+from pipeline.ingest.celery.worker import CeleryIngestWorker
+from pipeline.ingest.files.source import FileIngestSource
+from pipeline.ingest.kafka.consumer import KafkaIngest, KafkaIngestStopped
 from pipeline.lane.client import CallSettings, LaneCalls
-from pipeline.maintenance.retention import Collector
-from pipeline.models.rollout_controller import ReleaseKeeper
-from pipeline.observability.samples import Told
+from pipeline.maintenance.retention import RetentionSweep
+from pipeline.models.rollout_controller import RolloutController
+from pipeline.observability.samples import Samples
 from pipeline.ports import Message
 from pipeline.runtime.supervision import supervise
 from pipeline.scaling.autoscaler import Autoscaler
-from pipeline.scaling.backlog import BacklogLook
+from pipeline.scaling.backlog import BacklogReader
 from schemas.settings.settings import RetentionOptions, Settings
 from tokenmill.processes.runtime import Part, run_together, wait_for_stop
-from tokenmill.processes.signals import Stop
+from tokenmill.processes.signals import StopSignal
 from tokenmill.root import Root, open_root
 from tokenmill.services import dispatcher as service
 from tokenmill.services import intake as doors
 from tokenmill.services import spot_interruption as spot_notice
-from tokenmill.services.backends import Hints, hints_in_process
+from tokenmill.services.backends import Backends, in_process_backends
 
 GUARD_SECONDS = 240
 """Against hanging only."""
@@ -71,8 +71,8 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 
 @pytest.fixture
-def hints(root: Root) -> Hints:
-    return hints_in_process(root)
+def hints(root: Root) -> Backends:
+    return in_process_backends(root)
 
 
 class Planted:
@@ -98,24 +98,24 @@ class Planted:
         monkeypatch.setattr(where, name, call)
 
 
-Make = Callable[[Root, Hints], Part]
+Make = Callable[[Root, Backends], Part]
 
 
-def housekeeping(root: Root, hints: Hints) -> Part:
+def housekeeping(root: Root, hints: Backends) -> Part:
     settings = Settings(retention=RetentionOptions(every=timedelta(seconds=0.01)))
     return service.housekeeping_part(root, hints, settings)
 
 
-def autoscaler(root: Root, hints: Hints) -> Part:
+def autoscaler(root: Root, hints: Backends) -> Part:
     options = Settings().autoscale.model_copy(update={"every_seconds": 0.01})
-    return Autoscaler(root.world, BacklogLook(root.world, hints.heartbeats, None), hints.heartbeats, options, []).run
+    return Autoscaler(root.world, BacklogReader(root.world, hints.heartbeats, None), hints.heartbeats, options, []).run
 
 
-def finalizer(root: Root, _hints: Hints) -> Part:
+def finalizer(root: Root, _hints: Backends) -> Part:
     return Finalizer(root.world, Files(root.world, ThreadPoolExecutor(1)), 0.01).run
 
 
-def webhooks(root: Root, _hints: Hints) -> Part:
+def webhooks(root: Root, _hints: Backends) -> Part:
     class Nobody:
         async def send(self, *_: Any) -> None:
             raise AssertionError("there is nobody to notify")
@@ -123,38 +123,42 @@ def webhooks(root: Root, _hints: Hints) -> Part:
     return Notifier(root.world, [], Nobody(), NotifierSettings(every=0.01)).run  # type: ignore[arg-type]
 
 
-def lane_calls(root: Root, hints: Hints) -> Part:
+def lane_calls(root: Root, hints: Backends) -> Part:
     clock = root.world.clock
-    return LaneBridge(hints.lane, clock, CallSettings(look=0.01), HttpFigures(clock)).run
+    return LaneBridge(hints.lane, clock, CallSettings(look=0.01), HttpMetrics(clock)).run
 
 
-def kafka(root: Root, _hints: Hints) -> Part:
+def kafka(root: Root, _hints: Backends) -> Part:
     options = {"bootstrap": ("127.0.0.1:1",)}
     return doors.door_parts(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
 
 
-def celery(root: Root, _hints: Hints) -> Part:
+def celery(root: Root, _hints: Backends) -> Part:
     settings = Settings(celery={"queues": {"q": "default"}}, broker_url="redis://127.0.0.1:1/0")  # type: ignore[arg-type]
     return doors.door_parts(root, settings)["celery"]
 
 
 PARTS: dict[str, tuple[Any, str, Make]] = {
     "dispatcher": (Dispatcher, "tick", lambda root, hints: service.dispatcher_part(
-        root, hints, Settings(), DispatchFigures())),
-    "job controller": (Foreman, "_look", lambda root, hints: service.dispatcher_part(
-        root, hints, Settings(), DispatchFigures())),
-    "drops": (DropDoor, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
-    "housekeeping": (Collector, "run", housekeeping),
+        root, hints, Settings(), DispatchMetrics())),
+    "job controller": (JobController, "_look", lambda root, hints: service.dispatcher_part(
+        root, hints, Settings(), DispatchMetrics())),
+    "drops": (FileIngestSource, "sweep", lambda root, _: service.folder_part(root, Settings(), 0.0)),
+    "housekeeping": (RetentionSweep, "run", housekeeping),
     "autoscaler": (Autoscaler, "once", autoscaler),
-    "releases": (ReleaseKeeper, "look", lambda root, _: ReleaseKeeper(root.world).run),
-    "release news": (ReleaseNews, "look", lambda root, _: ReleaseNews(root.world.store, NoMessages(), "t").run),
-    "announcer": (Announcer, "look", lambda root, _: Announcer(root.world, NoMessages()).run),
+    "releases": (RolloutController, "look", lambda root, _: RolloutController(root.world).run),
+    "release news": (
+        ReleaseEventPublisher,
+        "look",
+        lambda root, _: ReleaseEventPublisher(root.world.store, NoMessages(), "t").run,
+    ),
+    "announcer": (Publisher, "look", lambda root, _: Publisher(root.world, NoMessages()).run),
     "finalizer": (Finalizer, "look", finalizer),
     "webhooks": (Notifier, "_find", webhooks),
     "spot notice": (spot_notice, "ask", lambda *_: spot_notice.watch_for_notice),
     "lane calls": (LaneCalls, "wait", lane_calls),
-    "kafka": (KafkaDoor, "step", kafka),
-    "celery": (CeleryDoor, "_serve", celery),
+    "kafka": (KafkaIngest, "step", kafka),
+    "celery": (CeleryIngestWorker, "_serve", celery),
 }  # fmt: skip
 WAITING = ("kafka", "celery", "spot notice")
 """Parts whose next turn would ask a server that isn't there: it is seen that it comes."""
@@ -162,11 +166,11 @@ WAITING = ("kafka", "celery", "spot notice")
 
 @pytest.mark.parametrize("part", PARTS)
 def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_part(
-    root: Root, hints: Hints, monkeypatch: pytest.MonkeyPatch, part: str
+    root: Root, hints: Backends, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     where, name, make = PARTS[part]
     planted = Planted(monkeypatch, where, name, waits=part in WAITING)
-    stop, others = Stop(), threading.Event()
+    stop, others = StopSignal(), threading.Event()
 
     def another(stop: threading.Event) -> None:
         stop.wait(GUARD_SECONDS)
@@ -184,8 +188,8 @@ def test_given_an_error_that_was_never_foreseen_then_it_costs_one_turn_of_its_pa
         stop.set()
         together.result(GUARD_SECONDS)
     assert sum(root.world.errors.counts().values()) == 1
-    told = Told()
-    metric_collectors.unforeseen(root.world.errors)(told)
+    told = Samples()
+    metric_collectors.unexpected_errors(root.world.errors)(told)
     assert sum(float(str(value)) for value in told.values["tokenmill_unforeseen_errors_total"].values()) == 1
 
 
@@ -208,14 +212,14 @@ def test_given_tasks_whose_callers_wait_when_one_look_fails_then_the_next_one_wo
 
 
 def test_given_a_part_that_cant_go_on_then_the_process_ends_with_its_reason(
-    root: Root, hints: Hints, monkeypatch: pytest.MonkeyPatch
+    root: Root, hints: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(_door: KafkaDoor) -> None:
-        raise KafkaDoorStopped("kafka: no valid offset")
+    def stopped(_door: KafkaIngest) -> None:
+        raise KafkaIngestStopped("kafka: no valid offset")
 
-    monkeypatch.setattr(KafkaDoor, "step", stopped)
-    with pytest.raises(KafkaDoorStopped, match="no valid offset"):
-        run_together(Stop(), root.world, wait_for_stop, {"kafka": kafka(root, hints)})
+    monkeypatch.setattr(KafkaIngest, "step", stopped)
+    with pytest.raises(KafkaIngestStopped, match="no valid offset"):
+        run_together(StopSignal(), root.world, wait_for_stop, {"kafka": kafka(root, hints)})
 
 
 def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
@@ -231,5 +235,5 @@ def test_given_a_main_part_that_fails_then_the_process_ends(root: Root) -> None:
         ended.set()
 
     with pytest.raises(Unforeseen):
-        run_together(Stop(), root.world, lost, {"other": other})
+        run_together(StopSignal(), root.world, lost, {"other": other})
     assert ended.is_set()

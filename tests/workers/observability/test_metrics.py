@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, PaceConfig, ScheduleConfig
+from engine.config import CacheConfig, EngineConfig, ScheduleConfig, SloConfig
 from engine.engine import EngineStats
 from engine.scheduler.latency import BOUNDS, ClassStats, LatencyCounts
 from engine.scheduler.slo_control import PaceStats, PaceTerms
@@ -20,11 +20,11 @@ from pipeline.lane.client import CallSettings, answer
 from pipeline.lane.memory import MemoryLane
 from schemas.jobs.job import Tier
 from schemas.workers.lane import EndEvent, LaneRequest
-from schemas.workers.metrics import PaceWeights, WorkerFigures
+from schemas.workers.metrics import PaceWeights, WorkerMetrics
 from tests.waiting import HANG_SECONDS
 from workers.lane.server import LaneServer
 from workers.model.loaded_model import LoadedModel
-from workers.observability.metrics import BesideFigures, Ended, FiguresReader
+from workers.observability.metrics import EndedRequests, MetricsReader, SideWorkMetrics
 from workers.shards import heartbeats
 from workers.shards.worker import ShardWorker
 
@@ -42,7 +42,7 @@ def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(model_folder: Any) -> LoadedModel:
     config = EngineConfig(
         dtype="float32", max_model_len=128, cache=CacheConfig(block_size=16, num_blocks=60),
-        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64, pace=PaceConfig()),
+        schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64, pace=SloConfig()),
     )  # fmt: skip
     return LoadedModel.load(model_folder, name="tiny", config=config)
 
@@ -63,7 +63,7 @@ def test_figures_say_what_the_shards_cost(kit: Any, model: LoadedModel, told_at_
     )
     sink = kit.MemorySink()
     # when a worker computes it, and a bulk one,
-    ShardWorker(model, kit.ListSource([standard, bulk]), sink, CLOCK, helper=kit.InTurn()).run()
+    ShardWorker(model, kit.ListSource([standard, bulk]), sink, CLOCK, helper=kit.InlineExecutor()).run()
     figures = sink.loads[-1].figures
     # then its figures say for each tier what its parts say, and the engine's what it did.
     assert (figures.model, set(figures.tiers)) == ("tiny", {Tier.STANDARD, Tier.BULK})
@@ -95,7 +95,7 @@ def test_figures_say_what_the_shards_cost(kit: Any, model: LoadedModel, told_at_
 def test_rows_that_wait_are_told_by_tier_while_they_wait(kit: Any, model: LoadedModel, told_at_once: None) -> None:
     sink = kit.MemorySink()
     works = [kit.make_work([kit.chat(f"{s}/{n}", max_tokens=6) for n in range(20)], shard=s) for s in (1, 2)]
-    ShardWorker(model, kit.ListSource(works), sink, CLOCK, helper=kit.InTurn()).run()
+    ShardWorker(model, kit.ListSource(works), sink, CLOCK, helper=kit.InlineExecutor()).run()
     seen = [load.figures.tiers[Tier.STANDARD] for load in sink.loads if Tier.STANDARD in load.figures.tiers]
     assert max(told.running for told in seen) == 4
     assert all(told.running + told.waiting + told.answered <= 40 for told in seen)
@@ -140,10 +140,10 @@ def test_requests_of_the_lane_count_with_their_tier(kit: Any, model: LoadedModel
     assert figures.lane_open == figures.lane_waiting == 0
 
 
-def told_when(sink: Any, so: Callable[[WorkerFigures], bool]) -> WorkerFigures:
+def told_when(sink: Any, so: Callable[[WorkerMetrics], bool]) -> WorkerMetrics:
     until = time.monotonic() + HANG_SECONDS
     while True:
-        figures: WorkerFigures = sink.loads[-1].figures
+        figures: WorkerMetrics = sink.loads[-1].figures
         if so(figures):
             return figures
         assert time.monotonic() < until, figures
@@ -169,12 +169,12 @@ class Told:
 
 def test_rates_are_of_the_last_seconds_and_fall_to_zero_in_idleness() -> None:
     engine: Any = Told()
-    reader = FiguresReader("m", engine, 100.0)
+    reader = MetricsReader("m", engine, 100.0)
     rates = []
     for beat in range(1, 13):
         if beat <= 4:  # 3 seconds each
             engine.said = replace(engine.said, prompt=900 * beat, generated=90 * beat, cached=30 * beat)
-        rates.append(reader.read(100.0 + 3 * beat, {}, BesideFigures()).rates)
+        rates.append(reader.read(100.0 + 3 * beat, {}, SideWorkMetrics()).rates)
     assert (rates[3].prompt, rates[3].generated, rates[3].cached) == pytest.approx((300, 30, 10))
     assert 0 < rates[5].generated < 30
     assert rates[8].generated == rates[-1].prompt == 0
@@ -191,11 +191,11 @@ def test_figures_stay_small_whatever_a_worker_has_done() -> None:
         SpeculationStats({"ngram": SourceCounts((most,), (most,))}, -1e9 / 3, 1e9 / 3),
         PaceStats(most, most, most, most, most, 0.1, 0.1, most, most, 1 / 3, 1 / 3, terms, terms),
     )  # fmt: skip
-    beside = BesideFigures(most, dict.fromkeys(Tier, most), Ended())
-    figures = FiguresReader("m" * 100, engine, 0.0).read(1e9 / 3, dict.fromkeys(Tier, most), beside)
+    beside = SideWorkMetrics(most, dict.fromkeys(Tier, most), EndedRequests())
+    figures = MetricsReader("m" * 100, engine, 0.0).read(1e9 / 3, dict.fromkeys(Tier, most), beside)
     data = figures.model_dump_json(exclude_defaults=True)
     assert len(data) < 8_000
-    assert WorkerFigures.model_validate_json(data) == figures
+    assert WorkerMetrics.model_validate_json(data) == figures
     assert figures.pace is not None
     assert figures.pace.weights == PaceWeights(ttft=1 / 3, itl=1 / 3, utilisation=1 / 3, drops=1 / 3)
     assert figures.pace.objective == pytest.approx(4 / 9)
@@ -204,6 +204,6 @@ def test_figures_stay_small_whatever_a_worker_has_done() -> None:
 def test_a_share_that_rounding_puts_above_one_stops_no_worker() -> None:
     engine: Any = Told()
     engine.said = replace(engine.said, pace=PaceStats(others=1.0000000000000002))
-    figures = FiguresReader("m", engine, 0.0).read(1.0, {}, BesideFigures())
+    figures = MetricsReader("m", engine, 0.0).read(1.0, {}, SideWorkMetrics())
     assert figures.pace is not None
     assert figures.pace.others == 1.0

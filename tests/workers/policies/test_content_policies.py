@@ -19,14 +19,23 @@ from structlog.testing import capture_logs
 from engine.request import PartialChoice, TokenLogprobs
 from schemas.requests.errors import RowError, RowErrorCode
 from workers.policies.loader import PolicyError, load_policies
-from workers.policies.policy import ALLOWED, About, Answer, GrowingAnswer, Guard, Policies, Prompt, Verdict
+from workers.policies.policy import (
+    ALLOWED,
+    Answer,
+    GrowingAnswer,
+    JudgedText,
+    Policies,
+    PolicyGuard,
+    PolicyVerdict,
+    Prompt,
+)
 from workers.policies.rules import Rules, RulesError, load
-from workers.policies.stream_filter import PolicyGate
+from workers.policies.stream_filter import PolicyStreamFilter
 from workers.text.detokenizer import IncrementalDetokenizer
 from workers.text.logprobs import TokenTexts
 from workers.text.tokenizer import Tokenizer
 
-ABOUT = About("job-1/7", "default", "tiny", "/v1/chat/completions")
+ABOUT = JudgedText("job-1/7", "default", "tiny", "/v1/chat/completions")
 SECRET = "kanarienvogel7261"
 BOUNDED = [
     "ab", "a{1,3}b", r"\bab\b", r"b$", "^a b", "(?m)^c", "(?m)a$", "(?i)AB", "a.c", "é[ab]", r"\Bb\B", "(?:ab){2,3}c?",
@@ -48,7 +57,7 @@ def rules(tmp_path: Path) -> Callable[[str], Rules]:
     return rules
 
 
-def guard(*policies: Any) -> Guard:
+def guard(*policies: Any) -> PolicyGuard:
     found = Policies(tuple((f"p{at}", policy) for at, policy in enumerate(policies))).guard(ABOUT)
     assert found is not None
     return found
@@ -72,7 +81,7 @@ def earliest(regexes: Sequence[str], text: str, end: int | None = None) -> int |
     return min((match.start() for match in found if match), default=None)
 
 
-def check_growing(judge: Guard, regexes: Sequence[str], text: str, cuts: Sequence[int]) -> None:
+def check_growing(judge: PolicyGuard, regexes: Sequence[str], text: str, cuts: Sequence[int]) -> None:
     """A stream of these pieces is judged as the whole text is, and nothing of a match is told."""
     growing = GrowingAnswer(judge)
     for piece in pieces(text, cuts):
@@ -125,7 +134,7 @@ def test_tokens_leave_when_their_text_is_judged_and_half_characters_don_t(
     judge = guard(of_regexes(tmp_path_factory.mktemp("rules"), regexes))
     (ids,) = byte_level.encode_batch([text], add_special_tokens=False)
     table = np.arange(len(ids), dtype=np.float32)
-    gate = PolicyGate(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
+    gate = PolicyStreamFilter(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
     told: list[int] = []
     logprobs: list[float] = []
     for start, end in itertools.pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
@@ -148,7 +157,7 @@ def test_a_match_begins_in_what_an_earlier_attempt_told(byte_level: Tokenizer, t
         return byte_level.encode_batch([text], add_special_tokens=False)[0]
 
     judge = guard(of_regexes(tmp_path, ["ab cd"]))
-    gate = PolicyGate(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
+    gate = PolicyStreamFilter(judge, IncrementalDetokenizer(byte_level, np.zeros(0, np.int32)), 0)
     gate.replay(ids("xx ab").tolist())
     assert not gate.refused
     assert gate.push(PartialChoice(0, ids(" cd ."))) is None
@@ -192,10 +201,10 @@ def test_a_policy_that_can_t_judge_pieces_holds_all_back_while_others_still_stop
         fingerprint = "1"
         window = None
 
-        def before(self, prompt: Prompt) -> Verdict:
+        def before(self, prompt: Prompt) -> PolicyVerdict:
             return ALLOWED
 
-        def after(self, answer: Answer) -> Verdict:
+        def after(self, answer: Answer) -> PolicyVerdict:
             seen.append(answer)
             return ALLOWED
 
@@ -218,12 +227,12 @@ class Breaks:
     def __init__(self, how: Callable[[str], Any]) -> None:
         self._how = how
 
-    def before(self, prompt: Prompt) -> Verdict:
-        verdict: Verdict = self._how(prompt.texts[0])
+    def before(self, prompt: Prompt) -> PolicyVerdict:
+        verdict: PolicyVerdict = self._how(prompt.texts[0])
         return verdict
 
-    def after(self, answer: Answer) -> Verdict:
-        verdict: Verdict = self._how(answer.text)
+    def after(self, answer: Answer) -> PolicyVerdict:
+        verdict: PolicyVerdict = self._how(answer.text)
         return verdict
 
 

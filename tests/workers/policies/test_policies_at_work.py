@@ -28,7 +28,7 @@ from tests.workers.structured import tool_templates
 from workers.lane.requests import LaneRules
 from workers.lane.server import LaneServer, LaneServing
 from workers.model.loaded_model import LoadedModel
-from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, Prompt, Verdict
+from workers.policies.policy import ALLOWED, NO_POLICIES, Answer, Policies, PolicyVerdict, Prompt
 from workers.policies.rules import Rules
 from workers.settings import WorkerSettings
 from workers.shards.worker import ShardWorker
@@ -74,12 +74,12 @@ class Breaks:
     fingerprint = "1"
     window: int | None = len(WORD)
 
-    def before(self, prompt: Prompt) -> Verdict:
+    def before(self, prompt: Prompt) -> PolicyVerdict:
         if any(WORD in text for text in prompt.texts):
             raise ValueError(prompt.texts[0])
         return ALLOWED
 
-    def after(self, answer: Answer) -> Verdict:
+    def after(self, answer: Answer) -> PolicyVerdict:
         if WORD in answer.text:
             raise ValueError(answer.text)
         return ALLOWED
@@ -103,7 +103,7 @@ def rows_of(kit: Any, model: LoadedModel, bodies: Sequence[Any], policies: Polic
     sink = kit.MemorySink()
     how = WorkerSettings(policies=policies, **settings)
     source = kit.ListSource([kit.make_work(bodies)])
-    ShardWorker(model, source, sink, SystemClock(), how, helper=kit.InTurn()).run()
+    ShardWorker(model, source, sink, SystemClock(), how, helper=kit.InlineExecutor()).run()
     return sink
 
 

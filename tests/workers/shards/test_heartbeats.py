@@ -31,7 +31,7 @@ def sink(kit: Any) -> Any:
 
 @pytest.fixture
 def sender(kit: Any, clock: Any, sink: Any) -> HeartbeatSender:
-    return HeartbeatSender(sink, clock, kit.InTurn(), STUCK_SECONDS)
+    return HeartbeatSender(sink, clock, kit.InlineExecutor(), STUCK_SECONDS)
 
 
 def test_given_a_long_step_then_the_last_load_is_repeated_until_the_worker_counts_as_stuck(

@@ -75,7 +75,7 @@ def test_given_enough_to_do_then_exactly_one_shard_is_prepared_and_held(host: An
         seen.append((len(sink.parts), len(source.taken)))
 
     model = host(clock, on_step)
-    ShardWorker(model, source, sink, clock, ONE, helper=kit.InTurn()).run()
+    ShardWorker(model, source, sink, clock, ONE, helper=kit.InlineExecutor()).run()
     assert sorted(sink.parts) == [1, 2, 3, 4]
     assert set(seen[2:]) == {(0, 2), (1, 3), (2, 4), (3, 4)}, "one is worked on, one waits"
     beats = [held for held in sink.held if held]
@@ -99,7 +99,7 @@ def test_given_a_worker_that_must_stop_then_the_prepared_shard_is_given_back_too
 
     model = host(clock, on_step)
     source_job = source.left[0].job.id
-    ShardWorker(model, source, sink, clock, ONE, helper=kit.InTurn()).run(stop)
+    ShardWorker(model, source, sink, clock, ONE, helper=kit.InlineExecutor()).run(stop)
     assert sink.parts == {}
     assert sorted(sink.released) == [1, 2]
     assert steps < 12 + HEARTBEAT_SECONDS / 0.5, "nothing was begun after the worker had learnt of it"
@@ -122,7 +122,7 @@ def test_given_a_job_that_closes_then_another_jobs_prepared_shard_is_opened_in_i
             sink.closing = frozenset({first.job.id})
 
     model = host(clock, on_step)
-    ShardWorker(model, source, sink, clock, ONE, helper=kit.InTurn()).run()
+    ShardWorker(model, source, sink, clock, ONE, helper=kit.InlineExecutor()).run()
     assert (sink.released, list(sink.parts)) == ([1], [2])
     assert sink.notes == [(2, [2]), (2, [])], "its rows are tried apart, and that is noted"
 
@@ -138,5 +138,5 @@ def test_given_a_part_that_cant_be_written_then_its_attempt_says_that_it_ended(h
     clock, sink = kit.FakeClock(), Full()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=3)])])
     with pytest.raises(StoreError, match="full"):
-        ShardWorker(host(clock, lambda: None), source, sink, clock, ONE, helper=kit.InTurn()).run()
+        ShardWorker(host(clock, lambda: None), source, sink, clock, ONE, helper=kit.InlineExecutor()).run()
     assert sink.released == [1]

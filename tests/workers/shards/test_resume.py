@@ -18,7 +18,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ScheduleConfig
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.planning import plan_job
-from pipeline.jobs.submit import Order, submit
+from pipeline.jobs.submit import JobOrder, submit
 from pipeline.ledger.ledger import JobLedger
 from pipeline.ports import World
 from pipeline.results.checkpoints import read_history
@@ -109,7 +109,7 @@ def begin(tmp_path: Path, source: Path, name: str) -> World:
     ledger = JobLedger(world.store)
     settings = JobSettings(plan=PlanSettings(max_shard_rows=7))
     pin = ModelPin(name="tiny", source="tiny", digest="sha256:1", dtype="float32")
-    job = submit(Order(input=pin_input(source), models=(pin,), settings=settings), ledger, world, job_id="job-1").job
+    job = submit(JobOrder(input=pin_input(source), models=(pin,), settings=settings), ledger, world, job_id="job-1").job
     plan_job(ledger, job, world)
     return world
 
@@ -120,7 +120,7 @@ def work_on(world: World, model: LoadedModel, turns: float, kit: Any, **settings
     house.dispatcher.add(house.ledger)
     source = Ticking(house, "w")
     how = WorkerSettings(report_seconds=0, **{"checkpoint_seconds": 0, "max_open_shards": 2} | settings)
-    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InTurn())  # type: ignore[arg-type]
+    worker = ShardWorker(model, source, source, world.clock, how, Dies(turns), kit.InlineExecutor())  # type: ignore[arg-type]
     try:
         worker.run()
     except Killed:
@@ -239,7 +239,7 @@ def test_given_a_stop_when_it_comes_then_everything_is_logged_and_nothing_counts
         source: Any = Ticking(house, "w")
         model = load()
         how = WorkerSettings(checkpoint_seconds=1e9, max_open_shards=2)
-        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InTurn()).run(Stops(looks))  # type: ignore[arg-type]
+        progress = ShardWorker(model, source, source, broken.clock, how, helper=kit.InlineExecutor()).run(Stops(looks))  # type: ignore[arg-type]
         assert progress.stopped
         assert not model.engine.has_work
     manifest = work_on(broken, load(), float("inf"), kit)

@@ -22,7 +22,7 @@ from pipeline.results.checkpoints import read_history
 from pipeline.worker_client.protocol import CheckpointWork, WorkerLoad
 from pipeline.worker_client.shard_client import ShardClient
 from schemas.jobs.checkpoints import FinishedRows
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tests.pipeline.made_jobs import MODELS, QUEUE, computed, plan_by_hand, report
 from tests.pipeline.simulation import MemoryStore, simulated_world
 from tests.waiting import HANG_SECONDS
@@ -96,7 +96,7 @@ def test_given_a_store_that_is_away_for_a_while_then_the_worker_waits_and_all_ro
     tolerant = OutageTolerantClient(sink, clock, threading.Event())
     settings = WorkerSettings(checkpoint_seconds=0.0)
     with capture_logs() as logs:
-        progress = ShardWorker(model, tolerant, tolerant, clock, settings, helper=kit.InTurn()).run()
+        progress = ShardWorker(model, tolerant, tolerant, clock, settings, helper=kit.InlineExecutor()).run()
     assert sorted(sink.rows) == list(range(6, 18))
     assert (progress.counts.failed, progress.counts.succeeded) == (0, 12)
     assert not any(sink.left.values()), "each kind of call met the outage"
@@ -121,7 +121,7 @@ def test_given_an_outage_when_heartbeats_are_sent_then_they_have_its_reason(kit:
     sink = Full()
     tolerant = OutageTolerantClient(sink, clock, stop)
     work = kit.make_work([kit.chat()])
-    load = WorkerLoad(figures=WorkerFigures(model="tiny"))
+    load = WorkerLoad(figures=WorkerMetrics(model="tiny"))
     writer = threading.Thread(target=tolerant.begin, args=(work,))
     writer.start()
     try:
@@ -170,7 +170,7 @@ def test_given_an_outage_without_end_then_no_shard_is_begun_and_a_stop_ends_the_
 
     tolerant = OutageTolerantClient(sink, Stopping(), stop)
     with pytest.raises(Away, match="away"):
-        ShardWorker(model, tolerant, tolerant, clock, helper=kit.InTurn()).run(stop)
+        ShardWorker(model, tolerant, tolerant, clock, helper=kit.InlineExecutor()).run(stop)
     assert model.engine.stats().generated == 0, "nothing is computed that nobody knows of"
 
 

@@ -82,7 +82,7 @@ def shard(kit: Any, number: int, tier: Tier, rows: int = 40, tokens: int = 60) -
 def run(kit: Any, model: Any, source: Tiers) -> Any:
     sink = kit.MemorySink()
     settings = WorkerSettings(look_seconds=0.0)
-    ShardWorker(model, source, sink, kit.FakeClock(), settings, None, kit.InTurn()).run()
+    ShardWorker(model, source, sink, kit.FakeClock(), settings, None, kit.InlineExecutor()).run()
     return sink
 
 
@@ -122,6 +122,6 @@ def test_standard_shards_are_not_fetched_beyond_what_may_be_open(host: Any, kit:
             return taken
 
     source, sink = Counting(shards, {}), kit.MemorySink()
-    ShardWorker(model, source, sink, kit.FakeClock(), WorkerSettings(), None, kit.InTurn()).run()
+    ShardWorker(model, source, sink, kit.FakeClock(), WorkerSettings(), None, kit.InlineExecutor()).run()
     assert len(sink.parts) == 8
     assert source.most <= WorkerSettings().max_open_shards + 2

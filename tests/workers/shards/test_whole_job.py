@@ -136,7 +136,7 @@ def run(byte_level: Tokenizer, kit: Any, tmp_path: Path) -> Callable[..., Run]:
             ShardWork(job, number, 1, f"attempt-{number}", table, kit.NOON) for number, table in sink.tables.items()
         ]
         results = kit.MemorySink()
-        ShardWorker(model, kit.ListSource(works), results, clock, helper=kit.InTurn()).run()
+        ShardWorker(model, kit.ListSource(works), results, clock, helper=kit.InlineExecutor()).run()
         assert sorted(results.rows) == list(range(len(asks)))
         assert {row.status for row in results.rows.values()} == {"succeeded"}
         cached = sum(row.cached_tokens or 0 for row in results.rows.values())

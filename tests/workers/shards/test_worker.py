@@ -25,7 +25,7 @@ from engine.runner.null_runner import NullRunner
 from pipeline.adapters.system import SystemClock
 from pipeline.ports import StoreError
 from pipeline.results.checkpoints import ShardHistory
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from pipeline.worker_client.protocol import ShardWork
 from schemas.jobs.job import Tier
 from schemas.jobs.results import RowStatus
@@ -109,7 +109,7 @@ def work_off(kit: Any) -> Any:
         sink = more.pop("sink", None) or kit.MemorySink()
         clock = more.pop("clock", None) or kit.FakeClock()
         stop = more.pop("stop", None)
-        more.setdefault("helper", kit.InTurn())
+        more.setdefault("helper", kit.InlineExecutor())
         source = more.pop("source", None) or kit.ListSource(shards)
         return ShardWorker(model, source, sink, clock, **more).run(stop), sink
 
@@ -289,7 +289,7 @@ def test_rows_that_fail_alone_are_held_back_until_the_engine_has_shown_that_it_w
     model, _ = host(poison=ALWAYS, clock=clock, on_step=lambda: clock.sleep(1.0))
     sink = kit.MemorySink()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(8)])])
-    worker = ShardWorker(model, source, sink, clock, WorkerSettings(checkpoint_seconds=0), helper=kit.InTurn())
+    worker = ShardWorker(model, source, sink, clock, WorkerSettings(checkpoint_seconds=0), helper=kit.InlineExecutor())
     with pytest.raises(BrokenEngineError):
         worker.run()
     assert not [row for point in sink.checkpoints.get(1, []) for row in point.finished["row"].to_pylist()]
@@ -321,7 +321,7 @@ def test_given_an_engine_that_reads_prompts_but_cant_go_on_when_rows_fail_then_n
     sink = kit.MemorySink()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(8)])])
     worker = ShardWorker(
-        model, source, sink, kit.FakeClock(), WorkerSettings(checkpoint_seconds=0), helper=kit.InTurn()
+        model, source, sink, kit.FakeClock(), WorkerSettings(checkpoint_seconds=0), helper=kit.InlineExecutor()
     )
     with pytest.raises(BrokenEngineError):
         worker.run()
@@ -372,7 +372,7 @@ def test_given_a_broken_engine_and_hardly_a_row_when_they_fail_then_they_are_not
     sink = kit.MemorySink()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(rows)])])
     with pytest.raises(BrokenEngineError, match=r"every request.*the device said no"):
-        ShardWorker(model, source, sink, kit.FakeClock(), helper=kit.InTurn()).run()
+        ShardWorker(model, source, sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
     assert (sink.parts, sink.released) == ({}, [1])
 
 
@@ -391,7 +391,7 @@ def test_a_broken_engine_stops_the_run_and_condemns_nobody(host: Any, kit: Any) 
     sink = kit.MemorySink()
     source = kit.ListSource([kit.make_work([kit.chat(max_tokens=4) for _ in range(30)])])
     with pytest.raises(BrokenEngineError, match=r"every request.*the device said no"):
-        ShardWorker(model, source, sink, kit.FakeClock(), helper=kit.InTurn()).run()
+        ShardWorker(model, source, sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
     assert sink.parts == {}
     assert len(runner.batches) < 15
 
@@ -638,7 +638,7 @@ def test_given_a_part_that_cant_be_made_when_the_worker_is_told_to_stop_then_its
     model, _ = host()
     sink = Picky()
     work = kit.make_work([kit.chat(max_tokens=2)])
-    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=InTurn()).run(stop)
+    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=InlineExecutor()).run(stop)
     assert (list(sink.given_up), sink.released) == ([1], [])
 
 

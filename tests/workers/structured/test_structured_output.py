@@ -108,7 +108,7 @@ def answer(kit: SimpleNamespace) -> Any:
     def answer(model: LoadedModel, bodies: Sequence[Any], **settings: Any) -> list[Any]:
         sink = kit.MemorySink()
         source = kit.ListSource([kit.make_work(bodies, job=kit.make_job(**settings))])
-        ShardWorker(model, source, sink, SystemClock(), helper=kit.InTurn()).run()
+        ShardWorker(model, source, sink, SystemClock(), helper=kit.InlineExecutor()).run()
         return [sink.rows[row] for row in range(len(bodies))]
 
     return answer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.structured.tool_calls import CallIds, Delta, ToolCallReader, split_answer, told
+from workers.structured.tool_calls import AnswerDelta, CallIds, ToolCallReader, split_answer, told
 from workers.structured.tool_formats import BARRED, HERMES, LLAMA, MISTRAL, ToolFormat
 
 IDS = CallIds("job/1", 0, False)
@@ -36,7 +36,7 @@ def written(form: ToolFormat, content: str, made: list[tuple[str, dict[str, Any]
     return content + form.between.join(f"{form.opening}{text}{form.closing}" for text in texts)
 
 
-def joined(deltas: list[Delta]) -> tuple[str, dict[int, list[str]]]:
+def joined(deltas: list[AnswerDelta]) -> tuple[str, dict[int, list[str]]]:
     content, found = "", dict[int, list[str]]()
     for delta in deltas:
         content += delta.content
@@ -61,7 +61,7 @@ def test_a_text_in_pieces_holds_what_the_whole_text_holds(
         made, content = made[:1], "" if made else content
     text = written(form, content, made, spaced)
     reader = ToolCallReader(form)
-    deltas: list[Delta] = []
+    deltas: list[AnswerDelta] = []
     edges = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]
     for start, end in pairwise(edges):
         deltas += reader.push(text[start:end])
@@ -129,7 +129,7 @@ def test_no_text_is_an_error_and_in_pieces_it_says_what_it_says_as_a_whole(
 ) -> None:
     text = form.opening + text if opened else text
     reader = ToolCallReader(form)
-    deltas: list[Delta] = []
+    deltas: list[AnswerDelta] = []
     edges = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]
     for start, end in pairwise(edges):
         deltas += reader.push(text[start:end])

@@ -60,7 +60,7 @@ def answer(kit: Any) -> Callable[..., dict[int, Any]]:
         work: ShardWork = kit.make_work(
             [ask if isinstance(ask, int) else {"model": "tiny", **ask} for ask in bodies], job=job
         )
-        ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InTurn()).run()
+        ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
         rows: dict[int, Any] = sink.rows
         return rows
 
@@ -237,7 +237,7 @@ def test_what_is_done_is_logged_with_its_vector(embeds: LoadedModel, kit: Any) -
     sink = kit.MemorySink()
     work = kit.make_work([{"model": "tiny", "input": f"text number {n}"} for n in range(40)])
     settings = WorkerSettings(checkpoint_seconds=0)
-    ShardWorker(embeds, kit.ListSource([work]), sink, kit.FakeClock(), settings, helper=kit.InTurn()).run()
+    ShardWorker(embeds, kit.ListSource([work]), sink, kit.FakeClock(), settings, helper=kit.InlineExecutor()).run()
     # then the log holds finished rows, vectors included, and nothing half done
     logged = [row for one in sink.checkpoints[1] for row in one.finished.to_pylist()]
     assert len(sink.checkpoints[1]) > 2

@@ -54,7 +54,7 @@ def embedded(folder: Path, kit: Any, texts: list[str]) -> np.ndarray:
     model = LoadedModel.load(folder, name="tiny", config=EngineConfig(threads=2))
     sink = kit.MemorySink()
     work = kit.make_work([{"model": "tiny", "input": text} for text in texts])
-    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InTurn()).run()
+    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
     rows = [sink.rows[at] for at in range(len(texts))]
     assert {row.status for row in rows} == {RowStatus.SUCCEEDED}, rows
     return np.stack([row.embedding for row in rows])
@@ -85,7 +85,7 @@ def test_what_they_would_cut_is_refused(minilm: Path, kit: Any) -> None:
     model = LoadedModel.load(minilm, name="tiny", config=EngineConfig(threads=2))
     sink = kit.MemorySink()
     work = kit.make_work([{"model": "tiny", "input": "word " * 255}])
-    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InTurn()).run()
+    ShardWorker(model, kit.ListSource([work]), sink, kit.FakeClock(), helper=kit.InlineExecutor()).run()
     assert sink.rows[0].error_code == "context_length_exceeded"
     assert "input has 257 tokens, but the model embeds at most 256" in sink.rows[0].error_message
 

@@ -169,7 +169,7 @@ def served(kit: Any, model: LoadedModel) -> Iterator[Ask]:
 def committed(kit: Any, model: LoadedModel, bodies: Sequence[Any]) -> dict[int, Any]:
     """The rows of a shard of these bodies, once it is committed."""
     sink = kit.MemorySink()
-    ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK, helper=kit.InTurn()).run()
+    ShardWorker(model, kit.ListSource([kit.make_work(bodies)]), sink, CLOCK, helper=kit.InlineExecutor()).run()
     return sink.parts[1] and sink.rows
 
 

@@ -12,7 +12,7 @@ from tokenmill.settings import read_settings
 if TYPE_CHECKING:
     from schemas.settings.settings import Settings
     from tokenmill.jobs.cancel import Cancelled
-    from tokenmill.jobs.locator import JobPlace
+    from tokenmill.jobs.locator import JobLocation
 
 
 def cancel(
@@ -55,15 +55,15 @@ def cancel(
     output.stderr().print(summary.last_line(manifest.counts, where), markup=False)
 
 
-def _cancel(place: JobPlace, settings: Settings) -> tuple[Cancelled, str]:
+def _cancel(place: JobLocation, settings: Settings) -> tuple[Cancelled, str]:
     """What came of it, and where the job lies."""
     from tokenmill.jobs.cancel import cancel_in_root, cancel_job
-    from tokenmill.jobs.locator import look_at
+    from tokenmill.jobs.locator import open_job_readonly
     from tokenmill.root import open_root
 
     if place.folder is not None:
         return cancel_job(place.folder, settings.price_per_hour), str(place.folder)
-    with look_at(place, settings) as ledger:  # before anything is written, even where a root is probed
+    with open_job_readonly(place, settings) as ledger:  # before anything is written, even where a root is probed
         where = ledger.place().rstrip("/")
         ledger.job()
     with open_root(place.root, settings) as root:

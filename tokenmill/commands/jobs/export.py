@@ -41,7 +41,7 @@ def export(
     With --merged each line of JOB is there once: an answer if one of the jobs has it, else the last reason why not.
     """
     from pipeline.results.export import export
-    from tokenmill.jobs.locator import check_alone, local_results, locate, look_at
+    from tokenmill.jobs.locator import check_alone, local_results, locate, open_job_readonly
 
     if url is not None:
         from tokenmill.jobs import http_backend
@@ -65,7 +65,7 @@ def export(
             if results is not None and file is not None and file.resolve().is_relative_to(results):
                 raise UserError(f"{file}: lies among the job's results, which programs read as one; name another place")
     with ExitStack() as stack:
-        first, *others = [stack.enter_context(look_at(place, settings)) for place in places]
+        first, *others = [stack.enter_context(open_job_readonly(place, settings)) for place in places]
         done = export(first, to, errors_to=errors_to, in_input_order=in_input_order, retries=others)
     if as_json:
         output.print_json({"to": to, "errors_to": errors_to, "succeeded": done.succeeded, "others": done.others})

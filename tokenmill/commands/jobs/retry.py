@@ -37,11 +37,11 @@ from tokenmill.config.cli_options import (
     Threads,
     Tier,
 )
-from tokenmill.errors import InputError, ModelError, UserError
+from tokenmill.errors import InputUnusable, ModelError, UserError
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
-    from pipeline.jobs.retry import Retry, Wishes
+    from pipeline.jobs.retry import Retry, RetryOverrides
     from schemas.jobs.inputs import InputFile, InputRef
     from schemas.jobs.job import Job
     from schemas.jobs.results import RowStatus
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from tokenmill.local.run_plan import RunPlan
 
 
-class Ended(StrEnum):
+class EndedRow(StrEnum):
     """How a row ended that got no answer."""
 
     FAILED = "failed"
@@ -85,7 +85,7 @@ def retry(
     root_url: RootUrl = None,
     url: GatewayUrl = None,
     only: Annotated[
-        list[Ended] | None, typer.Option(help="Only rows that ended so. Repeat for several. Default: all three.")
+        list[EndedRow] | None, typer.Option(help="Only rows that ended so. Repeat for several. Default: all three.")
     ] = None,
     include_invalid: Annotated[
         bool, typer.Option("--include-invalid", help="Also rows that were refused for what their lines say.")
@@ -138,7 +138,7 @@ def retry(
     root it is a job of that root, whose id is printed at once; engine options are those of the root's workers. The same
     command again finds the retry that it has made, and makes no second one.
     """
-    from pipeline.jobs.retry import RETRIED, Wishes
+    from pipeline.jobs.retry import RETRIED, RetryOverrides
     from schemas.jobs.job import Tier as JobTier
     from schemas.jobs.results import RowStatus
     from tokenmill.jobs.locator import check_alone, locate
@@ -161,7 +161,7 @@ def retry(
     place = locate(job_given, root_url, settings)
     given = Path(job_given).expanduser()
     out = given if new is not None and given.is_dir() else place.folder  # also of a root's job, if that is asked for
-    wishes = Wishes(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
+    wishes = RetryOverrides(None if tier is None else JobTier(tier), deadline, max_output_tokens, max_cost)
     if out is None:
         _check_options(context, str(place), place.root)
         retry_in_root(place, settings, statuses, wishes, include_invalid=include_invalid, watch=watch, as_json=as_json)
@@ -195,7 +195,7 @@ def retry(
 def _plan(
     first: Retry,
     new: Path,
-    wishes: Wishes,
+    wishes: RetryOverrides,
     engine: EngineOptions,
     input_: str | None,
     model: list[str] | None,
@@ -274,7 +274,7 @@ def _same_input(job: Job, given: str | None) -> InputRef:
 
     found = pin(given or job.input.uri, job.input)
     if [_bytes_of(file) for file in found.files] != [_bytes_of(file) for file in job.input.files]:
-        raise InputError(f"{found.uri}: is not what {job.id} read; put the old input back, or name it with --input")
+        raise InputUnusable(f"{found.uri}: is not what {job.id} read; put the old input back, or name it with --input")
     return found
 
 

@@ -13,7 +13,7 @@ from tokenmill.commands.jobs.export import export
 from tokenmill.commands.jobs.retry import retry
 from tokenmill.commands.jobs.verify import verify
 from tokenmill.config.cli_options import Debug, Every, GatewayUrl, JobGiven, Json, RootUrl
-from tokenmill.errors import EXIT_USAGE, InputError, UserError
+from tokenmill.errors import EXIT_USAGE, InputUnusable, UserError
 from tokenmill.settings import read_settings
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def show_job(
     """
     from pipeline.jobs.summaries import summarize_job
     from pipeline.results.verification import ResultsDamaged, check_files
-    from tokenmill.jobs.locator import locate, look_at
+    from tokenmill.jobs.locator import locate, open_job_readonly
 
     if url is not None:
         from tokenmill.jobs import http_backend
@@ -97,7 +97,7 @@ def show_job(
         return
     settings = read_settings()
     place = locate(job, root_url, settings)
-    with look_at(place, settings) as ledger:
+    with open_job_readonly(place, settings) as ledger:
         # A dispatcher keeps the cache of a root's job fresh; to count it anew might be to read thousands of objects.
         summary = summarize_job(ledger, exact=place.folder is not None)
         damage: ResultsDamaged | None = None
@@ -140,7 +140,7 @@ def watch_job(
     It only looks: Ctrl-C ends the watching, with exit code 130, and the job goes on. Exit code 1: it failed as a whole.
     """
     from pipeline.jobs.summaries import summarize_job
-    from tokenmill.jobs.locator import locate, look_at
+    from tokenmill.jobs.locator import locate, open_job_readonly
     from tokenmill.jobs.views import document
     from tokenmill.jobs.watch import tell_end, watch
 
@@ -152,7 +152,7 @@ def watch_job(
         http_backend.watch(url, job, every, as_json=as_json)
         return
     settings = read_settings()
-    with look_at(locate(job, root_url, settings), settings) as ledger:
+    with open_job_readonly(locate(job, root_url, settings), settings) as ledger:
         manifest = watch(ledger, every=every)
         where = ledger.place()
         if as_json:
@@ -182,7 +182,7 @@ def _jobs(
             return opened.url, [(opened.url, one) for one in jobs_in(opened.world.store, limit, active=active)]
     local = Path(folder or "").expanduser()
     if not local.is_dir():
-        raise InputError(f"{folder}: no such folder; give the OUT of a run, or name a root with --root ROOT")
+        raise InputUnusable(f"{folder}: no such folder; give the OUT of a run, or name a root with --root ROOT")
     return str(local), [(str(place), one) for place, one in jobs_below(local, limit, active=active)]
 
 

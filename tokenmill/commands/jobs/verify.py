@@ -14,10 +14,10 @@ def verify(job: JobGiven, root_url: RootUrl = None, as_json: Json = False, _debu
     Reads every byte. Exit code 1: a file is missing or is another, or the job has not ended.
     """
     from pipeline.results.verification import check_files
-    from tokenmill.jobs.locator import locate, look_at
+    from tokenmill.jobs.locator import locate, open_job_readonly
 
     settings = read_settings()
-    with look_at(locate(job, root_url, settings), settings) as ledger:
+    with open_job_readonly(locate(job, root_url, settings), settings) as ledger:
         manifest = ledger.manifest()
         if manifest is None:
             raise UserError(f"{ledger.place()}: the job has not ended, and has no manifest yet; wait for its end")

@@ -26,7 +26,7 @@ from engine import (
 )
 from engine.models.eagle_checkpoint import describe_head
 from engine.sampling.sampler import Sampler
-from engine.speculative.base import Ask, Draft, Proposer
+from engine.speculative.base import Draft, DraftRequest, Proposer
 from engine.speculative.draft_lengths import FixedLengths
 from tests.engine.speculative.proposers import eagle_heads as heads
 from tests.engine.test_speculation import SMALL, assert_same, load, repeating_prompts, requests_of, run
@@ -62,7 +62,7 @@ class Spy:
         self._rows = engine.scheduler.rows
         self._proposer = proposer
 
-    def propose(self, asks: list[Ask]) -> list[Draft]:
+    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
         drafts = self._proposer.propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             known = self._rows.token_ids[ask.row, : self._rows.num_known[ask.row]].tolist()

@@ -9,7 +9,7 @@ import pytest
 
 from engine.plan import RowState
 from engine.request import Request, SamplingParams, as_token_ids
-from engine.speculative.base import Ask
+from engine.speculative.base import DraftRequest
 from engine.speculative.proposers.ngram import NgramProposer
 from engine.speculative.proposers.ngram_index import AGREEMENT, NgramIndex, agreement
 from engine.speculative.proposers.siblings import Siblings
@@ -27,7 +27,7 @@ class Rows:
         self.state.token_ids[0, : len(text)] = text
         self.state.num_known[0] = len(text)
         request = Request("r", as_token_ids([1]), SamplingParams(), salt=salt)
-        [draft] = self.proposer.propose([Ask(0, self.epoch, most, request, 0)])
+        [draft] = self.proposer.propose([DraftRequest(0, self.epoch, most, request, 0)])
         return draft.tokens.tolist(), draft.source
 
 

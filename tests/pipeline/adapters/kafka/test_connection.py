@@ -9,7 +9,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 
 from pipeline.adapters.kafka.connection import KafkaConnection, KafkaSettingsError
 from pipeline.adapters.kafka.producer import ProducerSettings
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 
 BROKERS = ("b1:9092", "b2:9092")
 SECURE: dict[str, KafkaConnection] = {
@@ -49,7 +49,7 @@ def test_given_any_settings_when_they_become_arguments_then_the_client_knows_eac
     connection = SECURE[name]
 
     for known, options in (
-        (KafkaConsumer.DEFAULT_CONFIG, KafkaDoorSettings(connection).consumer_options()),
+        (KafkaConsumer.DEFAULT_CONFIG, KafkaIngestSettings(connection).consumer_options()),
         (KafkaProducer.DEFAULT_CONFIG, ProducerSettings(connection).options()),
         (KafkaAdminClient.DEFAULT_CONFIG, connection.admin_options()),
     ):
@@ -58,7 +58,7 @@ def test_given_any_settings_when_they_become_arguments_then_the_client_knows_eac
 
 @pytest.mark.parametrize("name", SECURE)
 def test_given_secrets_when_settings_are_shown_then_they_are_not(name: str) -> None:
-    for shown in (SECURE[name], KafkaDoorSettings(SECURE[name]), ProducerSettings(SECURE[name])):
+    for shown in (SECURE[name], KafkaIngestSettings(SECURE[name]), ProducerSettings(SECURE[name])):
         assert "geheim" not in repr(shown)
 
 
@@ -85,7 +85,7 @@ def test_given_settings_that_contradict_each_other_when_they_are_made_then_they_
 
 
 def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_reads_what_was_committed() -> None:
-    options = KafkaDoorSettings(SECURE["plaintext"], start="stop", session_timeout=3.0).consumer_options()
+    options = KafkaIngestSettings(SECURE["plaintext"], start="stop", session_timeout=3.0).consumer_options()
 
     assert options["enable_auto_commit"] is False
     assert options["isolation_level"] == "read_committed"
@@ -106,7 +106,7 @@ def test_given_the_door_when_its_consumer_is_set_up_then_it_alone_commits_and_re
 )
 def test_given_door_settings_that_can_not_be_when_they_are_made_then_they_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(KafkaSettingsError):
-        KafkaDoorSettings(SECURE["plaintext"], **given)
+        KafkaIngestSettings(SECURE["plaintext"], **given)
 
 
 def test_given_the_producer_when_it_is_set_up_then_all_replicas_confirm_and_waiting_has_an_end() -> None:

@@ -13,7 +13,7 @@ from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.heartbeats import RedisHeartbeats
 from pipeline.ports import WorkerState
 from pipeline.runtime.availability import BadAddress, ServiceUnavailable
-from schemas.workers.metrics import WorkerFigures
+from schemas.workers.metrics import WorkerMetrics
 from tests.pipeline.contracts.heartbeats_contract import LIFETIME, HeartbeatsContract, MakeHeartbeats
 from tests.servers.redis import RedisServer
 
@@ -145,7 +145,7 @@ def test_what_is_no_heartbeat_is_passed_over(redis_server: RedisServer, beats: R
 def test_given_workers_of_a_newer_version_that_say_more_then_they_live_and_their_figures_are_seen(
     redis_server: RedisServer, beats: RedisHeartbeats, prefix: str
 ) -> None:
-    figures = WorkerFigures(model="m", computed=9)
+    figures = WorkerMetrics(model="m", computed=9)
     beats.beat(W)
     beats.tell(W.name, figures)
     raw = redis.Redis.from_url(redis_server.url)
@@ -172,8 +172,8 @@ def test_what_are_no_figures_is_passed_over(redis_server: RedisServer, beats: Re
         beats.beat(WorkerState(f"w{number}"))
         raw.set(f"{prefix}:beats:figures:w{number}", body, px=60_000)
     beats.beat(W)
-    beats.tell("w", WorkerFigures(model="m"))
-    assert beats.figures() == {"w": WorkerFigures(model="m")}
+    beats.tell("w", WorkerMetrics(model="m"))
+    assert beats.figures() == {"w": WorkerMetrics(model="m")}
     assert beats.unreadable == len(lies)
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_left_of_workers_that_are_gone_for_long(
     beats = open_heartbeats(0.05)
     for number in range(20):
         beats.beat(WorkerState(f"w{number}"))
-        beats.tell(f"w{number}", WorkerFigures(model="m"))
+        beats.tell(f"w{number}", WorkerMetrics(model="m"))
     raw = redis.Redis.from_url(redis_server.url)
     for _ in range(35):
         beats.beat(WorkerState("lives"))

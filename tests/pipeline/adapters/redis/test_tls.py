@@ -23,7 +23,7 @@ from pipeline.adapters.redis.connection import RedisSettings
 from pipeline.adapters.redis.heartbeats import RedisHeartbeats
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ingest.celery.tasks import CeleryTasks
-from pipeline.ingest.celery.worker import CeleryDoorSettings, make_app
+from pipeline.ingest.celery.worker import CeleryIngestSettings, make_app
 from pipeline.ingest.intake import Intake
 from pipeline.inputs.open import pin_uri
 from pipeline.ports import ShardTask, World
@@ -125,7 +125,7 @@ def test_the_door_of_tasks_tells_such_a_server_nothing_either(
     tasks = CeleryTasks(world, Intake(world), pin_uri)
 
     def app(url: str) -> Celery:
-        return make_app(tasks, "q", "default", CeleryDoorSettings(url, timeout=1.0), SystemRandomness())
+        return make_app(tasks, "q", "default", CeleryIngestSettings(url, timeout=1.0), SystemRandomness())
 
     with pytest.raises((OperationalError, RedisError), match=r"(?i)certificate"):
         reach(app(place))

@@ -22,7 +22,7 @@ from pipeline.gateway.files.uploads import FormReader
 from pipeline.gateway.http.errors import ApiError
 from pipeline.gateway.http.ranges import Unsatisfiable, read_range, wanted_bytes
 from pipeline.gateway.routes.dependencies import GatewaySettings
-from pipeline.maintenance.retention import Collector, Kind, RetentionSettings
+from pipeline.maintenance.retention import RemovedKind, RetentionSettings, RetentionSweep
 from tests.pipeline.gateway.batches.test_batches import begin, wait
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.waiting import HANG_SECONDS
@@ -223,22 +223,22 @@ def test_files_go_when_their_time_is_over_unless_an_open_batch_reads_them(tmp_pa
         house.clock.ahead = 7_200
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(free.id)
-        counted = Collector(house.world, dry_run=True).run()
-        found = Collector(house.world).run()
+        counted = RetentionSweep(house.world, dry_run=True).run()
+        found = RetentionSweep(house.world).run()
         assert found.objects == counted.objects
-        assert found.objects[Kind.FILE] == 4, "content, two markers, paper"
+        assert found.objects[RemovedKind.FILE] == 4, "content, two markers, paper"
         assert not list(store.list(f"files/{free.id}/"))
         assert list(store.list(f"files/{read.id}/content"))
         assert list(store.list(f"files/{kept.id}/content"))
         house.permits.release(10)
         assert wait(client, batch.id).status == "completed"
-        Collector(house.world).run()
+        RetentionSweep(house.world).run()
         assert not list(store.list(f"files/{read.id}/"))
         assert [file.purpose for file in client.files.list()] == ["batch_output", "batch"]
         # What an upload left that never ended, and words on requests, go by their age.
         store.create("files/file-" + kept.id[5:14] + "0" * 16 + "/content", b"x")
-        assert Collector(house.world).run().objects[Kind.FILE] == 0
+        assert RetentionSweep(house.world).run().objects[RemovedKind.FILE] == 0
         house.clock.ahead = timedelta(days=31).total_seconds()
-        found = Collector(house.world, RetentionSettings()).run()
-        assert (found.objects[Kind.FILE] >= 1, found.objects[Kind.TICKET]) == (True, 1)
+        found = RetentionSweep(house.world, RetentionSettings()).run()
+        assert (found.objects[RemovedKind.FILE] >= 1, found.objects[RemovedKind.TICKET]) == (True, 1)
         assert list(store.list(f"files/{kept.id}/content"))

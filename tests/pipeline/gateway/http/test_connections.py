@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Authority
 from pipeline.gateway.http.protocol import HttpProtocol
-from pipeline.gateway.inference.models import Models
+from pipeline.gateway.inference.models import ServedModels
 from pipeline.gateway.inference.responses import Answers
 from pipeline.gateway.routes import websocket
 from pipeline.gateway.routes.dependencies import GatewaySettings
@@ -126,7 +126,7 @@ def test_given_a_request_that_nobody_foresaw_then_it_is_a_500_and_others_are_ans
 
     with http_house(tmp_path) as house, house.http() as http:
         with monkeypatch.context() as planted:
-            planted.setattr(Models, "get", broken)
+            planted.setattr(ServedModels, "get", broken)
             answer = http.get("/v1/models/tiny")
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
             assert "planted" not in answer.text

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from pipeline.gateway.batches.service import Batches
 from pipeline.gateway.files.service import Files
-from pipeline.gateway.http.pagination import Page
+from pipeline.gateway.http.pagination import PageRequest
 from pipeline.gateway.records import StoredFile, new_file_id
 from pipeline.jobs.submit import new_job_id, submit
 from pipeline.ledger.ledger import JOBS, JobLedger
-from pipeline.ledger.tenant_index import Shelf, files_of
+from pipeline.ledger.tenant_index import TenantIndex, files_of
 from pipeline.ports import ObjectInfo, World
-from pipeline.runtime.inline_executor import InTurn
+from pipeline.runtime.inline_executor import InlineExecutor
 from tests.pipeline.made_jobs import order as order_of
 from tests.pipeline.simulation import MemoryStore
 
@@ -80,7 +80,7 @@ def test_a_page_of_very_many_reads_a_page(
     with ThreadPoolExecutor(1) as together:
         files = Files(replace(world, store=store), together)
         store.listings = store.listed = store.reads = 0
-        page = files.page("acme", Page(20, None if behind is None else ids[behind], order))
+        page = files.page("acme", PageRequest(20, None if behind is None else ids[behind], order))
     first = 0 if behind is None else behind + 1
     assert [one["id"] for one in page.data] == ids[first : first + 20]
     assert page.has_more is (first + 20 < MANY)
@@ -103,9 +103,9 @@ def test_a_page_of_batches_costs_the_same_however_many_there_are(world: World, o
             submit(order_of(tenant="acme"), JobLedger(store, f"{JOBS}{name}/"), world, job_id=name)
             made.append(name)
         ids = made if order == "asc" else made[::-1]
-        batches = Batches(world, unused, unused, unused, InTurn())  # a thread reads ahead as far as it comes
+        batches = Batches(world, unused, unused, unused, InlineExecutor())  # a thread reads ahead as far as it comes
         store.listings = store.listed = store.reads = 0
-        page = batches.page("acme", Page(5, ids[20], order))
+        page = batches.page("acme", PageRequest(5, ids[20], order))
         assert [one["id"] for one in page.data] == ids[21:26]
         assert page.has_more
         costs.append((store.listings, store.listed, store.reads))
@@ -116,7 +116,7 @@ def test_a_page_of_batches_costs_the_same_however_many_there_are(world: World, o
 @example(names=["a", "ab", "ab.", "aB", "y", "yy", "-".join("zz")], after="ab")
 @example(names=["job-1", "job-10", "job-2"], after="job-1")
 def test_whatever_ids_are_the_two_orders_are_each_others_reverse(names: list[str], after: str | None) -> None:
-    store, shelf = MemoryStore(), Shelf("tenants/t-a/", "batches")
+    store, shelf = MemoryStore(), TenantIndex("tenants/t-a/", "batches")
     for name in names:
         shelf.add(store, name)
     assert list(shelf.newest(store)) == sorted(names)

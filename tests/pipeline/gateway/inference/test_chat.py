@@ -17,7 +17,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from pipeline.gateway.http.api_keys import Scope
-from pipeline.gateway.inference.request_builder import AskSettings
+from pipeline.gateway.inference.request_builder import InferenceSettings
 from pipeline.gateway.inference.responses import StreamSettings
 from schemas.jobs.job import Tier
 from schemas.workers.lane import LaneRequest
@@ -31,7 +31,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[HttpHouse]:
-    with http_house(tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 100_000})) as house:
+    with http_house(tmp_path, asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})) as house:
         yield house
 
 
@@ -135,7 +135,9 @@ def test_what_cannot_be_asked_is_refused_by_name(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpHouse]:
-    with http_house(tmp_path_factory.mktemp("shared"), asking=AskSettings(caps={Tier.INTERACTIVE: 100_000})) as house:
+    with http_house(
+        tmp_path_factory.mktemp("shared"), asking=InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
+    ) as house:
         yield house
 
 
@@ -190,7 +192,9 @@ def test_a_request_whose_time_is_over_is_computed_once(house: HttpHouse) -> None
 
 def test_a_slow_reader_ends_itself_and_nobody_else(tmp_path: Path) -> None:
     with http_house(
-        tmp_path, asking=AskSettings(caps={Tier.INTERACTIVE: 10**9}), streams=StreamSettings(buffer_bytes=64 * 1024)
+        tmp_path,
+        asking=InferenceSettings(caps={Tier.INTERACTIVE: 10**9}),
+        streams=StreamSettings(buffer_bytes=64 * 1024),
     ) as house:
         house.worker.text, house.worker.pause = "x" * 2_000, 0.001
         with ask_and_read_little(house, max_tokens=100_000) as slow:
@@ -220,7 +224,7 @@ def ask_and_read_little(house: HttpHouse, **more: Any) -> socket.socket:
 
 
 def test_who_takes_nothing_for_long_is_cut_off(tmp_path: Path) -> None:
-    asking = AskSettings(caps={Tier.INTERACTIVE: 10**9})
+    asking = InferenceSettings(caps={Tier.INTERACTIVE: 10**9})
     large = StreamSettings(buffer_bytes=1 << 30)  # else the overrun may end a stream, and its connection stays
     with http_house(tmp_path, asking=asking, streams=large, write_seconds=0.5) as house:
         house.worker.text = "x" * 2_000
@@ -398,7 +402,7 @@ def refused_at_length(url: str) -> bytes:
 
 
 def test_what_is_cut_off_by_the_word_to_stop_is_computed_for_no_longer(tmp_path: Path) -> None:
-    asking = AskSettings(caps={Tier.INTERACTIVE: 100_000})
+    asking = InferenceSettings(caps={Tier.INTERACTIVE: 100_000})
     with http_house(tmp_path, drain_seconds=0.3, asking=asking) as house:
         house.worker.pause = 0.02
         codes = dict[bool, Any]()

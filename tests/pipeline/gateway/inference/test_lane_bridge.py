@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from pipeline.adapters.system import SystemClock
-from pipeline.gateway.http.metrics import HttpFigures
+from pipeline.gateway.http.metrics import HttpMetrics
 from pipeline.gateway.inference.lane_bridge import LaneBridge
 from pipeline.lane.client import CallSettings
 from pipeline.lane.memory import MemoryLane
@@ -17,7 +17,7 @@ from tests.waiting import HANG_SECONDS
 def test_given_an_event_that_cant_be_taken_in_then_it_ends_its_own_request_and_others_get_theirs() -> None:
     clock = SystemClock()
     lane, stop = MemoryLane(clock), threading.Event()
-    bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpFigures(clock))
+    bridge = LaneBridge(lane, clock, CallSettings(look=0.01), HttpMetrics(clock))
     told: dict[str, list[LaneEvent]] = {"bad": [], "good": []}
 
     async def calls() -> None:

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from pipeline.gateway.inference.stream_buffer import Feed, Item, Overrun
+from pipeline.gateway.inference.stream_buffer import Item, Overrun, StreamBuffer
 
 
 def items(*numbers: int) -> list[Item]:
     return [Item(number, b"%d" % number) for number in numbers]
 
 
-def fill(feed: Feed, count: int) -> Feed:
+def fill(feed: StreamBuffer, count: int) -> StreamBuffer:
     for number in range(count):
         feed.push(b"%d" % number)
     return feed
@@ -21,7 +21,7 @@ def fill(feed: Feed, count: int) -> Feed:
 
 def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() -> None:
     async def read() -> None:
-        feed = Feed(100, keep=False)
+        feed = StreamBuffer(100, keep=False)
         taking = asyncio.create_task(feed.take(-1, 0.0))
         for _ in range(2):  # it waits; its time is over, which it does not know yet
             await asyncio.sleep(0)
@@ -35,7 +35,7 @@ def test_what_comes_in_the_moment_in_which_a_reader_stops_waiting_is_not_lost() 
 
 def test_a_reader_gets_everything_once_and_in_order() -> None:
     async def read() -> None:
-        feed = fill(Feed(100, keep=False), 3)
+        feed = fill(StreamBuffer(100, keep=False), 3)
         assert await feed.take(-1, 1.0) == items(0, 1, 2)
         taking = asyncio.create_task(feed.take(2, 5.0))
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ def test_a_reader_gets_everything_once_and_in_order() -> None:
 
 def test_one_that_is_too_slow_is_told_and_nothing_is_kept_for_it() -> None:
     async def read() -> None:
-        feed = fill(Feed(10, keep=False), 11)
+        feed = fill(StreamBuffer(10, keep=False), 11)
         assert feed.overrun
         assert not feed._items
         with pytest.raises(Overrun):
@@ -61,7 +61,7 @@ def test_one_that_is_too_slow_is_told_and_nothing_is_kept_for_it() -> None:
 
 def test_what_is_kept_is_the_newest_that_fits_for_every_reader() -> None:
     async def read() -> None:
-        feed = fill(Feed(10, keep=True), 10)
+        feed = fill(StreamBuffer(10, keep=True), 10)
         taking = [asyncio.create_task(feed.take(9, 5.0)) for _ in range(2)]
         await asyncio.sleep(0)
         feed.push(b"10")
@@ -77,7 +77,7 @@ def test_what_is_kept_is_the_newest_that_fits_for_every_reader() -> None:
 
 def test_one_event_is_never_too_large() -> None:
     async def read() -> None:
-        feed = Feed(10, keep=False)
+        feed = StreamBuffer(10, keep=False)
         feed.push(b"x" * 11)
         assert await feed.take(-1, 1.0) == [Item(0, b"x" * 11)]
 

@@ -21,7 +21,7 @@ from pipeline.adapters.system import SystemClock
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.limits.concurrency import MemoryRunning, Running
+from pipeline.gateway.limits.concurrency import ConcurrencySlots, MemoryRunning
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.limits.tenant_capacity import TenantCapacity
 from pipeline.gateway.routes.dependencies import GatewaySettings
@@ -331,7 +331,7 @@ def test_a_chat_with_n_takes_so_many_rows(tmp_path: Path) -> None:
 
 
 def test_a_place_in_memory_is_forgotten_in_time(world: World) -> None:
-    running: Running = MemoryRunning(world.clock)
+    running: ConcurrencySlots = MemoryRunning(world.clock)
     assert running.enter("a", "1", 1, 10.0)
     assert not running.enter("a", "2", 1, 10.0)
     world.clock.sleep(10.0)

@@ -14,7 +14,7 @@ from pipeline.gateway.files.service import Files
 from pipeline.gateway.http.api_keys import Scope
 from pipeline.gateway.http.auth import Caller
 from pipeline.gateway.http.errors import ApiError
-from pipeline.gateway.http.pagination import Page
+from pipeline.gateway.http.pagination import PageRequest
 from pipeline.gateway.limits.rate_limits import RateLimiter, RateSettings
 from pipeline.gateway.limits.storage_quota import NEAR_REFRESH_SECONDS, REFRESH_SECONDS, StorageQuota
 from pipeline.gateway.records import StoredFile, new_file_id
@@ -151,7 +151,7 @@ def test_a_marker_that_an_interrupted_upload_left_behind_counts_no_longer_than_u
     files, quota = gateway(counted), StorageQuota(max_files=1)
     files_of("a").add(counted.store, f"{new_file_id(counted.clock.now(), counted.random)}.batch.5")
     refusal(files, counted, tmp_path, 1, quota)
-    assert not files.page("a", Page()).data
+    assert not files.page("a", PageRequest()).data
     counted.clock.sleep(NEAR_REFRESH_SECONDS)
     upload(files, counted, tmp_path, 1, quota)
 
@@ -163,8 +163,8 @@ def test_files_of_other_purposes_are_not_read(counted: World, store: Counting, t
         upload(files, counted, tmp_path, 1, none, "batch" if number in (3, 50, 97) else "batch_output")
     for order in ("asc", "desc"):
         store.reads = 0
-        first = files.page("a", Page(2, order=order), "batch")  # type: ignore[arg-type]
-        last = files.page("a", Page(2, first.data[-1]["id"], order), "batch")  # type: ignore[arg-type]
+        first = files.page("a", PageRequest(2, order=order), "batch")  # type: ignore[arg-type]
+        last = files.page("a", PageRequest(2, first.data[-1]["id"], order), "batch")  # type: ignore[arg-type]
         assert (len(first.data), first.has_more, len(last.data), last.has_more) == (2, True, 1, False)
         assert len({one["id"] for one in (*first.data, *last.data)}) == 3
         assert store.reads <= 5

@@ -13,7 +13,14 @@ from pipeline.gateway.http.api_keys import Scope
 from pipeline.ports import WorkerState
 from schemas.jobs.job import Tier
 from schemas.jobs.outcome import Usage
-from schemas.workers.metrics import Histogram, PaceFigures, PaceWeights, SpeculationFigures, TierFigures, WorkerFigures
+from schemas.workers.metrics import (
+    HistogramSample,
+    PaceMetrics,
+    PaceWeights,
+    SpeculationMetrics,
+    TierMetrics,
+    WorkerMetrics,
+)
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.made_jobs import PIN
 from tests.pipeline.observability.scrapes import Scrape, scrape
@@ -170,32 +177,32 @@ def test_requests_are_told_by_route_and_never_by_what_was_asked_for(tmp_path: Pa
         assert found.sum("tokenmill_http_requests_in_progress") == 1, "this one"
 
 
-FIGURES = WorkerFigures(
+FIGURES = WorkerMetrics(
     model="a",
     seconds=60,
     tiers={
-        Tier.INTERACTIVE: TierFigures(
+        Tier.INTERACTIVE: TierMetrics(
             running=2, waiting=1, answered=9, failed=1,
             usage=Usage(prompt=90, cached=32, completion=45, drafted=8, accepted=5),
-            ttft=Histogram(counts=(0, 0, 4, 6), seconds=0.05), itl=Histogram(counts=(35,), seconds=0.02),
-            whole=Histogram(counts=(0, 9), seconds=0.018),
+            ttft=HistogramSample(counts=(0, 0, 4, 6), seconds=0.05), itl=HistogramSample(counts=(35,), seconds=0.02),
+            whole=HistogramSample(counts=(0, 9), seconds=0.018),
         )
     },
     computed=200, prompt=58, generated=47, recomputed=3, prefix_queried=90, prefix_hits=32,
-    steps=Histogram(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
+    steps=HistogramSample(counts=(10, 10), seconds=0.03), step_rows=80, preemptions=2, kv_blocks=100, kv_blocks_used=25,
     lane_open=2, lane_waiting=1, store_outage="no room",
-    pace=PaceFigures(
+    pace=PaceMetrics(
         weights=PaceWeights(ttft=1, itl=2, utilisation=0.3, drops=4),
         terms=PaceWeights(ttft=0.5, itl=0.25, utilisation=0.1, drops=0.01),
         others=0.75, beside_streams=100, beside_prompts=200, late_first_tokens=1, late_tokens=2, drops=3,
     ),
-    speculation=SpeculationFigures(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
+    speculation=SpeculationMetrics(drafted=8, accepted=5, gained=-1.5, seconds=0.5),
 )  # fmt: skip
 
 
 def test_the_figures_of_each_worker_that_lives_are_told(tmp_path: Path) -> None:
     with http_house(tmp_path) as house:
-        for name, figures in (("w1", FIGURES), ("w2", WorkerFigures(model="b", generated=7))):
+        for name, figures in (("w1", FIGURES), ("w2", WorkerMetrics(model="b", generated=7))):
             house.beats.beat(WorkerState(name))
             house.beats.tell(name, figures)
         house.beats.beat(WorkerState("w3"))

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from pipeline.gateway.webhooks.client import Endpoint, NotDelivered
 from pipeline.gateway.webhooks.service import Notifier, event_id
 from pipeline.ingest.intake import IntakeSettings
-from pipeline.jobs.pending_webhooks import DUE, WANTED, Due, Wanted, want_notice
+from pipeline.jobs.pending_webhooks import DUE, WANTED, DueWebhook, WebhookRequest, want_notice
 from pipeline.ports import World
 from tests.pipeline.gateway.http_harness import HttpHouse, http_house, lines
 from tests.pipeline.gateway.webhooks.receiver import Receiver
@@ -142,7 +142,9 @@ def test_whoever_dies_in_between_repeats_it_and_forgets_nothing(house: HttpHouse
     with telling(world, told):
         wait_for(lambda: len(receiver.received) == 2, "it was not told again")
         wait_for(lambda: not due(world), "it stays due")
-    kept = Due(id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now())
+    kept = DueWebhook(
+        id=event_id(batch.id, "batch.completed"), type="batch.completed", job=batch.id, at=world.clock.now()
+    )
     world.store.create(f"{DUE}{told.id}/{batch.id}", kept.to_json())  # as if it had died when it was answered
     with telling(world, told):
         wait_for(lambda: len(receiver.received) == 3, "it was not told again")
@@ -185,9 +187,11 @@ def test_what_could_not_be_told_for_days_is_given_up(world: World) -> None:
     tries: list[datetime] = []
     told = endpoint("https://a.example/")
     now = world.clock.now()
-    world.store.create(f"{DUE}{told.id}/job", Due(id="evt_1", type="batch.completed", job="job", at=now).to_json())
-    world.store.create(f"{DUE}gone/job", Due(id="evt_1", type="batch.completed", job="job", at=now).to_json())
-    world.store.create(f"{WANTED}never", Wanted(at=now).to_json())
+    world.store.create(
+        f"{DUE}{told.id}/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json()
+    )
+    world.store.create(f"{DUE}gone/job", DueWebhook(id="evt_1", type="batch.completed", job="job", at=now).to_json())
+    world.store.create(f"{WANTED}never", WebhookRequest(at=now).to_json())
     notifier = Notifier(world, [told], Nobody())
 
     async def wait() -> None:

@@ -18,7 +18,7 @@ from pipeline.ingest.celery.tasks import INTAKE, CeleryTasks, TaskRefused, TaskS
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.pinning import pin_input
 from pipeline.ledger.ledger import JobLedger
-from pipeline.maintenance.retention import Collector, RetentionSettings
+from pipeline.maintenance.retention import RetentionSettings, RetentionSweep
 from pipeline.models.catalog import Catalog
 from pipeline.ports import StoreError, World
 from pipeline.runtime.availability import BadAddress
@@ -302,5 +302,5 @@ def test_what_was_sent_inline_goes_with_the_jobs_results(house: House) -> None:
     end_job(JobLedger(house.world.store, f"jobs/{job_id}/"), house.world.clock.now(), JobStatus.COMPLETED)
     house.world.store.delete(f"active/{job_id}")
     house.world.clock.sleep(40 * 86_400)
-    Collector(house.world, RetentionSettings(outputs=timedelta(days=1))).run()
+    RetentionSweep(house.world, RetentionSettings(outputs=timedelta(days=1))).run()
     assert list(house.world.store.list(INTAKE)) == []

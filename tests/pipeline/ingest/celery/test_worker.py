@@ -20,11 +20,11 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import Foreman, ForemanSettings
+from pipeline.dispatcher.controller import JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ingest.celery.generate import GenerateCalls
 from pipeline.ingest.celery.tasks import CeleryTasks, TaskSettings
-from pipeline.ingest.celery.worker import CeleryDoor, CeleryDoorSettings, make_app
+from pipeline.ingest.celery.worker import CeleryIngestSettings, CeleryIngestWorker, make_app
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.inputs.pinning import pin_input
 from pipeline.lane.memory import MemoryLane
@@ -84,8 +84,8 @@ class House:
         # again well before the test's own patience ends.
         of_test = {"first_wait": 0.1, "longest_wait": 0.3, "pause": 0.1, "timeout": 2.0, "visibility_timeout": 5.0}
         of_test |= settings
-        chosen = CeleryDoorSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
-        self.start(CeleryDoor(tasks, chosen, self.world, generating).run)
+        chosen = CeleryIngestSettings(self.url, queues=queues or {self.queue: "default"}, **of_test)
+        self.start(CeleryIngestWorker(tasks, chosen, self.world, generating).run)
 
     def start(self, part: Callable[[threading.Event], None]) -> None:
         self.threads.append(threading.Thread(target=part, args=(self.stop,)))
@@ -148,8 +148,8 @@ def test_a_file_and_inline_requests_go_the_whole_way_to_an_outcome(house: House)
     source.write_text("".join(json.dumps(line) + "\n" for line in requests(200)))
     world, queue = house.world, MemoryQueue()
     beats = MemoryHeartbeats(world.clock, 10.0)
-    foreman = Foreman(
-        world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=ForemanSettings(0.01, 0.05)
+    foreman = JobController(
+        world, Dispatcher(world, queue, beats, settings=DispatchSettings()), settings=JobControllerSettings(0.01, 0.05)
     )
     house.start(foreman.run)
 
@@ -316,7 +316,7 @@ def test_a_waiting_task_outlives_a_broker_that_takes_nothing_for_a_while(house: 
 
 def test_a_message_that_is_taken_from_a_full_redis_is_held_until_it_is_acknowledged(house: House) -> None:
     tasks = CeleryTasks(house.world, Intake(house.world), lambda uri: pin_input(Path(uri)), TaskSettings({}))
-    app = make_app(tasks, house.queue, "default", CeleryDoorSettings(house.url), house.world.random)
+    app = make_app(tasks, house.queue, "default", CeleryIngestSettings(house.url), house.world.random)
     client, taken = redis.Redis.from_url(house.url), list[Any]()
     house.call("status", "job-1", task_id="the-task")
     with app.connection_for_read() as connection, connection.channel() as channel:

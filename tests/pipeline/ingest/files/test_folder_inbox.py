@@ -12,10 +12,10 @@ import pytest
 from pipeline.adapters.folder.store import FolderStore
 from pipeline.ingest.dead_letters import DeadLetters
 from pipeline.ingest.files.folder_inbox import FolderInbox
-from pipeline.ingest.files.source import DropDoor, Taken
-from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.ingest.files.source import FileIngestSource, IngestResult
+from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.ingest.intake import Intake, IntakeRefused, JobDraft
-from pipeline.jobs.submit import Submitted
+from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import StoreError, World
 from schemas.jobs.inputs import InputFormat
 from tests.pipeline.contracts.ingest_contract import LINE, DropDoorContract, Drops, RefusalContract
@@ -39,10 +39,10 @@ class FolderDrops(Drops):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def door(self, intake: Intake, world: World) -> DropDoor:
-        return DropDoor(FolderInbox(self.store, self.clock, settle=SETTLE), intake, world)
+    def door(self, intake: Intake, world: World) -> FileIngestSource:
+        return FileIngestSource(FolderInbox(self.store, self.clock, settle=SETTLE), intake, world)
 
-    def notice(self, door: DropDoor) -> None:
+    def notice(self, door: FileIngestSource) -> None:
         door.sweep()
         self.clock.sleep(SETTLE)
         door.sweep()
@@ -80,9 +80,9 @@ def test_given_a_file_that_grows_when_it_is_watched_then_it_is_taken_when_it_has
         door.sweep()
         served.clock.sleep(SETTLE - 0.5)
         assert door.sweep() == {}
-    assert door.take("a.jsonl") is Taken.WAITING
+    assert door.take("a.jsonl") is IngestResult.WAITING
     served.clock.sleep(0.6)
-    assert door.sweep() == {Taken.JOB: 1}
+    assert door.sweep() == {IngestResult.JOB: 1}
     (job,) = served.jobs()
     assert job.input.size == 4 * len(LINE)
 
@@ -94,7 +94,7 @@ def test_given_a_file_that_changes_while_it_is_hashed_when_it_is_taken_then_it_w
     served.clock.sleep(SETTLE)
     list(door.inbox.entries())
     served.put("a.jsonl", LINE * 2)
-    assert door.take("a.jsonl") is Taken.WAITING
+    assert door.take("a.jsonl") is IngestResult.WAITING
     assert served.jobs() == []
 
 
@@ -128,7 +128,7 @@ def test_given_a_file_that_has_to_wait_when_it_is_looked_at_again_then_it_is_not
     drops.put("a.jsonl", LINE)
     door = drops.intake()
     drops.notice(door)
-    assert door.take("a.jsonl") is Taken.WAITING, "no model is served yet"
+    assert door.take("a.jsonl") is IngestResult.WAITING, "no model is served yet"
     drop = door.inbox.look("a.jsonl")
     assert drop is not None
     first, second = (door.inbox.pin(drop, InputFormat.JSONL).input.files[0] for _ in range(2))
@@ -139,7 +139,7 @@ def test_given_a_file_that_cannot_be_taken_now_when_swept_then_the_others_do_not
     served: FolderDrops,
 ) -> None:
     class Failing(Intake):
-        def accept(self, draft: JobDraft) -> Submitted:
+        def accept(self, draft: JobDraft) -> SubmittedJob:
             if draft.input.uri.endswith("a.jsonl"):
                 raise StoreError("the disk is full")
             return super().accept(draft)
@@ -233,7 +233,7 @@ def test_given_a_file_that_is_renamed_when_it_is_whole_then_only_the_whole_file_
 def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_are_not_hashed_again(
     served: FolderDrops,
 ) -> None:
-    watch = DropWatch([served.intake()], served.world, WatchSettings(sweep_every=1.0))
+    watch = FileIngestWatcher([served.intake()], served.world, WatchSettings(sweep_every=1.0))
     for number in range(3):
         served.put(f"{number}.jsonl", LINE)
         for _ in range(8):
@@ -245,16 +245,16 @@ def test_given_a_watch_when_files_come_then_each_is_taken_once_and_settled_ones_
 def test_given_so_many_files_that_a_sweep_takes_long_when_watched_then_it_rests_ten_times_as_long(
     served: FolderDrops,
 ) -> None:
-    class SlowDoor(DropDoor):
+    class SlowDoor(FileIngestSource):
         sweeps = 0
 
-        def sweep(self) -> Counter[Taken]:
+        def sweep(self) -> Counter[IngestResult]:
             self.sweeps += 1
             served.clock.sleep(5.0)
             return super().sweep()
 
     door = SlowDoor(FolderInbox(served.store, served.clock), Intake(served.world), served.world)
-    watch = DropWatch([door], served.world, WatchSettings(sweep_every=1.0))
+    watch = FileIngestWatcher([door], served.world, WatchSettings(sweep_every=1.0))
     while served.clock.seconds < 10 * 55.0:
         watch.step()
     assert door.sweeps == 10

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from pipeline.ingest.files.options import Kind, announces_sidecar, format_of, kind_of, options_of, sidecars_of
+from pipeline.ingest.files.options import InboxEntryKind, announces_sidecar, format_of, kind_of, options_of, sidecars_of
 from pipeline.ingest.intake import IntakeRefused
 from schemas.jobs.inputs import InputFormat
 from schemas.jobs.job import OnInvalid, Tier
@@ -95,8 +95,14 @@ def test_given_options_that_cannot_be_used_then_the_reason_says_which_and_where(
 
 
 def test_kinds_of_names() -> None:
-    assert kind_of("a.jsonl") is kind_of("bulk/a.parquet") is kind_of("a.csv") is kind_of("_a.jsonl") is Kind.INPUT
-    assert kind_of("a.job.json") is kind_of("bulk/a.jsonl.job.json") is Kind.SIDECAR
+    assert (
+        kind_of("a.jsonl")
+        is kind_of("bulk/a.parquet")
+        is kind_of("a.csv")
+        is kind_of("_a.jsonl")
+        is InboxEntryKind.INPUT
+    )
+    assert kind_of("a.job.json") is kind_of("bulk/a.jsonl.job.json") is InboxEntryKind.SIDECAR
     for name in (
         "",
         "bulk/",
@@ -108,7 +114,7 @@ def test_kinds_of_names() -> None:
         ".x/a.jsonl",
         "_x/a.jsonl",
     ):
-        assert kind_of(name) is Kind.PASSED_OVER, name
+        assert kind_of(name) is InboxEntryKind.PASSED_OVER, name
 
 
 def test_formats_and_sidecars_by_name() -> None:

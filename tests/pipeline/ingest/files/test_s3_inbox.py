@@ -21,8 +21,8 @@ from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetters
 from pipeline.ingest.files.s3_events import BucketEvents, EventSettings
 from pipeline.ingest.files.s3_inbox import BucketInbox
-from pipeline.ingest.files.source import DropDoor, DropSettings, Taken
-from pipeline.ingest.files.watcher import DropWatch, WatchSettings
+from pipeline.ingest.files.source import FileIngestSettings, FileIngestSource, IngestResult
+from pipeline.ingest.files.watcher import FileIngestWatcher, WatchSettings
 from pipeline.ingest.intake import Intake, IntakeSettings
 from pipeline.ports import PipelineError, World
 from tests.pipeline.contracts.ingest_contract import LINE, DropDoorContract, Drops, RefusalContract
@@ -72,13 +72,13 @@ class BucketDrops(Drops):
     def put(self, name: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         self.s3.put_object(Bucket=self.bucket, Key=PLACE + name, Body=data, Metadata=dict(metadata or {}))
 
-    def door(self, intake: Intake, world: World) -> DropDoor:
-        return DropDoor(self.inbox(), intake, world, DropSettings(sidecar_wait=60.0))
+    def door(self, intake: Intake, world: World) -> FileIngestSource:
+        return FileIngestSource(self.inbox(), intake, world, FileIngestSettings(sidecar_wait=60.0))
 
     def inbox(self) -> BucketInbox:
         return BucketInbox(self.connection, self.bucket, PLACE, self.tenant)
 
-    def notice(self, door: DropDoor) -> None:
+    def notice(self, door: FileIngestSource) -> None:
         door.sweep()
 
     def remove(self, name: str) -> None:
@@ -117,7 +117,7 @@ class NotifiedDrops(BucketDrops):
             )
         return self._queues[visibility]
 
-    def events(self, door: DropDoor, visibility: int = 30, settings: EventSettings = SOON) -> BucketEvents:
+    def events(self, door: FileIngestSource, visibility: int = 30, settings: EventSettings = SOON) -> BucketEvents:
         inbox = door.inbox
         assert isinstance(inbox, BucketInbox)
         return BucketEvents(self.queue(visibility), [(inbox, door)], self.world, settings)
@@ -149,7 +149,7 @@ class EventDrops(NotifiedDrops):
             self.tell(PLACE + name)
         return super().take_all(settings)
 
-    def notice(self, door: DropDoor) -> None:
+    def notice(self, door: FileIngestSource) -> None:
         events = self.events(door)
         for _ in range(8):
             if not events.poll() or not self.left():
@@ -218,7 +218,7 @@ def test_given_events_that_get_lost_when_the_watch_sweeps_then_nothing_is(drops:
     drops.put("a.jsonl", LINE)
     drops.sqs.purge_queue(QueueUrl=drops.queue_url)
     door = drops.intake()
-    watch = DropWatch([door], drops.world, WatchSettings(sweep_every=0.0, pause=0.0), drops.events(door))
+    watch = FileIngestWatcher([door], drops.world, WatchSettings(sweep_every=0.0, pause=0.0), drops.events(door))
     watch.step()
     assert len(drops.jobs()) == 1
 
@@ -227,7 +227,7 @@ def test_given_a_watch_that_runs_when_files_are_dropped_then_they_are_jobs_at_on
     drops: NotifiedDrops,
 ) -> None:
     door = drops.intake()
-    watch = DropWatch([door], drops.world, WatchSettings(sweep_every=3600.0, pause=0.05), drops.events(door))
+    watch = FileIngestWatcher([door], drops.world, WatchSettings(sweep_every=3600.0, pause=0.05), drops.events(door))
     stop = threading.Event()
     thread = threading.Thread(target=watch.run, args=(stop,))
     thread.start()
@@ -320,7 +320,7 @@ def test_given_an_intake_that_dies_before_it_deletes_the_message_when_another_co
 ) -> None:
     drops.put("a.jsonl", LINE)
     assert len(drops.queue(visibility=1).receive()) == 1
-    assert drops.intake().take("a.jsonl") is Taken.JOB
+    assert drops.intake().take("a.jsonl") is IngestResult.JOB
     time.sleep(1.1)
     events = drops.events(drops.intake())
     assert events.poll() == 1
@@ -375,7 +375,7 @@ def test_given_an_announced_sidecar_when_it_comes_later_then_the_file_waits_for_
     events = drops.events(door)
     drops.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
     assert events.poll() == 1
-    assert door.sweep() == {Taken.WAITING: 1}
+    assert door.sweep() == {IngestResult.WAITING: 1}
     assert drops.left() == 1
     drops.put("a.job.json", b'{"tier": "bulk"}')
     drain(drops, events)
@@ -387,7 +387,7 @@ def test_given_an_announced_sidecar_that_never_comes_when_the_wait_is_over_then_
     drops: NotifiedDrops,
 ) -> None:
     drops.put("a.jsonl", LINE, {"tokenmill-sidecar": "true"})
-    impatient = DropDoor(drops.inbox(), Intake(drops.world), drops.world, DropSettings(sidecar_wait=-1.0))
+    impatient = FileIngestSource(drops.inbox(), Intake(drops.world), drops.world, FileIngestSettings(sidecar_wait=-1.0))
     drain(drops, drops.events(impatient))
     assert [code for code, _ in drops.letters()] == ["sidecar_missing"]
     drops.put("a.job.json", b'{"tier": "bulk"}')
@@ -403,7 +403,7 @@ def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whos
 ) -> None:
     inboxes = [BucketInbox(drops.connection, drops.bucket, prefix, tenant) for prefix, tenant in
                (("incoming/", "all"), ("x/incoming/", "x"))]  # fmt: skip
-    doors = [(inbox, DropDoor(inbox, Intake(drops.world), drops.world)) for inbox in inboxes]
+    doors = [(inbox, FileIngestSource(inbox, Intake(drops.world), drops.world)) for inbox in inboxes]
     for key in ("incoming/a.jsonl", "x/incoming/a.jsonl", "x/a.jsonl"):
         drops.s3.put_object(Bucket=drops.bucket, Key=key, Body=LINE)
         drops.tell(key)
@@ -412,4 +412,6 @@ def test_given_two_places_in_one_bucket_when_files_come_then_the_place_says_whos
 
     inside = BucketInbox(drops.connection, drops.bucket, "incoming/y/", "y")
     with pytest.raises(PipelineError, match=r"incoming/y/ lies in .*incoming/"):
-        DropWatch([door for _, door in doors] + [DropDoor(inside, Intake(drops.world), drops.world)], drops.world)
+        FileIngestWatcher(
+            [door for _, door in doors] + [FileIngestSource(inside, Intake(drops.world), drops.world)], drops.world
+        )

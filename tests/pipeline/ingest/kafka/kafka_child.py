@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.ingest.intake import Intake, JobDraft
-from pipeline.ingest.kafka.consumer import KafkaDoor
-from pipeline.ingest.kafka.micro_batches import INTAKE, Place
+from pipeline.ingest.kafka.consumer import KafkaIngest
+from pipeline.ingest.kafka.micro_batches import INTAKE, PartitionId
 from pipeline.ingest.kafka.partition import Handler
 from pipeline.ingest.kafka.records import Record
-from pipeline.jobs.submit import Submitted
+from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import ObjectStore
 from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse
 
@@ -59,7 +59,7 @@ class DyingIntake:
         self._intake = intake
         self._moment = moment
 
-    def accept(self, draft: JobDraft) -> Submitted:
+    def accept(self, draft: JobDraft) -> SubmittedJob:
         submitted = self._intake.accept(draft)
         if self._moment == "job":
             die()
@@ -75,16 +75,16 @@ class DyingHandler:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
-    def begin(self, place: Place, offset: int) -> int:
+    def begin(self, place: PartitionId, offset: int) -> int:
         return self._handler.begin(place, offset)
 
-    def store(self, place: Place, first: int, records: Sequence[Record]) -> int:
+    def store(self, place: PartitionId, first: int, records: Sequence[Record]) -> int:
         end = self._handler.store(place, first, records)
         die()
         return end
 
 
-class DyingDoor(KafkaDoor):
+class DyingDoor(KafkaIngest):
     """Dies when it has committed an offset."""
 
     def _commit(self, now: float) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     handlers = house.handlers(settings, intake)
     if moment == "stored":
         handlers = {topic: DyingHandler(handler) for topic, handler in handlers.items()}
-    kind = DyingDoor if moment == "committed" else KafkaDoor
+    kind = DyingDoor if moment == "committed" else KafkaIngest
     kind(settings, handlers, intake.room_for, house.world.clock).run(threading.Event())
 
 

@@ -21,12 +21,12 @@ from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.adapters.kafka.producer import KafkaSender, ProducerSettings
 from pipeline.adapters.system import SystemClock, SystemRandomness
 from pipeline.ingest.dead_letters import DeadLetter, DeadLetters
-from pipeline.ingest.intake import Accepts, Intake
-from pipeline.ingest.kafka.consumer import KafkaDoor
+from pipeline.ingest.intake import Intake, IntakeOptions
+from pipeline.ingest.kafka.consumer import KafkaIngest
 from pipeline.ingest.kafka.micro_batches import KafkaBatch, load_batch
 from pipeline.ingest.kafka.partition import Handler
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
-from pipeline.ingest.kafka.source import kafka_door, kafka_handlers
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
+from pipeline.ingest.kafka.source import build_kafka_ingest, kafka_handlers
 from pipeline.inputs.pinning import pin_input
 from pipeline.jobs.summaries import find_ledgers
 from pipeline.ledger.ledger import JobLedger
@@ -104,8 +104,8 @@ class KafkaHouse:
         finally:
             admin.close()
 
-    def settings(self, **changes: Any) -> KafkaDoorSettings:
-        plain = KafkaDoorSettings(
+    def settings(self, **changes: Any) -> KafkaIngestSettings:
+        plain = KafkaIngestSettings(
             connection=self.connection,
             requests={self.requests: "team"},
             jobs={},
@@ -121,17 +121,17 @@ class KafkaHouse:
         )
         return replace(plain, **changes)
 
-    def handlers(self, settings: KafkaDoorSettings, intake: Accepts) -> dict[str, Handler]:
+    def handlers(self, settings: KafkaIngestSettings, intake: IntakeOptions) -> dict[str, Handler]:
         """What becomes of each topic's records."""
         return kafka_handlers(settings, self.world, intake, self.sender, pin_local)
 
-    def door(self, settings: KafkaDoorSettings | None = None, intake: Accepts | None = None) -> KafkaDoor:
+    def door(self, settings: KafkaIngestSettings | None = None, intake: IntakeOptions | None = None) -> KafkaIngest:
         """A door on the house's topics."""
         intake = intake or Intake(self.world)
-        return kafka_door(settings or self.settings(), self.world, intake, self.sender, pin_local)
+        return build_kafka_ingest(settings or self.settings(), self.world, intake, self.sender, pin_local)
 
     @contextmanager
-    def running(self, door: KafkaDoor) -> Iterator[KafkaDoor]:
+    def running(self, door: KafkaIngest) -> Iterator[KafkaIngest]:
         """The door on a thread; what it raised comes out here."""
         stop, raised = threading.Event(), list[BaseException]()
 
@@ -153,7 +153,7 @@ class KafkaHouse:
             raise raised[0]
 
     @contextmanager
-    def stepping(self, door: KafkaDoor) -> Iterator[Callable[[Callable[[], bool], str], None]]:
+    def stepping(self, door: KafkaIngest) -> Iterator[Callable[[Callable[[], bool], str], None]]:
         """The door on this thread: what is given steps it until something is true."""
         try:
             yield lambda met, what: until(lambda: bool(door.step()) or met(), what)

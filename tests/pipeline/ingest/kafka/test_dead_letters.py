@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.egress.publisher import Announcer, AnnouncerSettings
+from pipeline.egress.publisher import Publisher, PublisherSettings
 from pipeline.ingest.dead_letters import DeadLetters, letter_objects
-from pipeline.ingest.kafka.dead_letters import OWED, KafkaLetters, OwedLetters
-from pipeline.ingest.kafka.micro_batches import Place
+from pipeline.ingest.kafka.dead_letters import OWED, KafkaDeadLetters, UnsentDeadLetters
+from pipeline.ingest.kafka.micro_batches import PartitionId
 from pipeline.ingest.kafka.records import Record, Refused
 from pipeline.ports import NotConfirmed
 from tests.pipeline.dying_store import Killed, WatchedStore, dies_at
@@ -59,11 +59,11 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
         until(lambda: house.committed(0, group=silent.group) == 4, "the partition goes on")
     assert len(owed(house)) == 3
     with pytest.raises(NotConfirmed):
-        OwedLetters(nowhere.world, nowhere.sender, house.deadletter).send()
+        UnsentDeadLetters(nowhere.world, nowhere.sender, house.deadletter).send()
     assert len(owed(house)) == 3, "still silent"
 
     topics = [f"{house.name}.{name}" for name in ("results", "events", "deadletter")]
-    later = Announcer(house.world, house.sender, AnnouncerSettings(*topics, owed_every=0.0))
+    later = Publisher(house.world, house.sender, PublisherSettings(*topics, owed_every=0.0))
     for _ in range(2):
         later.look()
     assert (later.failures, owed(house)) == (0, [])
@@ -84,8 +84,8 @@ def test_given_a_topic_that_was_silent_when_it_is_back_then_it_gets_the_messages
 def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_is_sent_and_none_is_owed(
     house: KafkaHouse, nowhere: KafkaHouse
 ) -> None:
-    letters = KafkaLetters(nowhere.world, nowhere.sender, house.deadletter, patience=0.0)
-    place = Place("c", house.requests, 0, "team")
+    letters = KafkaDeadLetters(nowhere.world, nowhere.sender, house.deadletter, patience=0.0)
+    place = PartitionId("c", house.requests, 0, "team")
     letters.write(place, [Refused(Record(n, 1_000, b"k", b"x%d" % n), "bad", "no good") for n in range(3)])
     removed = house.letters()[-1]  # before anybody was told of it
     value = DeadLetters(house.world).original(removed)
@@ -96,7 +96,7 @@ def test_given_letters_that_are_owed_when_the_announcer_dies_anywhere_then_each_
     while True:
         world = replace(house.world, store=WatchedStore(house.store, dies_at(deaths + 1)))
         try:
-            OwedLetters(world, house.sender, house.deadletter).send()
+            UnsentDeadLetters(world, house.sender, house.deadletter).send()
             break
         except Killed:
             deaths += 1

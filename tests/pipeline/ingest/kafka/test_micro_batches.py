@@ -12,11 +12,11 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.kafka.connection import KafkaConnection
 from pipeline.adapters.system import SystemRandomness
 from pipeline.ingest.intake import Intake
-from pipeline.ingest.kafka.dead_letters import KafkaLetters
-from pipeline.ingest.kafka.micro_batches import Place, batch_key, floor_batch, load_batch
+from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
+from pipeline.ingest.kafka.micro_batches import PartitionId, batch_key, floor_batch, load_batch
 from pipeline.ingest.kafka.records import Record
-from pipeline.ingest.kafka.requests import OtherRecords, RequestBatches
-from pipeline.ingest.kafka.settings import KafkaDoorSettings
+from pipeline.ingest.kafka.requests import RecordMismatch, RequestBatches
+from pipeline.ingest.kafka.settings import KafkaIngestSettings
 from pipeline.jobs.summaries import find_ledgers
 from pipeline.models.catalog import Catalog
 from pipeline.ports import Message, NotConfirmed, PipelineError, World
@@ -24,7 +24,7 @@ from schemas.models import CatalogEntry, ModelPin
 from tests.pipeline.ingest.kafka.kafka_harness import MODEL, request
 from tests.pipeline.simulation import SimulatedClock
 
-PLACE = Place("c1", "requests", 0, "team")
+PLACE = PartitionId("c1", "requests", 0, "team")
 
 
 class Outbox:
@@ -59,8 +59,8 @@ class Partition:
 
     def consumer(self) -> RequestBatches:
         """A consumer that knows nothing yet."""
-        settings = KafkaDoorSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, most_value_bytes=50_000)
-        letters = KafkaLetters(self.world, self.outbox, "dead", settings.deadletter_patience)
+        settings = KafkaIngestSettings(KafkaConnection(("nowhere:1",)), resend_window=60.0, most_value_bytes=50_000)
+        letters = KafkaDeadLetters(self.world, self.outbox, "dead", settings.deadletter_patience)
         return RequestBatches(self.world, Intake(self.world), letters, settings)
 
     def lines(self) -> list[bytes]:
@@ -142,7 +142,7 @@ def test_given_a_topic_made_anew_under_the_same_epoch_when_its_records_are_store
     one.store(PLACE, 0, records(0, 1))
     two.begin(PLACE, 0)
 
-    with pytest.raises(OtherRecords, match="another epoch"):
+    with pytest.raises(RecordMismatch, match="another epoch"):
         two.store(PLACE, 0, [Record(0, 0, None, request("new")), *records(1)])
 
 

@@ -13,9 +13,9 @@ import pytest
 from kafka import KafkaConsumer
 
 from pipeline.ingest.intake import Intake, JobDraft
-from pipeline.ingest.kafka.consumer import KafkaDoor
-from pipeline.ingest.kafka.partition import Work
-from pipeline.jobs.submit import Submitted
+from pipeline.ingest.kafka.consumer import KafkaIngest
+from pipeline.ingest.kafka.partition import PartitionTask
+from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import World
 from tests.pipeline.ingest.kafka.kafka_harness import PATIENCE, KafkaHouse, Said, child, request, until
 from tests.servers.kafka import KafkaBroker
@@ -77,7 +77,7 @@ def check_offsets(house: KafkaHouse) -> None:
     assert jobs >= behind, "an offset was committed before its batch's job stood"
 
 
-def held(door: KafkaDoor) -> set[int]:
+def held(door: KafkaIngest) -> set[int]:
     """The partitions in a door's hands."""
     return {place.partition for place in [*door._partitions, *door._unplaced]}
 
@@ -114,7 +114,7 @@ def rebalance(house: KafkaHouse, times: int, every: float, seed: int) -> Stream:
     return stream
 
 
-def _share(one: KafkaDoor, other: KafkaDoor) -> bool:
+def _share(one: KafkaIngest, other: KafkaIngest) -> bool:
     """Whether each has some of the partitions, and the two have all."""
     return bool(held(one) and held(other)) and held(one) | held(other) == ALL and not held(one) & held(other)
 
@@ -139,7 +139,7 @@ class Held(Intake):
         super().__init__(world)
         self.let = threading.Event()
 
-    def accept(self, draft: JobDraft) -> Submitted:
+    def accept(self, draft: JobDraft) -> SubmittedJob:
         assert self.let.wait(PATIENCE)
         return super().accept(draft)
 
@@ -158,7 +158,7 @@ def test_given_a_batch_stored_a_moment_ago_when_its_partition_is_taken_away_then
             while not stop.is_set():
                 other.poll(timeout_ms=100)
 
-    def working() -> list[Work]:
+    def working() -> list[PartitionTask]:
         return [part.work for part in door._partitions.values() if part.work and part.work.kind == "store"]
 
     thread = threading.Thread(target=follow)

@@ -13,12 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.adapters.folder.store import FolderStore
-from pipeline.ingest.kafka.micro_batches import KafkaBatch, Place, drafts, original_records, store_groups, value_digest
+from pipeline.ingest.kafka.micro_batches import (
+    KafkaBatch,
+    PartitionId,
+    drafts,
+    original_records,
+    store_groups,
+    value_digest,
+)
 from pipeline.ingest.kafka.records import GroupKey, Record, RecordRules, sort_records
 from schemas.jobs.job import Tier
 
 RULES = RecordRules("team", most_value_bytes=1_000, reply_topics=frozenset({"replies"}))
-PLACE = Place("c1", "tokenmill.requests", 3, "team")
+PLACE = PartitionId("c1", "tokenmill.requests", 3, "team")
 Found = list[tuple[bytes | None, list[tuple[str, bytes | None]], int]]
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

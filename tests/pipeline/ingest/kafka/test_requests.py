@@ -11,9 +11,9 @@ import pytest
 from kafka import TopicPartition
 
 from pipeline.ingest.intake import Intake, JobDraft
-from pipeline.ingest.kafka.micro_batches import Place, batch_key
+from pipeline.ingest.kafka.micro_batches import PartitionId, batch_key
 from pipeline.ingest.kafka.records import Record
-from pipeline.jobs.submit import Submitted
+from pipeline.jobs.submit import SubmittedJob
 from pipeline.ports import ObjectStore
 from schemas.jobs.job import Tier
 from tests.pipeline.ingest.kafka.kafka_harness import KafkaHouse, Said, request, until
@@ -36,7 +36,7 @@ class Gate:
         self._intake = intake
         self.open = threading.Event()
 
-    def accept(self, draft: JobDraft) -> Submitted:
+    def accept(self, draft: JobDraft) -> SubmittedJob:
         return self._intake.accept(draft)
 
     def room_for(self, tenant: str) -> bool:
@@ -226,7 +226,7 @@ def test_given_a_topic_made_anew_under_the_old_epoch_when_it_is_read_then_its_re
     settings = house.settings(epoch="e1")
     door = house.door(settings)
     handler = house.handlers(settings, Intake(house.world))[house.requests]
-    place = Place("e1", house.requests, 0, "team")
+    place = PartitionId("e1", house.requests, 0, "team")
     handler.begin(place, 0)
     handler.store(place, 0, [Record(0, 0, b"k", request("old"))])
     assert house.store.info(batch_key(place, 0)) is not None
