@@ -116,7 +116,7 @@ def child(args: argparse.Namespace) -> None:
     begun = time.time()
     plan = RunPlan(
         inputs=pin_input(Path(args.input), known_input(out)),
-        model=ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),
+        models=(ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),),
         output=out,
         tier=Tier.STANDARD,
         settings=JobSettings(),

@@ -89,7 +89,7 @@ def one_job(model: Path, rows: int, *, null: bool, threads: int | None) -> dict[
             write_short_input(source, rows)
         plan = RunPlan(
             inputs=pin_input(source),
-            model=ChosenModel("model", ModelSource("model", model.resolve(), None, 0)),
+            models=(ChosenModel("model", ModelSource("model", model.resolve(), None, 0)),),
             output=Path(name) / "out",
             tier=Tier.STANDARD,
             settings=JobSettings(),

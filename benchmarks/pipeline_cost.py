@@ -50,7 +50,7 @@ def warm(model: LoadedModel) -> None:
 
 def bare(plan: RunPlan, prompts: list[Prompt]) -> tuple[float, int]:
     """Seconds and tokens of the engine alone, on token ids."""
-    pin = ModelPin(name=plan.model.name, source=str(plan.model.source.path), dtype="bfloat16")
+    pin = ModelPin(name=plan.models[0].name, source=str(plan.models[0].source.path), dtype="bfloat16")
     model = LoadedModel.load(
         Path(pin.source),
         name=pin.name,
@@ -114,7 +114,7 @@ def main() -> None:
         def plan(name: str, checkpoint_seconds: float) -> RunPlan:
             return RunPlan(
                 inputs=pin_input(source),
-                model=ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),
+                models=(ChosenModel("model", ModelSource("model", args.model.resolve(), None, 0)),),
                 output=Path(folder) / name,
                 tier=Tier.STANDARD,
                 settings=JobSettings(),

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from pipeline.adapters.kafka.connection import KafkaConnection
-from pipeline.ingest.files.source import Drop as Dropped
-from pipeline.ingest.files.source import Entry, FileIngestSource, PinnedDrop
+from pipeline.ingest.files.source import Entry, FileIngestSource, FileVersion, PinnedDrop
 from pipeline.ingest.intake import Intake
 from pipeline.ingest.kafka.dead_letters import KafkaDeadLetters
 from pipeline.ingest.kafka.micro_batches import PartitionId
@@ -58,7 +57,7 @@ class Inbox:
         there = [drop for drop in self._drops.values() if drop.at <= self._process.machine.now]
         return iter([self._entry(drop) for drop in there])
 
-    def look(self, name: str, version: str | None = None) -> Dropped | None:
+    def look(self, name: str, version: str | None = None) -> FileVersion | None:
         self._process.point("drops.look", name)
         drop = self._drops.get(name)
         if drop is None or drop.at > self._process.machine.now:
@@ -68,12 +67,12 @@ class Inbox:
             metadata["model"] = drop.model
         if drop.deadline is not None:
             metadata["deadline"] = f"{drop.deadline:.0f}s"
-        return Dropped(self._entry(drop), START + timedelta(seconds=drop.at), "v1", "e1", metadata)
+        return FileVersion(self._entry(drop), START + timedelta(seconds=drop.at), "v1", "e1", metadata)
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
         return None
 
-    def pin(self, drop: Dropped, kind: InputFormat) -> PinnedDrop:
+    def pin(self, drop: FileVersion, kind: InputFormat) -> PinnedDrop:
         self._process.point("drops.pin", drop.entry.name)
         found = self._drops[drop.entry.name]
         uri = uri_of(found)

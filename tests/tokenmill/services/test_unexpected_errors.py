@@ -42,9 +42,9 @@ from tokenmill.processes.runtime import Part, run_together, wait_for_stop
 from tokenmill.processes.signals import StopSignal
 from tokenmill.root import Root, open_root
 from tokenmill.services import dispatcher as service
-from tokenmill.services import intake as doors
 from tokenmill.services import spot_interruption as spot_notice
 from tokenmill.services.backends import Backends, in_process_backends
+from tokenmill.services.intake import ingest_services
 
 GUARD_SECONDS = 240
 """Against hanging only."""
@@ -130,12 +130,12 @@ def lane_calls(root: Root, hints: Backends) -> Part:
 
 def kafka(root: Root, _hints: Backends) -> Part:
     options = {"bootstrap": ("127.0.0.1:1",)}
-    return doors.door_parts(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
+    return ingest_services(root, Settings(kafka=options))["kafka"]  # type: ignore[arg-type]
 
 
 def celery(root: Root, _hints: Backends) -> Part:
     settings = Settings(celery={"queues": {"q": "default"}}, broker_url="redis://127.0.0.1:1/0")  # type: ignore[arg-type]
-    return doors.door_parts(root, settings)["celery"]
+    return ingest_services(root, settings)["celery"]
 
 
 PARTS: dict[str, tuple[Any, str, Make]] = {
