@@ -452,7 +452,8 @@ def check_peers(parts: dict[str, Any]) -> None:
 def test_given_a_bare_machine_when_a_stage_runs_then_all_is_imported_and_the_file_says_that_there_is_no_gpu(
     bare: dict[str, str], tmp_path: Path
 ) -> None:
-    script = "import sys, engine.engine, engine.quantizing, engine.embedding.engine, engine.speculative.eagle\n"
+    script = "import sys, engine.engine, engine.quant.quantize\n"
+    script += "import engine.embedding.engine, engine.speculative.proposers.eagle\n"
     script += "from benchmarks.gpu.__main__ import main\n"
     script += f"sys.exit(main(['--stage', 'machine', '--together', '--out', {str(tmp_path)!r}]))"
 

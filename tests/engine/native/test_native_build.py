@@ -168,7 +168,7 @@ def test_two_processes_that_build_at_once_both_get_a_library_that_works(cache: P
     builders = [spawn.Process(target=_build_and_load, args=(barrier, results)) for _ in range(2)]
     for builder in builders:
         builder.start()
-    got = [results.get(timeout=120) for _ in builders]
+    got = [results.get(timeout=HANG_SECONDS) for _ in builders]
     for builder in builders:
         builder.join(HANG_SECONDS)
     assert got[0] == got[1]

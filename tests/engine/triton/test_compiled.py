@@ -26,7 +26,7 @@ def compiled(part: str, capability: int, cache: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.engine.triton.compiling", part, str(capability)],
         env=environment | {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=2 * HANG_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

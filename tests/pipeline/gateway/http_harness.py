@@ -93,7 +93,7 @@ class HttpHouse:
     witness: Witness
 
     def client(self, key: str = "none", **more: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **more})
+        return OpenAI(base_url=f"{self.url}/v1", timeout=HANG_SECONDS, api_key=key, **{"max_retries": 0, **more})
 
     def http(self, key: str | None = None) -> httpx2.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

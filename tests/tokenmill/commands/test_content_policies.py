@@ -138,16 +138,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: quietly\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[tokenmill.content_policies]\nquiet = quietly:Quiet\n")
     (folder / "quietly.py").write_text(
-        "from workers.content_policies import ALLOWED, Answer, Prompt, Verdict\n\n\n"
+        "from workers.policies.policy import ALLOWED, Answer, PolicyVerdict, Prompt\n\n\n"
         "class Quiet:\n"
         "    window = 1\n\n"
         "    def __init__(self, argument: str | None) -> None:\n"
         "        self.mark = argument or '!'\n"
         "        self.fingerprint = f'1 {self.mark}'\n\n"
-        "    def before(self, prompt: Prompt) -> Verdict:\n"
+        "    def before(self, prompt: Prompt) -> PolicyVerdict:\n"
         "        shouts = any(self.mark in text for text in prompt.texts)\n"
-        "        return Verdict(False, 'shouts') if shouts else ALLOWED\n\n"
-        "    def after(self, answer: Answer) -> Verdict:\n"
+        "        return PolicyVerdict(False, 'shouts') if shouts else ALLOWED\n\n"
+        "    def after(self, answer: Answer) -> PolicyVerdict:\n"
         "        if 'Falcon' in answer.text:\n"
         "            raise RuntimeError(answer.text)\n"
         "        return ALLOWED\n",
@@ -190,7 +190,7 @@ def test_serve_ends_streams_and_withholds_answers_for_the_official_client(
         "-m", "tokenmill", "serve", "--data", "data", "--port", 0, "--model", f"tiny={model_folder}", "--dtype",
         "float32", "--threads", 1, TOKENMILL_CONTENT_POLICIES=json.dumps([rules]),
     )  # fmt: skip
-    client = OpenAI(base_url=f"{processes.url(served)}/v1", api_key="none", max_retries=0)
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0)
 
     def body(answer: str, **more: Any) -> Any:
         made = forced(chat, "x", answer)["body"]

@@ -53,7 +53,7 @@ def test_serve_answers_the_official_client_as_run_would(
     assert tokenmill("run", write_lines(*asked), "--output", "alone", *engine).code == 0
     alone = {row["custom_id"]: row["text"] for row in results(processes.place / "alone")}
     served = processes.start("-m", "tokenmill", "serve", "--data", "data", "--port", 0, *engine)
-    client = OpenAI(base_url=f"{processes.url(served)}/v1", api_key="none")
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]
 
     file = client.files.create(file=("in.jsonl", as_jsonl(asked)), purpose="batch")
@@ -101,7 +101,7 @@ def test_serve_embeds_for_the_official_client(processes: Processes, embedding_mo
     served = processes.start(
         "-m", "tokenmill", "serve", "--data", "data", "--port", 0, "--model", f"tiny={embedding_model}", "--threads", 1
     )
-    client = OpenAI(base_url=f"{processes.url(served)}/v1", api_key="none")
+    client = OpenAI(base_url=f"{processes.url(served)}/v1", timeout=HANG_SECONDS, api_key="none")
     texts = [f"text number {number}" for number in range(5)]
     packed = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64 by itself
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
@@ -143,7 +143,7 @@ def test_a_gateway_on_redis_streams_from_workers_elsewhere_and_drains(
     gateway = processes.start("-m", "tokenmill", "gateway", "--port", 0, **variables)
     processes.start(*NULL_WORKER, *options)
     processes.start("-m", "tokenmill", "dispatcher")
-    client = OpenAI(base_url=f"{processes.url(gateway)}/v1", api_key="none")
+    client = OpenAI(base_url=f"{processes.url(gateway)}/v1", timeout=HANG_SECONDS, api_key="none")
     wait_for(lambda: client.models.list().data, "no worker is up")
     bodies = [chat("", f"number {n}", max_tokens=100)["body"] for n in range(3)]
     going: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}

@@ -75,7 +75,7 @@ def test_serve_tells_what_it_has_done_to_the_row_and_token(
         "-m", "tokenmill", "serve", "--data", "data", "--port", 0, "--price-per-hour", 3.6, "--metrics-port", 0, *engine
     )
     url = processes.url(served)
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", timeout=HANG_SECONDS, api_key="none")
     asked = [chat(f"r{n}", f"number {n % 20}", max_tokens=6, temperature=0) for n in range(25)]
     data = as_jsonl([*asked, chat("long", "x" * 3_000)]) + b"not json\n"
     # when it is answered, and two chats are,
@@ -144,7 +144,7 @@ def test_each_process_of_an_installation_tells_what_it_knows_and_nothing_else(
     gateway = processes.url(numbers["gateway"])
     urls = {name: metrics_url(processes, number) for name, number in numbers.items() if name != "gateway"}
     urls["gateway"] = f"{gateway}/metrics"
-    client = OpenAI(base_url=f"{gateway}/v1", api_key="none")
+    client = OpenAI(base_url=f"{gateway}/v1", timeout=HANG_SECONDS, api_key="none")
     wait_for(lambda: client.models.list().data, "no worker is up")
     file = client.files.create(
         file=("in.jsonl", as_jsonl([chat(f"r{n}", f"number {n}", max_tokens=9) for n in range(40)])), purpose="batch"

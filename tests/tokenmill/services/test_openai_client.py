@@ -96,7 +96,7 @@ def served(
         url = processes.url(number)
         witness = Witness(httpx2.get(f"{url}/openapi.json", timeout=HANG_SECONDS).json())
         seen = DefaultHttpxClient(event_hooks={"response": [lambda answer: judge(witness, answer)]})
-        client = OpenAI(base_url=f"{url}/v1", api_key=keys["all"], http_client=seen)
+        client = OpenAI(base_url=f"{url}/v1", timeout=HANG_SECONDS, api_key=keys["all"], http_client=seen)
         wait_for(lambda: len(client.models.list().data) == 2, "the models are not served")
         yield Served(processes, url, client, keys, witness)
         assert not witness.untrue, "\n".join(witness.untrue)
@@ -185,7 +185,9 @@ def test_many_callers_at_once_by_the_async_client(served: Served, answers: dict[
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.keys["all"], max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{served.url}/v1", timeout=HANG_SECONDS, api_key=served.keys["all"], max_retries=0
+        ) as client:
             names = [model.id async for model in client.models.list()]
             assert sorted(names) == ["embeds", "tiny"]
             batches = [batch.id async for batch in client.batches.list(limit=1)]

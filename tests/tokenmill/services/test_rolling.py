@@ -81,7 +81,9 @@ class Traffic:
     async def _run(self) -> None:
         limits = httpx2.Limits(max_connections=None)
         http = httpx2.AsyncClient(event_hooks={"response": [self._note]}, timeout=HANG_SECONDS, limits=limits)
-        async with AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http) as client:
+        async with AsyncOpenAI(
+            base_url=f"{self.url}/v1", timeout=HANG_SECONDS, api_key="none", http_client=http
+        ) as client:
             await asyncio.gather(*(self._one_after_the_other(client, place) for place in range(self.streams)))
 
     async def _one_after_the_other(self, client: AsyncOpenAI, place: int) -> None:

@@ -288,8 +288,9 @@ def test_given_a_collector_that_is_away_then_what_is_left_is_given_up_in_time(
 
 
 def test_given_no_variable_then_nothing_of_opentelemetrys_sdk_is_imported(tmp_path: Path) -> None:
-    told = "import sys, tokenmill.commands.serve, tokenmill.gateway, pipeline.intake, pipeline.lane_caller\n"
-    told += "from tokenmill.tracing import traces_of\n"
+    told = "import sys, tokenmill.commands.serve, tokenmill.services.gateway\n"
+    told += "import pipeline.ingest.intake, pipeline.lane.client\n"
+    told += "from tokenmill.processes.tracing import traces_of\n"
     told += "with traces_of('worker') as traces: print(traces.on, [n for n in sys.modules if 'opentelemetry.sdk' in n])"
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     ended = subprocess.run(

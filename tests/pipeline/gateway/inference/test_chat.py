@@ -83,7 +83,9 @@ def test_many_streams_at_once_lose_and_mix_nothing(house: HttpHouse) -> None:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{house.url}/v1", timeout=HANG_SECONDS, api_key="none", max_retries=0
+        ) as client:
             return await asyncio.gather(*(read(client, number) for number in range(100)))
 
     assert asyncio.run(all_of_them()) == [words(20 + number % 7) for number in range(100)]

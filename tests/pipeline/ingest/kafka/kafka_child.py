@@ -1,5 +1,5 @@
 """A door in a process of its own that kills itself at a given moment, or runs until it is killed: run as
-`python -m tests.pipeline.doors.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
+`python -m tests.pipeline.ingest.kafka.kafka_child '{"bootstrap": …, "name": …, "folder": …, "moment": …}'`.
 
 Moments: "before" the batch is created, its lines written; "batch": it is created, no job yet; "job": its first job is
 accepted; "stored": all is, and the door hasn't heard of it; "committed": the offset is; "never".

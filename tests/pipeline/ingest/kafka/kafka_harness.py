@@ -38,7 +38,7 @@ from schemas.models import CatalogEntry, ModelPin
 from tests.waiting import HANG_SECONDS
 
 MODEL = "tiny"
-PATIENCE = 40.0
+PATIENCE = HANG_SECONDS
 REPOSITORY = Path(__file__).parents[4]
 Header = tuple[str, bytes]
 
