@@ -28,8 +28,8 @@ rows name theirs in `body`; the columns `prompt`, `messages` and `input` need a 
 **Deadline and cancel.** `run --deadline 6h` counts from the creation of the job; the same command later keeps that
 deadline, and another deadline is refused. At the deadline, and with `jobs cancel`, the job ends with exit code 0 and a
 manifest: finished rows are kept, the others get status `expired` or `cancelled`. When every row already has its result
-the job is completed, and `jobs cancel` exits with 1. A running `run` is told to end its job; without one, `jobs cancel`
-ends it.
+the job is completed, and `jobs cancel` exits with 1. A `run` that is at work ends its job itself; without one `jobs
+cancel` ends it.
 
 **Retry.** `jobs retry OUT --output NEW` makes a job of the rows of OUT that failed, expired or were cancelled, with OUT's
 input, models and settings; rows keep their index (`row`) and custom_id. Left out are refusals that would come again
