@@ -1,5 +1,5 @@
-"""Writes the table of names in docs/operations.md, between its two marks, from
-`pipeline.observability.metric_definitions`.
+"""Writes the table of names in docs/operations/metrics-and-alerts.md, between its two marks,
+from `pipeline.observability.metric_definitions`.
 
 python docs/make_metrics.py
 """
@@ -11,14 +11,14 @@ from typing import Final
 
 from pipeline.observability.metric_definitions import METRICS
 
-PAGE: Final = Path(__file__).parent / "operations.md"
+PAGE: Final = Path(__file__).parent / "operations/metrics-and-alerts.md"
 BEGIN: Final = "<!-- metrics: made by docs/make_metrics.py -->\n"
 END: Final = "<!-- end of metrics -->\n"
 
 
 def table() -> str:
     """The table, in Markdown."""
-    rows = ["| name | kind | labels | told by | |", "|---|---|---|---|---|"]
+    rows = ["| name | kind | labels | reported by | |", "|---|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(metric.labels) or "none"
         rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {', '.join(metric.by)} | {metric.help} |")

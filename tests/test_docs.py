@@ -15,9 +15,10 @@ from pipeline.observability.metric_definitions import METRICS
 from schemas.requests.errors import STATUS_CODES
 
 REPOSITORY = Path(__file__).parent.parent
+METRICS_PAGE = REPOSITORY / "docs/operations/metrics-and-alerts.md"
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "benchmarks/*.md", "infra/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md", "infra/**/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 
@@ -43,13 +44,12 @@ def test_given_the_names_that_are_told_when_their_table_is_made_again_then_the_c
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
 
-    written = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    written = METRICS_PAGE.read_text(encoding="utf-8")
     assert maker.page_with_table(written) == written, "run: python docs/make_metrics.py"
 
 
 def test_given_the_questions_to_prometheus_when_their_names_are_read_then_each_is_told() -> None:
-    text = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
-    section = text.partition("## Metrics")[2].partition("<!-- metrics")[0]
+    section = METRICS_PAGE.read_text(encoding="utf-8").partition("<!-- metrics")[0]
 
     told = {metric.name for metric in METRICS}
     told |= {
@@ -78,6 +78,24 @@ def test_given_a_page_when_its_links_are_followed_then_the_files_exist(page: Pat
 
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_given_a_page_when_its_links_name_a_heading_then_the_page_there_has_it(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+
+    missing = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if "://" not in link and anchor not in anchors(page.parent / link if link else page)
+    ]
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_given_pages_when_they_name_tests_then_these_exist() -> None:

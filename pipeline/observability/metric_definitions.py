@@ -306,6 +306,6 @@ METRICS: Final = (
         ("version",), ("worker", "dispatcher", "gateway", "intake", "autoscale"),
     ),
 )  # fmt: skip
-"""All of them; docs/operations.md has the table, which a test compares."""
+"""All of them; docs/operations/metrics-and-alerts.md has the table, which a test compares."""
 
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
