@@ -1,0 +1,84 @@
+"""The names of the product: the field's words, each public class name once, small rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGES = ("tokenmill", "workers", "pipeline", "engine", "schemas")
+
+BANNED = frozenset({
+    "asked", "asker", "beside", "door", "doors", "figures", "foreman", "heard", "letter", "letters", "mill", "outlook",
+    "paper", "papers", "purses", "rehearsal", "rehearse", "shelf", "together", "told", "triage", "wishes",
+})  # fmt: skip
+"""Words of no field: in the name of a module, a class or a function they say nothing to a newcomer."""
+
+ALLOWED = (("dead", "letter"), ("dead", "letters"))
+"""Terms of the field that hold a banned word."""
+
+MAX_MODULES = 18
+"""Of a folder, subfolders aside."""
+
+
+def words(name: str) -> list[str]:
+    """The words of an identifier, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def banned_words(name: str) -> set[str]:
+    found = words(name)
+    for first, second in ALLOWED:
+        for at in range(len(found) - 1, 0, -1):
+            if (found[at - 1], found[at]) == (first, second):
+                del found[at]
+    return BANNED.intersection(found)
+
+
+def modules() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((REPOSITORY / package).rglob("*.py"))]
+
+
+def definitions(path: Path) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def test_names_are_the_fields_words() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno} {node.name}: {', '.join(sorted(bad))}"
+        for path in modules()
+        for node in definitions(path)
+        if (bad := banned_words(node.name))
+    ]
+    found += [str(path.relative_to(REPOSITORY)) for path in modules() if banned_words(path.stem)]
+    assert found == []
+
+
+def test_a_public_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for path in modules():
+        for node in definitions(path):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(REPOSITORY)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_folder_is_a_heap_of_modules() -> None:
+    sizes = {
+        str(folder.relative_to(REPOSITORY)): len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
+        for folder in {path.parent for path in modules()}
+    }
+    assert {folder: size for folder, size in sizes.items() if size > MAX_MODULES} == {}
+
+
+def test_a_banned_word_is_found_in_any_case() -> None:
+    assert banned_words("KafkaDoorSettings") == {"door"}
+    assert banned_words("tell_figures") == {"figures"}
+    assert banned_words("DeadLetterCounts") == set()
+    assert banned_words("dead_letters_of") == set()
+    assert banned_words("unsent_letters") == {"letters"}
+    assert banned_words("indoors") == set()
