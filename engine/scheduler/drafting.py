@@ -1,14 +1,14 @@
-"""The scheduler's side of speculation: who drafts how much in a step, and what stays of it.
+"""The scheduler's part of speculative decoding: which rows get drafts in a step, and how accepted ones are applied.
 
-Drafts come last. They get the tokens of the budget and the blocks of the pool that nobody else wants in this step;
-no sequence gives way to a guess. While a step is under way a row's drafts lie behind its known tokens:
+Drafts come last. They use tokens of the budget and blocks of the pool that no other work of this step needs; no
+sequence is preempted for a draft. While a step is in flight a row's drafts are stored behind its known tokens:
 
     0                    num_known - 1   num_known       num_known + num_drafts
     |- computed before -----|- pending -----|- drafts -------|
                             |- computed by this step --------|
 
-When its results come the accepted ones become known, `num_computed` is lowered to what they leave, and blocks beyond
-are given back. Blocks are named in the prefix cache by known tokens only, so no guess is ever found there.
+When the results arrive, accepted drafts become known tokens, `num_computed` is lowered past the rejected ones, and
+blocks beyond it are released. The prefix cache hashes known tokens only, so it never contains a draft.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Ints = NDArray[np.int32]
 
 
 class Drafting:
-    """Adds drafts to steps, and takes back those that were not accepted.
+    """Adds drafts to steps, and rolls back rejected ones.
 
     Args:
         batch: rows and their owners.
-        proposer: guesses tokens.
-        lengths: says how many are worth their time.
-        max_chunk: most tokens of a row in a step.
-        budget: of what drafts may lose; None: any.
+        proposer: drafts tokens.
+        lengths: chooses how many drafts are worth their time.
+        max_chunk: maximum tokens of a row in a step.
+        budget: of the time that drafts may lose; None: no limit.
 
     Attributes:
-        idle: no drafts were wanted in the last step, whatever the proposer had to offer.
+        idle: the last step took no drafts, so the proposer was not called.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Drafting:
         self._proposer = proposer
         self._max_chunk = max_chunk
         self._budget = budget
-        self._made: dict[int, tuple[str, int]] = {}  # of rows with drafts under way: source and trust
+        self._made: dict[int, tuple[str, int]] = {}  # row with drafts in flight -> source and trust
 
     def add(self, rows: Ints, counts: Ints, left: int) -> Ints | None:
-        """Give drafts to rows of the step being planned, whose positions count as computed already.
+        """Add drafts to rows of the step being planned, whose positions count as computed already.
 
         Args:
             rows, counts: int32 [B], planned so far.
-            left: tokens of the budget that nobody took.
+            left: unused tokens of the budget.
 
         Returns:
-            int32 [B], drafts that were added behind each row's known tokens; None: none anywhere.
+            int32 [B], drafts added behind each row's known tokens; None: no row has any.
         """
         if left <= 0:
             return None
@@ -77,7 +77,7 @@ class Drafting:
             return None
         state, batch = self._batch.rows, self._batch
         known = state.num_known[rows]
-        # The last token that a sequence may have comes from the logits behind its last draft.
+        # The last token of a sequence is sampled from the logits behind its last draft.
         room = np.minimum(batch.stops.max_known[rows] - known - 1, self._max_chunk - 1)
         able = (counts == 1) & (state.num_computed[rows] == known) & (known > state.prompt_len[rows]) & (room > 0)
         places = np.flatnonzero(able)
@@ -94,7 +94,7 @@ class Drafting:
         return self._place(rows, asks, self._proposer.propose(asks))
 
     def _may_lose(self, rows: Ints, counts: Ints) -> bool:
-        """Whether drafts may be tried in this step: at worst they cost their time."""
+        """Whether the trial budget allows drafts in this step: at worst they cost their time."""
         if self._budget is None:
             return True
         decoding = rows[counts == 1]
@@ -104,7 +104,7 @@ class Drafting:
         return self._budget.allows(len(decoding), left) and self._gain.can_compare(len(decoding))
 
     def _reserve(self, row: int, wanted: int) -> int:
-        """Blocks for so many drafts behind the row's known tokens, or for as many as there is room for."""
+        """Reserve blocks for drafts behind the row's known tokens; returns how many drafts have room."""
         cache, state = self._batch.cache, self._batch.rows
         known = int(state.num_known[row])
         if cache.blocks_for(known + wanted) > cache.length[row]:
@@ -114,7 +114,7 @@ class Drafting:
         return wanted
 
     def _place(self, rows: Ints, asks: list[DraftRequest], drafts: list[Draft]) -> Ints | None:
-        """Write the guesses behind the known tokens."""
+        """Write the drafts behind the known tokens."""
         state, cache = self._batch.rows, self._batch.cache
         of_row = np.zeros(len(state.num_known), dtype=np.int32)
         for ask, draft in zip(asks, drafts, strict=True):
@@ -132,10 +132,10 @@ class Drafting:
         return added if added.any() else None
 
     def settle(self, plan: StepPlan, accepted: Ints, good: NDArray[np.bool_], tainted: frozenset[int]) -> None:
-        """Lower the counters of a step's rows to what stays of their drafts.
+        """Lower the counters of a step's rows past their rejected drafts.
 
         Args:
-            accepted: int32 [B], leading drafts that stay.
+            accepted: int32 [B], accepted leading drafts.
             good: bool [B], rows that still belong to the sequences that drafted.
             tainted: rows in whose cache rejected drafts left non-finite values.
         """
@@ -149,7 +149,7 @@ class Drafting:
             cache.shrink(row, cache.blocks_for(end - drafted + stays), 0 if row in tainted else end)
             owner = batch.owner(row)
             assert owner.chain is not None, "a sequence with a row has one"
-            cache.publish(row, owner.chain, end - drafted + stays)  # or a window may leave it behind without a name
+            cache.publish(row, owner.chain, end - drafted + stays)  # else the window may pass a block before it has a digest
             owner.drafted_tokens += drafted
             owner.accepted_tokens += stays
             source, trust = self._made[row]
@@ -157,16 +157,16 @@ class Drafting:
             self.lengths.note(row, int(batch.epoch[row]), trust, drafted, stays)
 
     def timed(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
-        """A step is done: its rows, the positions it computed, the drafts among them, those that stayed, its time."""
+        """Record a finished step: its rows, computed positions, drafts among them, accepted drafts and time."""
         self.lengths.timed(rows, positions, drafted, seconds)
-        if rows and positions - drafted == rows:  # nobody computed a prompt in it
+        if rows and positions - drafted == rows:  # no row computed a prompt in it
             gained = self._gain.note(rows, drafted, accepted, seconds)
             if self._budget is not None:
                 self._budget.note(rows, drafted, gained)
 
     @property
     def stats(self) -> SpeculationStats:
-        """Drafts since the start, and what they brought."""
+        """Counts of drafts since the start, and their gain."""
         return SpeculationStats(self._tally.sources, self._gain.tokens, self._gain.seconds)
 
     def learn(self, request: Request, token_ids: Ints) -> None:

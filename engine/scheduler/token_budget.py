@@ -1,26 +1,26 @@
-"""How many tokens a step may hold, while the device has room for fewer than the settings say.
+"""The token budget of a step, below the settings' one while the device is short of memory.
 
-A step that had no room halves the number; after some hundred steps that had, it is doubled again, up to what the
-settings say. Each further failure doubles that wait, so that a device which is too small for good is seldom tried, and
-one that others used for a while is used to the full again.
+A step that runs out of memory halves the budget. After some hundred steps without that, the budget is doubled again, up
+to the settings' one. Each further failure doubles that interval, so that a device with too little memory is seldom
+retried, and a device that other processes used for a while is fully used again.
 """
 
 from __future__ import annotations
 
 PATIENCE = 256
-"""Steps with room before larger ones are tried again, at first."""
+"""Initial number of steps without failure before larger ones are tried."""
 
 MOST_PATIENCE = 1 << 16
 
 
 class TokenBudget:
-    """A step's tokens.
+    """Adapts the token budget of a step to the device's memory.
 
     Args:
-        most: by the settings.
+        most: the settings' budget.
 
     Attributes:
-        tokens: most of a step now; 1 at least.
+        tokens: the current budget; 1 at least.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,7 +30,7 @@ class TokenBudget:
         self._worked = 0
 
     def shrink(self) -> bool:
-        """A step had no room. False: it can't be smaller."""
+        """Halve the budget after a step ran out of memory. False: it is 1 already."""
         self._worked = 0
         self._patience = min(2 * self._patience, MOST_PATIENCE)
         if self.tokens == 1:
@@ -39,7 +39,7 @@ class TokenBudget:
         return True
 
     def worked(self) -> None:
-        """A step had room."""
+        """Record a step that did not run out of memory."""
         if self.tokens == self._most:
             return
         self._worked += 1
