@@ -1,4 +1,4 @@
-"""Joins what steps give, row by row, into completions: choices of one request, log-probabilities along the tokens."""
+"""Collects the results of steps into completions: the choices of a request, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.scheduler.sequence import FinishedSequence
 
 
 class _Line(NamedTuple):
-    """Log-probabilities at one place."""
+    """Log-probabilities at one position."""
 
     chosen: float
     ids: NDArray[np.int32]
@@ -24,7 +24,7 @@ class _Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Track:
-    """What is kept of one choice that asked for more than tokens."""
+    """Results of one choice that requests more than tokens."""
 
     logprobs: list[_Line] = field(default_factory=list)
     prompt: dict[int, _Line] = field(default_factory=dict)
@@ -40,7 +40,7 @@ def _table(lines: list[_Line], top: int) -> TokenLogprobs:
 
 
 class CompletionCollector:
-    """Gathers the choices of each request until the last one ended."""
+    """Collects the choices of each request until the last one has ended."""
 
     def __init__(self) -> None:
         self._done: dict[str, list[FinishedSequence]] = {}
@@ -48,7 +48,7 @@ class CompletionCollector:
         self._at_row: dict[int, _Track] = {}
 
     def resume(self, request: Request) -> None:
-        """Take over what came with the request."""
+        """Store the log-probabilities that came with the request."""
         if request.params.logprobs is None:
             return
         for partial in request.partial:
@@ -57,18 +57,18 @@ class CompletionCollector:
                 self._tracks[request.request_id, partial.index] = _Track(lines)
 
     def ended(self, request_id: str) -> list[FinishedSequence]:
-        """Choices that have ended, of a request that has not."""
+        """Return the ended choices of an unfinished request."""
         return self._done.get(request_id, [])
 
     def logprobs(self, request: Request, choice: int, start: int, end: int) -> TokenLogprobs | None:
-        """Log-probabilities along a choice's tokens from `start` up to `end`; None when they are not asked for."""
+        """Return log-probabilities of a choice's tokens from `start` up to `end`; None when not requested."""
         if request.params.logprobs is None:
             return None
         track = self._tracks.get((request.request_id, choice))
         return _table([] if track is None else track.logprobs[start:end], request.params.logprobs)
 
     def begin(self, plan: StepPlan) -> None:
-        """Learn who owns the rows of this step."""
+        """Register the owners of the step's new rows."""
         for row, request, choice in plan.new_rows:
             self._at_row.pop(row, None)
             params = request.params
@@ -76,7 +76,7 @@ class CompletionCollector:
                 self._at_row[row] = self._tracks.setdefault((request.request_id, choice), _Track())
 
     def take(self, output: StepOutput) -> None:
-        """Keep what the step gave beside tokens."""
+        """Store the step's log-probabilities and pooled states."""
         for row, lines in output.logprobs.items():
             self._at_row[row].logprobs += [_Line(*line) for line in lines]
         for row, (first, chosen, ids, top) in output.prompt_logprobs.items():
@@ -87,7 +87,7 @@ class CompletionCollector:
             self._at_row[row].pooled = vector
 
     def finish(self, sequences: list[FinishedSequence], now: float) -> list[Completion]:
-        """Completions of the requests whose last choice is among these."""
+        """Return completions of the requests whose last choice is among these."""
         completions = []
         for sequence in sequences:
             request = sequence.request

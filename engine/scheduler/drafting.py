@@ -52,13 +52,13 @@ class Drafting:
     ) -> None:
         self.lengths = lengths
         self.idle = False
-        self._tally = DraftCounter()
+        self._counter = DraftCounter()
         self._gain = Gain()
         self._batch = batch
         self._proposer = proposer
         self._max_chunk = max_chunk
         self._budget = budget
-        self._made: dict[int, tuple[str, int]] = {}  # row with drafts in flight -> source and trust
+        self._in_flight: dict[int, tuple[str, int]] = {}  # row with drafts in flight -> source and trust
 
     def add(self, rows: Ints, counts: Ints, left: int) -> Ints | None:
         """Add drafts to rows of the step being planned, whose positions count as computed already.
@@ -79,19 +79,19 @@ class Drafting:
         known = state.num_known[rows]
         # The last token of a sequence is sampled from the logits behind its last draft.
         room = np.minimum(batch.stops.max_known[rows] - known - 1, self._max_chunk - 1)
-        able = (counts == 1) & (state.num_computed[rows] == known) & (known > state.prompt_len[rows]) & (room > 0)
-        places = np.flatnonzero(able)
-        if not places.size:
+        can_draft = (counts == 1) & (state.num_computed[rows] == known) & (known > state.prompt_len[rows]) & (room > 0)
+        indices = np.flatnonzero(can_draft)
+        if not indices.size:
             return None
-        most = np.minimum(room[places], min(self.lengths.most, left // len(places)))
-        asks = [
+        max_drafts = np.minimum(room[indices], min(self.lengths.max_drafts, left // len(indices)))
+        requests = [
             DraftRequest(row, int(batch.epoch[row]), held, batch.owner(row).request, batch.owner(row).choice)
-            for row, wanted in zip(rows[places].tolist(), most.tolist(), strict=True)
+            for row, wanted in zip(rows[indices].tolist(), max_drafts.tolist(), strict=True)
             if wanted > 0 and batch.owner(row).may_draft and (held := self._reserve(row, wanted)) > 0
         ]
-        if not asks:
+        if not requests:
             return None
-        return self._place(rows, asks, self._proposer.propose(asks))
+        return self._write_drafts(rows, requests, self._proposer.propose(requests))
 
     def _may_lose(self, rows: Ints, counts: Ints) -> bool:
         """Whether the trial budget allows drafts in this step: at worst they cost their time."""
@@ -113,20 +113,21 @@ class Drafting:
                 wanted -= 1
         return wanted
 
-    def _place(self, rows: Ints, asks: list[DraftRequest], drafts: list[Draft]) -> Ints | None:
+    def _write_drafts(self, rows: Ints, requests: list[DraftRequest], drafts: list[Draft]) -> Ints | None:
         """Write the drafts behind the known tokens."""
         state, cache = self._batch.rows, self._batch.cache
         of_row = np.zeros(len(state.num_known), dtype=np.int32)
-        for ask, draft in zip(asks, drafts, strict=True):
-            row, count = ask.row, min(len(draft.tokens), ask.most)
+        for request, draft in zip(requests, drafts, strict=True):
+            row, count = request.row, min(len(draft.tokens), request.max_drafts)
             if count:
-                count = self.lengths.keep(row, ask.epoch, draft.trust, count)
+                count = self.lengths.keep(row, request.epoch, draft.trust, count)
             known = int(state.num_known[row])
-            cache.shrink(row, cache.blocks_for(known + count), known + ask.most)  # nothing was written there
+            # Nothing was written to the blocks that are released, so none of them is suspect.
+            cache.shrink(row, cache.blocks_for(known + count), known + request.max_drafts)
             if count:
                 state.token_ids[row, known : known + count] = draft.tokens[:count]
                 state.num_drafts[row] = of_row[row] = count
-                self._made[row] = draft.source, draft.trust
+                self._in_flight[row] = draft.source, draft.trust
         added = of_row[rows]
         state.num_computed[rows] += added
         return added if added.any() else None
@@ -142,21 +143,22 @@ class Drafting:
         assert plan.drafts is not None
         batch, state, cache = self._batch, self._batch.rows, self._batch.cache
         for i in np.flatnonzero(good & (plan.drafts > 0)).tolist():
-            row, drafted, stays = int(plan.rows[i]), int(plan.drafts[i]), int(accepted[i])
+            row, drafted, num_accepted = int(plan.rows[i]), int(plan.drafts[i]), int(accepted[i])
             end = int(plan.starts[i] + plan.counts[i])
             state.num_drafts[row] = 0
-            state.num_computed[row] = end - drafted + stays
-            cache.shrink(row, cache.blocks_for(end - drafted + stays), 0 if row in tainted else end)
+            state.num_computed[row] = end - drafted + num_accepted
+            cache.shrink(row, cache.blocks_for(end - drafted + num_accepted), 0 if row in tainted else end)
             owner = batch.owner(row)
             assert owner.chain is not None, "a sequence with a row has one"
-            cache.publish(row, owner.chain, end - drafted + stays)  # else the window may pass a block before it has a digest
+            # Published now, else the window may pass a block before it has a digest.
+            cache.publish(row, owner.chain, end - drafted + num_accepted)
             owner.drafted_tokens += drafted
-            owner.accepted_tokens += stays
-            source, trust = self._made[row]
-            self._tally.note(source, drafted, stays)
-            self.lengths.note(row, int(batch.epoch[row]), trust, drafted, stays)
+            owner.accepted_tokens += num_accepted
+            source, trust = self._in_flight[row]
+            self._counter.note(source, drafted, num_accepted)
+            self.lengths.note(row, int(batch.epoch[row]), trust, drafted, num_accepted)
 
-    def timed(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
+    def record_step(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
         """Record a finished step: its rows, computed positions, drafts among them, accepted drafts and time."""
         self.lengths.timed(rows, positions, drafted, seconds)
         if rows and positions - drafted == rows:  # no row computed a prompt in it
@@ -167,7 +169,7 @@ class Drafting:
     @property
     def stats(self) -> SpeculationStats:
         """Counts of drafts since the start, and their gain."""
-        return SpeculationStats(self._tally.sources, self._gain.tokens, self._gain.seconds)
+        return SpeculationStats(self._counter.sources, self._gain.tokens, self._gain.seconds)
 
     def learn(self, request: Request, token_ids: Ints) -> None:
         """See `Proposer.learn`."""

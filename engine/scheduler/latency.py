@@ -94,7 +94,7 @@ class Latencies:
         self._batch = batch
         self._first, self._between, self._whole = ([LatencyHistogram() for _ in range(CLASSES)] for _ in range(3))
 
-    def sampled(self, rows: NDArray[np.int32], now: float) -> None:
+    def record_tokens(self, rows: NDArray[np.int32], now: float) -> None:
         """Record that these rows have a new token.
 
         Args:
@@ -117,7 +117,7 @@ class Latencies:
             owner = batch.owner(row)
             self._first[class_of(owner.request.priority)].add(now - owner.arrived_at)
 
-    def answered(self, sequence: Sequence, now: float) -> None:
+    def record_answer(self, sequence: Sequence, now: float) -> None:
         """Record that the last choice of a request has come to its natural end."""
         self._whole[class_of(sequence.request.priority)].add(now - sequence.arrived_at)
 

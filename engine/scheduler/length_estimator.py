@@ -82,24 +82,24 @@ class LazyHeap(Generic[T, K]):
 class _Mean:
     """A running mean of a ratio with decay: sums beyond `MEMORY` are halved."""
 
-    __slots__ = ("of", "per")
+    __slots__ = ("count", "total")
 
     MEMORY = 1 << 20
 
-    def __init__(self, of: float, per: float) -> None:
-        self.of = of
-        self.per = per
+    def __init__(self, total: float, count: float) -> None:
+        self.total = total
+        self.count = count
 
-    def add(self, of: float, per: float) -> None:
-        self.of += of
-        self.per += per
-        if self.of > self.MEMORY:
-            self.of /= 2
-            self.per /= 2
+    def add(self, total: float, count: float) -> None:
+        self.total += total
+        self.count += count
+        if self.total > self.MEMORY:
+            self.total /= 2
+            self.count /= 2
 
     @property
     def value(self) -> float:
-        return self.of / self.per
+        return self.total / self.count
 
 
 class _Group:
@@ -155,11 +155,11 @@ class LengthEstimator:
             expected = hint * self._hinted.value
             if group is not None:
                 weight = PRIOR_WEIGHT * hint
-                expected = hint * (group.hinted.of + PRIOR_WEIGHT * expected) / (group.hinted.per + weight)
+                expected = hint * (group.hinted.total + PRIOR_WEIGHT * expected) / (group.hinted.count + weight)
         else:
             expected = self._all.value
             if group is not None:
-                expected = (group.lengths.of + PRIOR_WEIGHT * expected) / (group.lengths.per + PRIOR_WEIGHT)
+                expected = (group.lengths.total + PRIOR_WEIGHT * expected) / (group.lengths.count + PRIOR_WEIGHT)
         return min(ceil(expected), request.params.max_tokens)
 
     @staticmethod

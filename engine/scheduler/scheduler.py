@@ -70,7 +70,7 @@ from engine.speculative.trial_budget import TrialBudget
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 NEVER = -1
-"""`Sequence.put_back_at` of a sequence that may be admitted again at once."""
+"""`Sequence.num_ended_at_preemption` of a sequence that may be admitted again at once."""
 
 Ended = dict[int, FinishedSequence]
 """Sequences that end with a step, by their index in the plan."""
@@ -118,10 +118,10 @@ class Scheduler:
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
         self._latencies = Latencies(self._batch)
-        self._pace = None if config.pace is None else SloController(config.pace, self._batch, budget)
+        self._slo = None if config.pace is None else SloController(config.pace, self._batch, budget)
         self._budget = TokenBudget(budget)
         self._planner = StepPlanner(
-            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, pace=self._pace
+            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, slo=self._slo
         )
         self._promised = False
         self._drafting: Drafting | None = None
@@ -167,7 +167,7 @@ class Scheduler:
             oldest_waiting=None if head is None else head.arrived_at,
             generated_tokens=counters.generated_tokens,
             speculation=SpeculationStats() if self._drafting is None else self._drafting.stats,
-            pace=None if self._pace is None else self._pace.stats,
+            pace=None if self._slo is None else self._slo.stats,
         )
 
     @property
@@ -249,11 +249,11 @@ class Scheduler:
         while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
             siblings = self._deadlines.pop()
             self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
-            if self._pace is not None and siblings[0].request.priority == URGENT:
-                self._pace.dropped()
+            if self._slo is not None and siblings[0].request.priority == URGENT:
+                self._slo.record_missed_deadline()
         plan = self._planner.plan(now)
         if plan is not None:
-            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.paced))
+            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.step_contents))
         return plan
 
     def promise(self) -> bool:
@@ -294,19 +294,19 @@ class Scheduler:
             The sequences that ended with this step, in the plan's order.
         """
         self._now = now
-        expected_plan, epochs, paced = self._in_flight.popleft()
+        expected_plan, epochs, contents = self._in_flight.popleft()
         assert expected_plan is plan, "plans must be updated in the order they were made"
-        self._keep_promises()
-        self._budget.worked()
+        self._clear_promises()
+        self._budget.record_success()
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
-        if self._pace is not None and paced is not None:
-            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
+        if self._slo is not None and contents is not None:
+            self._slo.note(plan, good & plan.samples & ~failed, contents, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:
             assert accepted is not None, "the results of a plan with drafts include `accepted`"
             ends = ends - plan.drafts + accepted
-            self._latencies.sampled(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
+            self._latencies.record_tokens(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
             # Behind a draft that failed its row, all others of the row did as well.
             self._drafting.settle(plan, accepted, good, tainted.union(plan.rows[failed].tolist()))
             self._accept(plan, accepted, good, ended)
@@ -323,12 +323,12 @@ class Scheduler:
         if chosen.size:
             rows = plan.rows[chosen]
             if plan.drafts is None:  # else some may have ended by now, and all are recorded above
-                self._latencies.sampled(rows, now)
+                self._latencies.record_tokens(rows, now)
             self._append(rows, token_ids[chosen], chosen, ended)
         for i in np.flatnonzero(self._batch.epoch[plan.rows] == epochs).tolist() if tainted else ():
             if (row := int(plan.rows[i])) in tainted:
                 self._batch.owner(row).may_draft = False
-                self._planner.put_back(self._batch.owner(row))
+                self._planner.preempt(self._batch.owner(row))
         return [ended[i] for i in sorted(ended)]
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> None:
@@ -344,7 +344,7 @@ class Scheduler:
                 sequence = self._batch.owner(row)
                 self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
         self._in_flight.clear()
-        self._keep_promises()
+        self._clear_promises()
         self._cache.forget()
 
     def retract(self, plan: StepPlan, now: float) -> bool:
@@ -362,10 +362,11 @@ class Scheduler:
         for lost, epochs, _ in self._in_flight:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
                 sequence = self._batch.owner(row)
-                self._planner.put_back(sequence)
-                sequence.put_back_at = NEVER  # no ending is needed first: smaller steps prevent a repetition
+                self._planner.preempt(sequence)
+                # It need not wait for another sequence's end: smaller steps prevent a repetition.
+                sequence.num_ended_at_preemption = NEVER
         self._in_flight.clear()
-        self._keep_promises()
+        self._clear_promises()
         self._cache.forget()
         return True
 
@@ -374,23 +375,23 @@ class Scheduler:
         """Current token budget of a step."""
         return self._budget.tokens
 
-    def _keep_promises(self) -> None:
+    def _clear_promises(self) -> None:
         """Clear all promises: the tokens have arrived, or never will."""
         if self._promised:
             self._batch.promised[:] = 0
             self._promised = False
 
-    def timed(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
+    def record_step_time(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
         """Record how long a step took, from before it was planned until after its update, and how many of its drafts
         were accepted."""
         if self._drafting is not None:
             drafted = 0 if plan.drafts is None else int(plan.drafts.sum())
-            self._drafting.timed(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
+            self._drafting.record_step(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
 
     def _accept(self, plan: StepPlan, accepted: Ints, good: Flags, ended: Ended) -> None:
         """Append accepted drafts one after the other: each may end its row, as any token may."""
-        for place in range(int(accepted[good].max(initial=0))):
-            open_rows = [i for i in np.flatnonzero(good & (accepted > place)).tolist() if i not in ended]
+        for offset in range(int(accepted[good].max(initial=0))):
+            open_rows = [i for i in np.flatnonzero(good & (accepted > offset)).tolist() if i not in ended]
             if open_rows:
                 chosen = np.array(open_rows, dtype=np.intp)
                 rows = plan.rows[chosen]
@@ -410,7 +411,7 @@ class Scheduler:
             sequence.prompt_computed = True
             ended[i] = self._finish(sequence, FinishReason.LENGTH)
 
-    def _append(self, rows: Ints, tokens: Ints, places: NDArray[np.intp], ended: Ended) -> None:
+    def _append(self, rows: Ints, tokens: Ints, indices: NDArray[np.intp], ended: Ended) -> None:
         """Append the sampled tokens and end the rows for which they are the last."""
         if (tokens < 0).any():
             row = int(rows[np.argmax(tokens < 0)])
@@ -420,20 +421,20 @@ class Scheduler:
         stopped, full = self._stops.check(rows, tokens, known)
         done = stopped | full
         grown = ~stopped
-        kept = rows[grown]
-        self.rows.token_ids[kept, known[grown]] = tokens[grown]
-        self.rows.num_known[kept] += 1
+        growing = rows[grown]
+        self.rows.token_ids[growing, known[grown]] = tokens[grown]
+        self.rows.num_known[growing] += 1
         for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
             sequence = self._batch.owner(int(rows[i]))
             may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
             if (end := sequence.watch(int(tokens[i]), may_stop)) is not None:
-                ended[int(places[i])] = self._finish(sequence, end.reason, error=end.error)
+                ended[int(indices[i])] = self._finish(sequence, end.reason, error=end.error)
                 done[i] = False
         for i in np.flatnonzero(done).tolist():
             sequence = self._batch.owner(int(rows[i]))
             stop = int(tokens[i]) if stopped[i] else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            ended[int(places[i])] = self._finish(sequence, reason, stop_token_id=stop)
+            ended[int(indices[i])] = self._finish(sequence, reason, stop_token_id=stop)
 
     def _end_request(self, request_id: str, reason: FinishReason, choice: int | None = None) -> bool:
         siblings = [s for s in self._requests.get(request_id, ()) if s.state is not SequenceState.FINISHED]
@@ -454,7 +455,7 @@ class Scheduler:
         """End a sequence in any state and free its row and blocks at once (`poisoned`: see `vacate`)."""
         if sequence.state is SequenceState.RUNNING:
             self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
-            self._waiting.gave_up_row(sequence)
+            self._waiting.release_row(sequence)
         else:
             sequence.state = SequenceState.FINISHED
             self._waiting.discard(sequence)
@@ -471,7 +472,7 @@ class Scheduler:
             if not self._requests:
                 self._waiting.forget_groups()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._latencies.answered(sequence, self._now)
+                self._latencies.record_answer(sequence, self._now)
         return FinishedSequence(
             request=request,
             choice=sequence.choice,

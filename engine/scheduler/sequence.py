@@ -51,8 +51,8 @@ class Sequence:
         chain: digests of its full blocks; None until its first lookup in the prefix cache.
         watcher: created with the first sampled token, retained through preemption.
         cached_tokens: prompt tokens hit before any preemption.
-        awaited: digests of the blocks that it will read, while it waits.
-        put_back_at: number of ended sequences at its latest preemption.
+        digests_to_read: digests of the blocks that it will read, while it waits.
+        num_ended_at_preemption: number of ended sequences at its latest preemption.
         high_water: highest number of positions that were ever computed.
         drafted_tokens, accepted_tokens: drafts of its tokens, and the accepted ones.
         may_draft: it may have drafts; false after one left non-finite values in its cache.
@@ -64,17 +64,17 @@ class Sequence:
     __slots__ = (
         "accepted_tokens",
         "arrived_at",
-        "awaited",
         "cached_tokens",
         "chain",
         "choice",
+        "digests_to_read",
         "drafted_tokens",
         "high_water",
         "last_token_at",
         "may_draft",
+        "num_ended_at_preemption",
         "preemptions",
         "prompt_computed",
-        "put_back_at",
         "request",
         "row",
         "serial",
@@ -94,8 +94,8 @@ class Sequence:
         self.row = -1
         self.token_ids = request.prompt_token_ids
         self.chain: HashChain | None = None
-        self.awaited: list[bytes] = []
-        self.put_back_at = 0
+        self.digests_to_read: list[bytes] = []
+        self.num_ended_at_preemption = 0
         self.watcher: TokenWatcher | None = None
         self.cached_tokens = 0
         self.high_water = 0

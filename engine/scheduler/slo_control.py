@@ -37,7 +37,7 @@ GAIN = 0.2
 RECENT = 0.995
 """Decay, per step, of the averages that are reported."""
 
-LEAST_CHUNK = 128
+MIN_CHUNK_TOKENS = 128
 """Minimum of prompt tokens that urgent rows may compute in a step with streams: with none, no first token would ever
 be sampled."""
 
@@ -48,15 +48,15 @@ class StepContents:
 
     Attributes:
         streams, prompts: urgent rows that were answering; that had yet to begin, those that wait for a row included.
-        beside: tokens other than those of the streams.  others: of them, of other classes.
-        held: a limit excluded work that the budget had room for.
+        other_tokens: all but those of the streams.  other_class_tokens: of them, of other classes.
+        is_limited: a limit excluded work that the budget had room for.
     """
 
     streams: int
     prompts: int
-    beside: int
-    others: int
-    held: bool
+    other_tokens: int
+    other_class_tokens: int
+    is_limited: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +119,27 @@ class Limit:
     """A limit in tokens, as large as the objective allows.
 
     Args:
-        least, most: its bounds.
+        min_tokens, max_tokens: its bounds.
         quantile: share of the samples that should be in time.
         weight: of samples.  pull: weight of steps from which no work is held back.
     """
 
-    def __init__(self, least: int, most: int, quantile: float, weight: float, pull: float) -> None:
-        self._least, self._most = least, most
+    def __init__(self, min_tokens: int, max_tokens: int, quantile: float, weight: float, pull: float) -> None:
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._down = exp(-GAIN * weight * quantile)
         self._up = exp(GAIN * (1 - quantile) * (weight + pull))
-        self._value = float(most)
+        self._value = float(max_tokens)
 
     @property
     def tokens(self) -> int:
         return int(self._value)
 
-    def note(self, *, late: bool, used: int, held: bool) -> None:
-        """Record a sample from a step with `used` tokens under this limit. `held`: work was held back from it."""
+    def note(self, *, late: bool, used: int, is_limited: bool) -> None:
+        """Record a sample from a step with `used` tokens under this limit. `is_limited`: work was held back from it."""
         if late and used > 0:
-            self._value = max(self._least, min(self._value, used) * self._down)
-        elif held and not late:
-            self._value = min(self._most, self._value * self._up)
+            self._value = max(self._min_tokens, min(self._value, used) * self._down)
+        elif is_limited and not late:
+            self._value = min(self._max_tokens, self._value * self._up)
 
 
 class Quantile:
@@ -166,11 +166,11 @@ class SloController:
     """
 
     def __init__(self, config: SloConfig, batch: RunningBatch, budget: int) -> None:
-        least = min(config.least_tokens, budget)
+        min_tokens = min(config.least_tokens, budget)
         self._config = config
         self._batch = batch
-        self._streams = Limit(least, budget, config.quantile, config.weight_itl, config.weight_utilisation)
-        self._prompts = Limit(least, budget, config.quantile, config.weight_ttft, config.weight_utilisation)
+        self._streams = Limit(min_tokens, budget, config.quantile, config.weight_itl, config.weight_utilisation)
+        self._prompts = Limit(min_tokens, budget, config.quantile, config.weight_ttft, config.weight_utilisation)
         self._ttft, self._itl = Quantile(config.quantile), Quantile(config.quantile)
         self._last = np.full(len(batch.owners), -inf)  # time of each row's latest token
         self._epoch = np.full(len(batch.owners), -1, dtype=np.int64)
@@ -198,7 +198,7 @@ class SloController:
 
     def chunk(self) -> int:
         """Return the prompt tokens that urgent rows may compute in a step with streams."""
-        return max(LEAST_CHUNK, self._streams.tokens)
+        return max(MIN_CHUNK_TOKENS, self._streams.tokens)
 
     def others(self, streams: int, prompts: int, prompt_tokens: int) -> int:
         """Return the tokens that other classes may compute in a step.
@@ -214,24 +214,24 @@ class SloController:
             limit = min(limit, self._streams.tokens - prompt_tokens)
         return max(limit, self._config.least_tokens)
 
-    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], paced: StepContents, now: float) -> None:
+    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], contents: StepContents, now: float) -> None:
         """Record a step's tokens.
 
         Args:
             sampled: bool [B], rows that have a new token and whose owner has not changed since planning.
             now: seconds.
         """
-        held = 0.0 if paced.held else 1.0
+        unlimited = 0.0 if contents.is_limited else 1.0
         self._steps = RECENT * self._steps + 1
-        self._utilisation = RECENT * self._utilisation + held
-        self._tokens = RECENT * self._tokens + paced.streams + paced.beside
-        self._others = RECENT * self._others + paced.others
+        self._utilisation = RECENT * self._utilisation + unlimited
+        self._tokens = RECENT * self._tokens + contents.streams + contents.other_tokens
+        self._others = RECENT * self._others + contents.other_class_tokens
         rows = plan.rows[sampled & (self._batch.priority[plan.rows] == URGENT)]
         begun = self._epoch[rows] == self._batch.epoch[rows]
         for row in rows[~begun].tolist():
             owner = self._batch.owner(row)
             if not owner.preemptions:  # else it had its first token long ago
-                self._first(now - owner.arrived_at, paced)
+                self._first(now - owner.arrived_at, contents)
         if begun.any():
             gaps = now - self._last[rows[begun]]
             for gap in gaps.tolist():
@@ -239,20 +239,20 @@ class SloController:
             late = int((gaps > self._config.itl).sum())
             self._later += len(gaps)
             self._late += late
-            self._streams.note(late=late > 0, used=paced.beside, held=paced.held)
+            self._streams.note(late=late > 0, used=contents.other_tokens, is_limited=contents.is_limited)
         self._epoch[rows] = self._batch.epoch[rows]
         self._last[rows] = now
 
-    def _first(self, seconds: float, paced: StepContents) -> None:
+    def _first(self, seconds: float, contents: StepContents) -> None:
         late = seconds > self._config.ttft
         self._ttft.note(seconds)
         self._first_tokens += 1
         self._late_first += late
-        self._prompts.note(late=late, used=paced.others, held=paced.held)
+        self._prompts.note(late=late, used=contents.other_class_tokens, is_limited=contents.is_limited)
 
-    def dropped(self) -> None:
+    def record_missed_deadline(self) -> None:
         """Record a request of class 0 that missed its deadline."""
         self._drops += 1
         weight = self._config.weight_drops
         if weight:
-            self._prompts.note(late=True, used=self._prompts.tokens, held=False)
+            self._prompts.note(late=True, used=self._prompts.tokens, is_limited=False)

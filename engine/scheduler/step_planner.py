@@ -36,11 +36,11 @@ class StepPlanner:
 
     Args:
         budget: tokens of a step.
-        pace: limits the tokens of other work in steps with urgent rows; None: no limit.
+        slo: limits the tokens of other work in steps with urgent rows; None: no limit.
 
     Attributes:
         drafting: adds drafts to planned rows; None: no speculation.
-        paced: contents of the last step, where it had urgent rows and there is a controller.
+        step_contents: contents of the last step, where it had urgent rows and there is a controller.
     """
 
     def __init__(
@@ -51,30 +51,30 @@ class StepPlanner:
         demand: BlockDemand,
         *,
         budget: TokenBudget,
-        pace: SloController | None = None,
+        slo: SloController | None = None,
     ) -> None:
         self.counters = Counters()
         self.drafting: Drafting | None = None
-        self.paced: StepContents | None = None
-        self._pace = pace
+        self.step_contents: StepContents | None = None
+        self._slo = slo
         self._batch = batch
         self._rows = batch.rows
         self._cache = batch.cache
         self._waiting = waiting
         self._lengths = lengths
         self._demand = demand
-        self._all = budget
+        self._token_budget = budget
         self._short_of_blocks = False  # the last head was not admitted for lack of blocks
         self._begin()
 
     def _begin(self) -> None:
         """Reset the state for a new step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its
         end. `ranks` are those of `order`."""
-        self._budget = self._all.tokens
+        self._budget = self._token_budget.tokens
         self._left = self._budget
-        self._held = 0  # tokens of the budget that this step may not use
+        self._withheld_tokens = 0  # tokens of the budget that this step may not use
         self._answers_first = False
-        self.paced = None
+        self.step_contents = None
         self._order, self._ranks = self._ranked()
         self._next = 0
         self._end = len(self._order)
@@ -82,7 +82,7 @@ class StepPlanner:
         self._counts: list[NDArray[np.int32]] = []
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
-        self._outlook: BlockDemandForecast | None = None
+        self._forecast: BlockDemandForecast | None = None
 
     def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
@@ -91,9 +91,9 @@ class StepPlanner:
         if not self._waiting.shares_rows:
             return order, ranks
         older = Counter[bytes]()
-        for place in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
-            owner = self._batch.owner(int(order[place])).request.salt
-            ranks[place] += older[owner]
+        for i in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
+            owner = self._batch.owner(int(order[i])).request.salt
+            ranks[i] += older[owner]
             older[owner] += 1
         by_rank = np.argsort(ranks, kind="stable")
         return order[by_rank], ranks[by_rank]
@@ -107,17 +107,18 @@ class StepPlanner:
         self._begin()
         if self._waiting.order_is_due:
             self._order_waiting()
-        if self._pace is None or not self._urgent():
+        if self._slo is None or not self._urgent():
             self._plan_classes(None, now)
             return self._assemble()
-        streams, prompts = self._plan_urgent(self._pace, now)
+        streams, prompts = self._plan_urgent(self._slo, now)
         before = self._left
         self._plan_classes(None, now)
         plan = self._assemble()
         others = before - self._left
-        beside = self._budget - self._held - self._left - streams
-        held = self._held > 0 and (len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0)
-        self.paced = StepContents(streams, prompts, beside, others, held)
+        other_tokens = self._budget - self._withheld_tokens - self._left - streams
+        left_out = len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0
+        is_limited = self._withheld_tokens > 0 and left_out
+        self.step_contents = StepContents(streams, prompts, other_tokens, others, is_limited)
         return plan
 
     def _urgent(self) -> bool:
@@ -126,29 +127,29 @@ class StepPlanner:
         running = len(order) > 0 and self._batch.priority[order[0]] == URGENT
         return bool(running) or (head is not None and head.request.priority == URGENT)
 
-    def _plan_urgent(self, pace: SloController, now: float) -> tuple[int, int]:
+    def _plan_urgent(self, slo: SloController, now: float) -> tuple[int, int]:
         """Plan class 0, and reserve the tokens of the budget that other classes may not use. Returns how many rows of
         class 0 are answering, and how many have yet to begin."""
         urgent = self._order[self._batch.priority[self._order] == URGENT]
         answering = self._batch.known(urgent) > self._rows.prompt_len[urgent]
         streams = int(np.count_nonzero(answering))
         if streams:
-            self._hold_back(streams + pace.chunk())
+            self._limit_left(streams + slo.chunk())
         self._answers_first = True
         self._plan_classes(URGENT, now)
         self._answers_first = False
-        spent = self._budget - self._held - self._left
-        self._left, self._held = self._left + self._held, 0
+        spent = self._budget - self._withheld_tokens - self._left
+        self._left, self._withheld_tokens = self._left + self._withheld_tokens, 0
         head = self._waiting.peek()
         prompts = len(urgent) - streams + (head is not None and head.request.priority == URGENT)
         prompts += sum(self._batch.priority[row] == URGENT for row in self._admitted)
-        self._hold_back(pace.others(streams, prompts, max(0, spent - streams)))
+        self._limit_left(slo.others(streams, prompts, max(0, spent - streams)))
         return streams, prompts
 
-    def _hold_back(self, most: int) -> None:
+    def _limit_left(self, most: int) -> None:
         """Limit the tokens left for this step."""
-        self._held = max(0, self._left - most)
-        self._left -= self._held
+        self._withheld_tokens = max(0, self._left - most)
+        self._left -= self._withheld_tokens
 
     def _plan_classes(self, last: int | None, now: float) -> None:
         """Plan running rows and admit waiting ones, class by class, up to class `last` (None: all)."""
@@ -178,7 +179,7 @@ class StepPlanner:
             end = self._next + int(np.searchsorted(self._ranks[self._next : end], rank, side="right"))
             if end == self._next:
                 return
-        self._outlook = None
+        self._forecast = None
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
         pending = self._batch.known(rows) - starts
@@ -260,16 +261,16 @@ class StepPlanner:
         """Preempt the newest sequence of the highest rank."""
         self._end -= 1
         sequence = self._batch.owner(int(self._order[self._end]))
-        self.put_back(sequence)
+        self.preempt(sequence)
         return sequence
 
-    def put_back(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Preempt a running sequence: it returns to the queue and is computed again."""
         self._batch.vacate(sequence, SequenceState.WAITING)
         sequence.preemptions += 1
-        sequence.put_back_at = self.counters.ended
+        sequence.num_ended_at_preemption = self.counters.ended
         self.counters.preemptions += 1
-        self._waiting.put_back(sequence)
+        self._waiting.requeue(sequence)
 
     # -- waiting sequences
 
@@ -280,7 +281,7 @@ class StepPlanner:
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
-        if elders and sequence.preemptions and sequence.put_back_at == self.counters.ended:
+        if elders and sequence.preemptions and sequence.num_ended_at_preemption == self.counters.ended:
             return False
         chain = self._waiting.chain(sequence)
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
@@ -304,9 +305,9 @@ class StepPlanner:
         assert grown, "blocks were counted before the row was taken"
         cache.publish(row, chain, start + count)
         self._enter(sequence, row, start, count, now)
-        if self._outlook is not None:
+        if self._forecast is not None:
             known = len(sequence.token_ids)
-            self._outlook.add(known, steps, known - start - count, row, len(hits))
+            self._forecast.add(known, steps, known - start - count, row, len(hits))
         return True
 
     def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
@@ -353,11 +354,11 @@ class StepPlanner:
         """Whether free blocks, plus those that higher ranks would release, cover the forecast demand at any time: that
         of the running rows up to this rank, and of a sequence that takes `steps` more to its end. The reserve grows
         with the share of tokens that were recomputed because forecasts were wrong."""
-        if self._outlook is None:
+        if self._forecast is None:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
             known, positions = self._batch.known(rows), self._batch.expected_positions(rows)
             pending = known - self._rows.num_computed[rows]
-            self._outlook = BlockDemandForecast(self._demand, rows, self._rows.block_tables, known, positions, pending)
+            self._forecast = BlockDemandForecast(self._demand, rows, self._rows.block_tables, known, positions, pending)
         known_tokens, count = len(sequence.token_ids), len(hits)
         pending_tokens = known_tokens - count * self._cache.block_size
         taken = self._cache.free_hits(hits)
@@ -369,7 +370,7 @@ class StepPlanner:
         if len(below):
             given = self._demand.reclaimable(below, self._rows.block_tables)
             supply = [free + more for free, more in zip(supply, given, strict=True)]
-        return self._outlook.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
+        return self._forecast.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
 
     def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
         """Whether the pools can allocate the first chunk's blocks now."""
@@ -395,7 +396,7 @@ class StepPlanner:
 
     def _assemble(self) -> StepPlan | None:
         """Assemble the plan: rows with one token first, then the chunks, each in class then arrival order."""
-        if self._left + self._held == self._budget:
+        if self._left + self._withheld_tokens == self._budget:
             return None
         rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
         drafts = None if self.drafting is None else self.drafting.add(rows, counts, self._left)
@@ -419,7 +420,7 @@ class StepPlanner:
             self.counters.prompt_tokens += int(np.clip(of_prompt, 0, counts).sum())
             scored = self._batch.scores_prompt[rows] & (of_prompt > 0)
             num_logits[scored] = counts[scored]
-        num_tokens = self._budget - self._held - self._left
+        num_tokens = self._budget - self._withheld_tokens - self._left
         self.counters.steps += 1
         self.counters.step_rows += len(rows)
         self.counters.computed_tokens += num_tokens

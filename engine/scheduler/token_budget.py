@@ -7,42 +7,42 @@ retried, and a device that other processes used for a while is fully used again.
 
 from __future__ import annotations
 
-PATIENCE = 256
+STEPS_BEFORE_GROWTH = 256
 """Initial number of steps without failure before larger ones are tried."""
 
-MOST_PATIENCE = 1 << 16
+MAX_STEPS_BEFORE_GROWTH = 1 << 16
 
 
 class TokenBudget:
     """Adapts the token budget of a step to the device's memory.
 
     Args:
-        most: the settings' budget.
+        max_tokens: the settings' budget.
 
     Attributes:
         tokens: the current budget; 1 at least.
     """
 
-    def __init__(self, most: int) -> None:
-        self.tokens = most
-        self._most = most
-        self._patience = PATIENCE
-        self._worked = 0
+    def __init__(self, max_tokens: int) -> None:
+        self.tokens = max_tokens
+        self._max_tokens = max_tokens
+        self._steps_before_growth = STEPS_BEFORE_GROWTH
+        self._num_succeeded = 0
 
     def shrink(self) -> bool:
         """Halve the budget after a step ran out of memory. False: it is 1 already."""
-        self._worked = 0
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._num_succeeded = 0
+        self._steps_before_growth = min(2 * self._steps_before_growth, MAX_STEPS_BEFORE_GROWTH)
         if self.tokens == 1:
             return False
         self.tokens //= 2
         return True
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """Record a step that did not run out of memory."""
-        if self.tokens == self._most:
+        if self.tokens == self._max_tokens:
             return
-        self._worked += 1
-        if self._worked >= self._patience:
-            self._worked = 0
-            self.tokens = min(2 * self.tokens, self._most)
+        self._num_succeeded += 1
+        if self._num_succeeded >= self._steps_before_growth:
+            self._num_succeeded = 0
+            self.tokens = min(2 * self.tokens, self._max_tokens)

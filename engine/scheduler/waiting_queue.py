@@ -32,7 +32,7 @@ from engine.scheduler.slo_control import URGENT
 Order = tuple[int, int, int]
 """Class, stage, and rank within the stage; the serial breaks ties."""
 
-PUT_BACK, ORDERED, ARRIVED = range(3)
+PREEMPTED, ORDERED, ARRIVED = range(3)
 
 NOW = 1 << 62
 
@@ -63,35 +63,35 @@ class WaitingQueue:
         self._heaps: dict[bytes | None, LazyHeap[Sequence, Order]] = {}  # class 0 by owner; None: the other classes
         self._head: Sequence | None = None  # cached result of `peek`, until something changes
         self._urgent_rows = Counter[bytes]()  # rows of class 0, by owner
-        self._max_rows_each = max(1, rows - max(1, rows // 8))
+        self._max_rows_per_owner = max(1, rows - max(1, rows // 8))
         self._first_owner: bytes | None = None
         self._has_several_owners = False
         self._groups = GroupReaders(cache)
-        self._look_again = NOW  # the order is computed again when so few wait
+        self._reorder_at_length = NOW  # the order is computed again when so few wait
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps.values()))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind all others of its class."""
-        self._look_again = NOW
+        self._reorder_at_length = NOW
         request = sequence.request
         if request.priority == URGENT:
             self._first_owner = request.salt if self._first_owner is None else self._first_owner
             self._has_several_owners |= request.salt != self._first_owner
         self._push(sequence, ARRIVED)
-        if request.prefix_group is not None and sequence.choice == 0 and sequence.awaited:
-            self._groups.tell(request.prefix_group, sequence.awaited, request.prefix_readers)
+        if request.prefix_group is not None and sequence.choice == 0 and sequence.digests_to_read:
+            self._groups.record_arrival(request.prefix_group, sequence.digests_to_read, request.prefix_readers)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """Queue a preempted sequence before all others of its class (and owner) that had no row, by arrival."""
-        self.gave_up_row(sequence)
-        self._push(sequence, PUT_BACK)
+        self.release_row(sequence)
+        self._push(sequence, PREEMPTED)
 
     def peek(self) -> Sequence | None:
         """Return the head without removing it."""
         if self._head is None:
-            self._head = self._first()
+            self._head = self._find_head()
         return self._head
 
     def pop(self, sequence: Sequence) -> None:
@@ -100,14 +100,14 @@ class WaitingQueue:
         assert taken is sequence, "the first one of its owner"
         if sequence.request.priority == URGENT:
             self._urgent_rows[sequence.request.salt] += 1
-        self._left(sequence)
+        self._count_removed(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence that ended while it waited."""
         self._heaps[_owner(sequence)].discard()
-        self._left(sequence)
+        self._count_removed(sequence)
 
-    def gave_up_row(self, sequence: Sequence) -> None:
+    def release_row(self, sequence: Sequence) -> None:
         """Count off the row of a sequence that has ended or was preempted."""
         self._head = None
         if sequence.request.priority == URGENT:
@@ -135,17 +135,17 @@ class WaitingQueue:
         """Return the number of rows of class 0 that the sequence's owner has; 0 in the other classes."""
         return self._urgent_rows[sequence.request.salt] if sequence.request.priority == URGENT else 0
 
-    def _first(self) -> Sequence | None:
+    def _find_head(self) -> Sequence | None:
         """Find the head: the first sequence of class 0 of the owner with the fewest rows; if no owner may have a row,
         the first of the other classes."""
         for owner in [owner for owner, heap in self._heaps.items() if not len(heap)]:
             del self._heaps[owner]
-        limit = self._max_rows_each if self._has_several_owners else NOW
+        limit = self._max_rows_per_owner if self._has_several_owners else NOW
         ready = [owner for owner in self._heaps if owner is not None and self._urgent_rows[owner] < limit]
-        chosen = min(ready, key=self._turn) if ready else None
+        chosen = min(ready, key=self._dispatch_key) if ready else None
         return self._heaps[chosen].peek() if chosen in self._heaps else None
 
-    def _turn(self, owner: bytes) -> tuple[int, Order, int]:
+    def _dispatch_key(self, owner: bytes) -> tuple[int, Order, int]:
         """Return the sort key of an owner: lower ones are dispatched first."""
         heap = self._heaps[owner]
         order, head = heap.first_order(), heap.peek()
@@ -153,11 +153,11 @@ class WaitingQueue:
         assert head is not None, "the heap has live items"
         return self._urgent_rows[owner], order, head.serial
 
-    def _left(self, sequence: Sequence) -> None:
+    def _count_removed(self, sequence: Sequence) -> None:
         """Update the counts for a sequence that left the queue."""
         self._head = None
         self.by_class[class_of(sequence.request.priority)] -= 1
-        self._read(sequence)
+        self._unregister_reader(sequence)
 
     def forget_groups(self) -> None:
         """Unregister announced readers that have not arrived, because no request is left."""
@@ -167,7 +167,7 @@ class WaitingQueue:
     def order_is_due(self) -> bool:
         """Whether `order` may change anything: the input is complete, and a sequence arrived, or the number of waiting
         sequences fell to the one that `order` set."""
-        return self.settled and 0 < len(self) <= self._look_again
+        return self.settled and 0 < len(self) <= self._reorder_at_length
 
     def order(self, running: int, rows: int) -> None:
         """Move the answers that are due to the front. Preempted sequences stay before all others.
@@ -182,7 +182,7 @@ class WaitingQueue:
         left, early, before = float(running), len(entries), 0
         classes: list[tuple[list[Sequence], list[int], float]] = []
         for _, of_class in groupby(entries, key=lambda entry: entry[0][0]):
-            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PUT_BACK]
+            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PREEMPTED]
             lengths = [self._lengths.expect(sequence.request) for sequence in waiting]
             left += sum(lengths)
             classes.append((waiting, lengths, left))
@@ -193,14 +193,14 @@ class WaitingQueue:
                 self._heap_of(sequence).push(order, sequence.serial, sequence)
         else:
             for (priority, stage, _), sequence in entries:
-                if stage == PUT_BACK:
+                if stage == PREEMPTED:
                     self._heap_of(sequence).push((priority, stage, 0), sequence.serial, sequence)
             for waiting, lengths, of_class_left in classes:
                 for rank, i in enumerate(due_first(lengths, of_class_left, rows)):
                     sequence = waiting[i]
                     order = sequence.request.priority, ORDERED, rank
                     self._heap_of(sequence).push(order, sequence.serial, sequence)
-        self._look_again = len(entries) - max(1, len(entries) // 16, early // 2)
+        self._reorder_at_length = len(entries) - max(1, len(entries) // 16, early // 2)
 
     def chain(self, sequence: Sequence) -> HashChain:
         """Return the sequence's digests; a choice starts with the prompt digests that its siblings have computed."""
@@ -228,14 +228,14 @@ class WaitingQueue:
             size, tokens = self._cache.block_size, sequence.token_ids
             chain = self.chain(sequence)
             whole = (len(tokens) - 1) // size  # the last token is always left to compute
-            sequence.awaited = [
+            sequence.digests_to_read = [
                 chain.of_block(block, tokens[block * size : (block + 1) * size].tobytes()) for block in range(whole)
             ]
-            self._cache.expect_reader(sequence.awaited)
+            self._cache.expect_reader(sequence.digests_to_read)
 
-    def _read(self, sequence: Sequence) -> None:
-        self._cache.dismiss_reader(sequence.awaited)
-        sequence.awaited = []
+    def _unregister_reader(self, sequence: Sequence) -> None:
+        self._cache.dismiss_reader(sequence.digests_to_read)
+        sequence.digests_to_read = []
 
 
 def _owner(sequence: Sequence) -> bytes | None:
@@ -289,17 +289,17 @@ class GroupReaders:
         self._cache = cache
         self._common: OrderedDict[int, list[bytes]] = OrderedDict()
 
-    def tell(self, group: int, digests: list[bytes], to_come: int) -> None:
+    def record_arrival(self, group: int, digests: list[bytes], num_expected: int) -> None:
         """Record the arrival of a sequence of the group.
 
         Args:
             digests: of the blocks that it will read.
-            to_come: sequences that begin with the group's prefix and will arrive after it.
+            num_expected: sequences that begin with the group's prefix and will arrive after it.
         """
         common = self._common.pop(group, None)
         if common is not None:
             self._cache.dismiss_reader(common)
-        if not to_come:
+        if not num_expected:
             return
         if common is not None:
             digests = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(common, digests, strict=False))]

@@ -18,13 +18,13 @@ class DraftRequest:
     Attributes:
         row: where its tokens are (`RowState`); its known tokens are all computed but the last one.
         epoch: counts the row's owners; what was kept for another epoch is another sequence's.
-        most: drafts at most. Block tables reach so far behind the known tokens.
+        max_drafts: bound of the draft's length. Block tables reach that far behind the known tokens.
         request, choice: whose row it is.
     """
 
     row: int
     epoch: int
-    most: int
+    max_drafts: int
     request: Request
     choice: int
 
@@ -36,7 +36,7 @@ TRUSTS = 8
 class Draft(NamedTuple):
     """Guesses at a row's next tokens."""
 
-    tokens: NDArray[np.int32]  # int32 [at most `DraftRequest.most`], perhaps none
+    tokens: NDArray[np.int32]  # int32 [at most `DraftRequest.max_drafts`], perhaps none
     source: str  # who guessed, for the counters
     trust: int = 0  # the kind, below `TRUSTS`, as the proposer sorts them; what each is worth is measured
 

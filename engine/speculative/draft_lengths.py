@@ -29,7 +29,7 @@ class DraftLengths(Protocol):
         ...
 
     @property
-    def most(self) -> int:
+    def max_drafts(self) -> int:
         """Most drafts of a row."""
         ...
 
@@ -55,7 +55,7 @@ class FixedLengths:
     """
 
     def __init__(self, length: int) -> None:
-        self.most = length
+        self.max_drafts = length
 
     def worthwhile(self, rows: Ints, counts: Ints) -> bool:
         return True
@@ -215,7 +215,7 @@ class AdaptiveLengths:
     """
 
     def __init__(self, max_num_seqs: int, longest: int) -> None:
-        self.most = longest
+        self.max_drafts = longest
         self._costs = StepCosts()
         self._on = False
         self._since_look = 0

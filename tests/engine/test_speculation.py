@@ -115,7 +115,7 @@ class Replay:
         choice = self._answers[ask.request.request_id].choices[ask.choice]
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
-        guess = as_token_ids([*choice.token_ids, *ending, *[7] * ask.most])[done : done + ask.most].copy()
+        guess = as_token_ids([*choice.token_ids, *ending, *[7] * ask.max_drafts])[done : done + ask.max_drafts].copy()
         guess[(np.arange(len(guess)) + done) % 6 == 5] += 1
         return guess % 257
 

@@ -191,7 +191,7 @@ class DraftModelProposer:
         return Draft(self._rows.token_ids[row, known : known + length].copy(), "draft") if length else NO_DRAFT
 
     def _length(self, ask: DraftRequest) -> int:
-        return min(ask.most, self._most_positions - int(self._rows.num_known[ask.row]))
+        return min(ask.max_drafts, self._most_positions - int(self._rows.num_known[ask.row]))
 
     def _take(self, ask: DraftRequest) -> NewRow:
         """A row has another owner. (What it shares with others is computed again: the same keys to the same places.)"""

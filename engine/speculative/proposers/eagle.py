@@ -178,7 +178,7 @@ class EagleProposer:
             return 0
         if not 1 <= known - 1 - self._next[ask.row] <= self._count[ask.row]:
             return 0
-        return min(ask.most, self._most_positions + 2 - known)
+        return min(ask.max_drafts, self._most_positions + 2 - known)
 
     def _guess(self, rows: Ints, lengths: Ints) -> dict[int, int]:
         """Write guesses behind the known tokens of these rows, so many at most; row -> how many there are."""

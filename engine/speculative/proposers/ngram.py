@@ -129,7 +129,7 @@ class NgramProposer:
             if best.agreed >= SIZES[-1]:
                 kept.agreed_at = length
         kind = bisect_right(KINDS, best.agreed)
-        most = ask.most if kind == len(MOST) else min(ask.most, MOST[kind])
+        most = ask.max_drafts if kind == len(MOST) else min(ask.max_drafts, MOST[kind])
         # A text that repeats itself with a short period is followed round and round.
         places = best.start + np.arange(most)
         if best.source == "ngram" and kept.shift < most:

@@ -327,7 +327,7 @@ class Guesser:
         known = int(rows.num_known[ask.row])
         keys = self._harness.script(ask.request, ask.choice).keys
         key, tokens = keys[known - 1], []
-        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.most + 1)):
+        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.max_drafts + 1)):
             limit = self._harness.rope_original_max
             length = max(len(ask.request.prompt_token_ids), position + 1, limit) if limit else 0
             token = next_token(key, ask.request, ask.choice)

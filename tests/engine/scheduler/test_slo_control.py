@@ -14,7 +14,7 @@ from engine.models.base import ModelSpec
 from engine.plan import StepOutput, StepPlan
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner.null_runner import NullRunner
-from engine.scheduler.slo_control import LEAST_CHUNK, Limit, PaceStats, Quantile
+from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, PaceStats, Quantile
 
 BASE, PER_TOKEN = 0.005, 0.001
 """A step's seconds: of its own, and for each token."""
@@ -217,7 +217,7 @@ class TestPrompts:
         machine.run()
         # The first chunk is as long as the budget lets it; then it is known what that costs.
         assert sum(gap > 0.160 for gap in machine.gaps["reader"]) <= 6
-        assert machine.stats.beside_streams >= LEAST_CHUNK
+        assert machine.stats.beside_streams >= MIN_CHUNK_TOKENS
 
     def test_a_reader_s_next_token_comes_before_another_s_chunk(self) -> None:
         # Given an older prompt with chunks of 1,000 tokens, and sixteen that answer beside it,
@@ -291,12 +291,12 @@ class TestTracking:
             used = limit.tokens
             is_late = used > random.lognormal(6, 0.3)
             late += is_late and i >= 2_000
-            limit.note(late=bool(is_late), used=used, held=True)
+            limit.note(late=bool(is_late), used=used, is_limited=True)
         assert late / 38_000 == pytest.approx(0.1, abs=0.01)
 
     def test_a_step_that_held_nothing_says_nothing_about_the_limit(self) -> None:
         limit = Limit(1, 100, 0.9, 1.0, 0.0)
-        limit.note(late=True, used=0, held=False)
+        limit.note(late=True, used=0, is_limited=False)
         assert limit.tokens == 100
 
     def test_a_quantile_is_followed(self) -> None:

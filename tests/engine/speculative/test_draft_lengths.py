@@ -177,7 +177,7 @@ def test_settings_say_who_decides() -> None:
     assert isinstance(lengths_of(SpeculationConfig("auto"), 4), AdaptiveLengths)
     fixed = lengths_of(SpeculationConfig("ngram", longest=3), 4)
     assert isinstance(fixed, FixedLengths)
-    assert fixed.most == 3
-    assert lengths_of(SpeculationConfig("ngram"), 4).most > lengths_of(SpeculationConfig("draft"), 4).most
+    assert fixed.max_drafts == 3
+    assert lengths_of(SpeculationConfig("ngram"), 4).max_drafts > lengths_of(SpeculationConfig("draft"), 4).max_drafts
     with pytest.raises(ValueError, match="longest is 0, but must be 1 or more"):
         lengths_of(SpeculationConfig("auto", longest=0), 4)

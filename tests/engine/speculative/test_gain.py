@@ -66,7 +66,7 @@ class EveryOther:
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
         guess = [*answer[done : done + 2], 0, 0, 0][:3]
         guess[2] = (answer[done + 2] + 1) % 257 if done + 2 < len(answer) else 0
-        return as_token_ids(guess)[: ask.most]
+        return as_token_ids(guess)[: ask.max_drafts]
 
 
 BASE, PER_TOKEN = 0.008, 0.001
@@ -143,7 +143,7 @@ class AllWrong(EveryOther):
     def _guess(self, ask: DraftRequest) -> Any:
         answer = self._answers[ask.request.request_id]
         done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
-        return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: ask.most]
+        return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: ask.max_drafts]
 
 
 def drafted_by_budget(engine: Engine, proposer: Any, count: int) -> Any:
