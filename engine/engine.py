@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionBackend, KVLayout, keeps_fp8, make_backend, say_choice
+from engine.attention import AttentionBackend, KVLayout, keeps_fp8, log_choice, make_backend
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
@@ -28,10 +28,10 @@ from engine.plan import CacheGroup, RowState
 from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
-from engine.runner.async_loop import StepLoop, health_of
+from engine.runner.async_loop import StepLoop, make_health_check
 from engine.runner.collect import CompletionCollector
-from engine.runner.device_memory import cache_budget, give_back, measure
-from engine.runner.graphs import graphs_of
+from engine.runner.device_memory import cache_budget, make_memory_release, measure
+from engine.runner.graphs import make_graphs
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
@@ -42,7 +42,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
 from engine.scheduler.slo_control import PaceStats
 from engine.speculative.base import Proposer
-from engine.speculative.draft_lengths import lengths_of, longest_of
+from engine.speculative.draft_lengths import make_draft_lengths, resolve_max_drafts
 from engine.speculative.proposers.draft_model import DraftProposerState, load_draft
 from engine.speculative.proposers.eagle import HeadProposerState, load_eagle
 from engine.speculative.proposers.ngram import NgramProposer
@@ -114,8 +114,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU and
-    float16 on a CUDA device."""
+    """Return the dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU
+    and float16 on a CUDA device."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
@@ -198,13 +198,13 @@ class Engine:
         )
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
-            lengths = lengths_of(config.speculation, config.schedule.max_num_seqs)
+            lengths = make_draft_lengths(config.speculation, config.schedule.max_num_seqs)
             proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
             budget = TrialBudget() if config.speculation.method == "auto" else None
             self.scheduler.speculate(proposer, lengths, budget)
             if isinstance(proposer, StateReader):
                 assert isinstance(self._runner, ModelRunner), "only a model's runner has states to show"
-                self._runner.show(proposer)
+                self._runner.set_reader(proposer)
         self._collector = CompletionCollector()
         self._ready: list[Completion] = []
         device = device or torch.device("cpu")
@@ -216,8 +216,8 @@ class Engine:
                 )
             overlapped = False
         self._loop = StepLoop(
-            self.scheduler, self._collector, clock, overlapped=overlapped, recover=give_back(device),
-            trouble=health_of(device),
+            self.scheduler, self._collector, clock, overlapped=overlapped, recover=make_memory_release(device),
+            check_health=make_health_check(device),
         )  # fmt: skip
 
     @classmethod
@@ -242,8 +242,8 @@ class Engine:
             return cls._load_shared(path, config, dtype, device, team)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
-        loads = partial(load_model, dtype=dtype, device=device, builder=builder)
-        model = loads(path, max_positions=config.max_model_len)
+        load = partial(load_model, dtype=dtype, device=device, builder=builder)
+        model = load(path, max_positions=config.max_model_len)
         spec = model.spec
         limit = spec.max_position
         if config.max_model_len is not None:
@@ -251,15 +251,15 @@ class Engine:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
         kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None, device)
-        draft = load_draft(config.speculation, spec, limit, loads)
+        draft = load_draft(config.speculation, spec, limit, load)
         head = load_eagle(config.speculation, model, limit, device)
-        guesses = draft or head
+        drafter = draft or head
         cache = config.cache
         if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
             use = measure(model, config.schedule, device)
             cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
         groups = plan_cache(
-            spec, cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
+            spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec
         )
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
@@ -270,20 +270,20 @@ class Engine:
             return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
 
         def compute_recorded(rows: RowState) -> StepRunner:
-            graphs = graphs_of(config, model, attention, rows.block_tables[0].shape[1], device)
+            graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs
             )
 
         block_size = config.cache.block_size
         attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
-        say_choice(attention, device)
+        log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
-            beside = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
-            make_proposer = partial(beside.proposer, attend=attend, compute=compute)
+            draft_state = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
+            make_proposer = partial(draft_state.proposer, attend=attend, compute=compute)
         elif head is not None:
-            eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, longest_of(config.speculation))
+            eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(
@@ -425,7 +425,7 @@ class Engine:
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
         """Collect the completions of these sequences and of those that ended outside steps."""
         ready, self._ready = self._ready, []
-        ended = [*self._loop.take_kept(), *self.scheduler.take_finished(), *finished]
+        ended = [*self._loop.take_pending(), *self.scheduler.take_finished(), *finished]
         return ready + self._collector.finish(ended, self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:

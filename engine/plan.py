@@ -118,10 +118,10 @@ class StepOutput:
     Attributes:
         token_ids: int32 [B], the sampled token (behind the accepted drafts), or `NO_TOKEN`.
         failed: bool [B], the row has no token (it is `NO_TOKEN`): for its reason below, else for non-finite values.
-        logprobs: for rows that request them: row -> for each accepted draft, then for the sampled token: (chosen float32,
-            top ids int32 [k], top float32 [k]).
-        prompt_logprobs: for rows that request them: row -> (first position, chosen float32 [c], ids [c, k], top [c, k]);
-            entry i is the log-probability of the token at `first position + i`.
+        logprobs: for rows that request them: row -> for each accepted draft, then for the sampled token: (chosen
+            float32, top ids int32 [k], top float32 [k]).
+        prompt_logprobs: for rows that request them: row -> (first position, chosen float32 [c], ids [c, k], top [c,
+            k]); entry i is the log-probability of the token at `first position + i`.
         pooled: for rows that request it and whose prompt is complete: row -> float32 [hidden].
         reasons: for rows that failed by their own rules, on finite values: row -> why.
         accepted: int32 [B], leading drafts of the row that equal the sampled tokens; None: there were none.

@@ -84,7 +84,7 @@ def make_backend(
     return _TORCH_BACKENDS[name](layout, dtype, device)
 
 
-def say_choice(backend: AttentionBackend, device: torch.device) -> None:
+def log_choice(backend: AttentionBackend, device: torch.device) -> None:
     """Log which attention serves on a GPU, and what is known of it; `attention` in the settings names another."""
     if device.type == "cuda":
         origin = {"origin": backend.origin} if isinstance(backend, FlashAttention) else {}

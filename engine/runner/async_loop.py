@@ -64,11 +64,11 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
-def health_of(device: torch.device) -> Callable[[], str | None]:
+def make_health_check(device: torch.device) -> Callable[[], str | None]:
     """Return a health check of a device: None, or why it is unusable. After some errors (an illegal address, an
     assertion in a kernel) CUDA answers every call of the process with the same error."""
 
-    def trouble() -> str | None:
+    def check_health() -> str | None:
         if device.type != "cuda":
             return None
         try:
@@ -77,7 +77,7 @@ def health_of(device: torch.device) -> Callable[[], str | None]:
             return str(error).partition("\n")[0]
         return None
 
-    return trouble
+    return check_health
 
 
 class StepLoop:
@@ -87,7 +87,7 @@ class StepLoop:
         clock: seconds.
         overlapped: plan a step ahead; needs an `AheadRunner`.
         recover: called when a step ran out of device memory.
-        trouble: health check of the device (`health_of`), called when a step failed otherwise.
+        check_health: health check of the device (`make_health_check`), called when a step failed otherwise.
 
     Attributes:
         step_times: seconds from step to step, while there is work.
@@ -101,7 +101,7 @@ class StepLoop:
         *,
         overlapped: bool = False,
         recover: Callable[[], None] = lambda: None,
-        trouble: Callable[[], str | None] = lambda: None,
+        check_health: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.stats = LoopStats()
         self.step_times = LatencyHistogram()
@@ -110,20 +110,20 @@ class StepLoop:
         self._clock = clock
         self._overlapped = overlapped
         self._recover = recover
-        self._trouble = trouble
+        self._check_health = check_health
         self._flight: _Flight | None = None
         self._taken_at = 0.0
-        self._kept: list[FinishedSequence] = []
+        self._pending: list[FinishedSequence] = []
 
     @property
     def busy(self) -> bool:
         """Whether a step is in flight, or ended sequences were not returned by `step` yet."""
-        return self._flight is not None or bool(self._kept)
+        return self._flight is not None or bool(self._pending)
 
-    def take_kept(self) -> list[FinishedSequence]:
+    def take_pending(self) -> list[FinishedSequence]:
         """Take the sequences that ended with a step whose following step failed."""
-        kept, self._kept = self._kept, []
-        return kept
+        pending, self._pending = self._pending, []
+        return pending
 
     def step(self, runner: StepRunner) -> list[FinishedSequence]:
         """Compute one step, or take the results of the one in flight.
@@ -146,9 +146,9 @@ class StepLoop:
         try:
             output = runner.execute(plan)
         except BaseException as error:  # noqa: BLE001 - raised again, unless memory was exhausted
-            self._failed(plan, error)
+            self._handle_failure(plan, error)
             return []
-        return self._take(plan, output, begun)
+        return self._process(plan, output, begun)
 
     def _overlap(self, runner: AheadRunner) -> list[FinishedSequence]:
         flight, self._flight = self._flight, None
@@ -161,26 +161,28 @@ class StepLoop:
             try:
                 flight = _Flight(plan, runner.submit(plan), begun)
             except BaseException as error:  # noqa: BLE001
-                self._failed(plan, error)
+                self._handle_failure(plan, error)
                 return []
-        following, broken = self._follow(runner, flight)
+        following, broken = self._submit_next(runner, flight)
         try:
             output = runner.result(flight.submitted)
         except BaseException as error:  # noqa: BLE001
-            self._failed(flight.plan, error)  # and the steps planned after it
+            self._handle_failure(flight.plan, error)  # and the steps planned after it
             return []
-        finished = self._take(flight.plan, output, flight.begun)
+        finished = self._process(flight.plan, output, flight.begun)
         if isinstance(following, _Flight):
             self._collector.begin(following.plan)
             self._flight = following
         elif following is not None and broken is not None:
-            self._kept += finished
+            self._pending += finished
             self._collector.begin(following)
-            self._failed(following, broken)
-            return self.take_kept()
+            self._handle_failure(following, broken)
+            return self.take_pending()
         return finished
 
-    def _follow(self, runner: AheadRunner, flight: _Flight) -> tuple[_Flight | StepPlan | None, BaseException | None]:
+    def _submit_next(
+        self, runner: AheadRunner, flight: _Flight
+    ) -> tuple[_Flight | StepPlan | None, BaseException | None]:
         """Plan and submit the step after the one in flight. A plan that could not be submitted is returned with its
         error, which is raised after the step before it was processed."""
         if not self._scheduler.promise():
@@ -195,10 +197,10 @@ class StepLoop:
             return _Flight(plan, runner.submit(plan), begun), None
         except BaseException as error:  # noqa: BLE001
             if not isinstance(error, Exception):
-                self._failed(flight.plan, error)  # an interrupt of the process is raised at once
+                self._handle_failure(flight.plan, error)  # an interrupt of the process is raised at once
             return plan, error
 
-    def _take(self, plan: StepPlan, output: StepOutput, begun: float) -> list[FinishedSequence]:
+    def _process(self, plan: StepPlan, output: StepOutput, begun: float) -> list[FinishedSequence]:
         """Pass a step's results to the collector and the scheduler."""
         self._collector.take(output)
         finished = self._scheduler.update(
@@ -211,7 +213,7 @@ class StepLoop:
         self._scheduler.record_step_time(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
         return finished
 
-    def _failed(self, plan: StepPlan, error: BaseException) -> None:
+    def _handle_failure(self, plan: StepPlan, error: BaseException) -> None:
         """Handle the failure of the oldest step in flight. Its sequences are preempted if a smaller step can be tried;
         else they end, and this raises."""
         lost = isinstance(error, EngineLost)
@@ -232,9 +234,9 @@ class StepLoop:
             )
         else:
             reason = f"the step failed: {type(error).__name__}: {error}"
-            trouble = self._trouble() if isinstance(error, Exception) and not lost else None
-            if trouble is not None:
-                reason = f"the device computes no more, and neither does this process on it: {trouble}"
+            defect = self._check_health() if isinstance(error, Exception) and not lost else None
+            if defect is not None:
+                reason = f"the device computes no more, and neither does this process on it: {defect}"
                 self._scheduler.fail(plan, reason, self._clock())
                 raise EngineLost(reason) from error
         self._scheduler.fail(plan, reason, self._clock())

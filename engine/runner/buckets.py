@@ -37,19 +37,20 @@ class GraphShape:
     mixed: bool
 
 
-def decode_sizes(most: int) -> list[int]:
-    """Return the row counts: each up to 2, then by 4 up to 8, by 8 up to 256, by 16 up to 512, by 32 beyond; and `most`."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 1, 32)]
-    return sorted({size for size in sizes if size < most} | {most})
+def decode_sizes(max_size: int) -> list[int]:
+    """Return the row counts: each up to 2, then by 4 up to 8, by 8 up to 256, by 16 up to 512, by 32 beyond; and
+    `max_size`."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_size + 1, 32)]
+    return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
-def mixed_sizes(most: int) -> list[int]:
+def mixed_sizes(max_size: int) -> list[int]:
     """Return the token counts: four to a doubling from 16 on (at most a fifth is padding, except for few tokens)."""
     sizes, size = [], 16
-    while size < most:
+    while size < max_size:
         sizes += [size * quarter // 4 for quarter in (4, 5, 6, 7)]
         size *= 2
-    return sorted({size for size in sizes if size < most} | {most})
+    return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
 class GraphBuckets:
@@ -57,15 +58,15 @@ class GraphBuckets:
 
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
-        most_tokens: of a step that uses a graph.
+        max_tokens: of a step that uses a graph.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int) -> None:
-        most_rows = min(max_num_seqs, max_num_batched_tokens, most_tokens)
-        most_mixed = min(max_num_batched_tokens, most_tokens)
-        self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(most_rows)]
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_tokens: int) -> None:
+        max_rows = min(max_num_seqs, max_num_batched_tokens, max_tokens)
+        max_mixed = min(max_num_batched_tokens, max_tokens)
+        self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(max_rows)]
         self._mixed = [
-            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(most_mixed)
+            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(max_mixed)
         ]
         self._decode_sizes = [shape.tokens for shape in self._decodes]
         self._mixed_sizes = [shape.tokens for shape in self._mixed]

@@ -63,7 +63,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f}"
 
 
-def give_back(device: torch.device) -> Callable[[], None]:
+def make_memory_release(device: torch.device) -> Callable[[], None]:
     """Return a function that releases the allocator's cached memory to the device, which removes fragmentation."""
     return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
 
@@ -81,9 +81,9 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
     for row in rows.tolist():
         sampler.assign(row, request, 0, request.prompt_token_ids, 1)
     with torch.inference_mode():
-        places = torch.zeros(tokens, dtype=torch.int64, device=device)
-        lengths = places if model.spec.rope_original_max is not None else None
-        hidden = model.forward(places, places, attend, lengths)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        lengths = positions if model.spec.rope_original_max is not None else None
+        hidden = model.forward(positions, positions, attend, lengths)
         if model.spec.generates:
             sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
 

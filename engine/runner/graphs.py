@@ -25,7 +25,7 @@ from engine.errors import EngineError, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.runner.buckets import GraphBuckets, GraphShape, padded
-from engine.runner.device_memory import give_back
+from engine.runner.device_memory import make_memory_release
 
 logger = get_logger(__name__)
 
@@ -50,11 +50,11 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side_stream):
             run()  # compiles kernels and allocates the libraries' workspaces, which a capture may not do
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.current_stream(self._device).wait_stream(side_stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # CUDA calls of other threads meanwhile (loading another model, NCCL's watchdog) are not part of the capture,
@@ -116,9 +116,9 @@ class Graphs:
         self._model = model
         self._attention = attention
         self._buckets = buckets
-        most = buckets.shapes[0].tokens
-        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        max_tokens = buckets.shapes[0].tokens
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._recorded: dict[GraphShape, _Recorded] = {}
         begun = time.perf_counter()
         for shape in buckets.shapes:
@@ -136,7 +136,7 @@ class Graphs:
                 )
                 raise EngineError(reason) from error
         seconds = round(time.perf_counter() - begun, 2)
-        logger.info("graphs are recorded", graphs=len(self._recorded), most_tokens=most, seconds=seconds)
+        logger.info("graphs are recorded", graphs=len(self._recorded), max_tokens=max_tokens, seconds=seconds)
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -164,7 +164,7 @@ class Graphs:
     def _record(self, shape: GraphShape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
         prepared = self._attention.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, width)
         groups = self._attention.num_groups
-        self._attention.refill(prepared, padded(_nothing(groups), shape))
+        self._attention.refill(prepared, padded(_empty_batch(groups), shape))
         tokens = slice(shape.tokens)
 
         def run() -> Tensor:
@@ -174,7 +174,7 @@ class Graphs:
         return _Recorded(prepared, recorder.record(run))
 
 
-def graphs_of(
+def make_graphs(
     config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
 ) -> Graphs | None:
     """Capture the graphs of the settings; None: they are off, or optional and not supported.
@@ -207,12 +207,12 @@ def graphs_of(
     except EngineError as error:
         if config.cuda_graphs:
             raise
-        give_back(device)()
+        make_memory_release(device)()
         logger.warning("steps are launched without graphs, which is slower", reason=str(error))
         return None
 
 
-def _nothing(groups: int) -> AttentionBatch:
+def _empty_batch(groups: int) -> AttentionBatch:
     """Return the batch of a step without sequences."""
     none: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
     table: NDArray[np.int32] = np.zeros((0, 1), dtype=np.int32)

@@ -23,7 +23,8 @@ PREFIX_ROOM = 0.25
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated: the system's estimate, or the control group's limit if that is lower."""
+    """Return the bytes that can still be allocated: the system's estimate, or the control group's limit if that is
+    lower."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -55,7 +56,8 @@ def _control_group(name: str) -> int | None:
 
 
 def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
-    """Return the bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32 scale."""
+    """Return the bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32
+    scale."""
     small = kv_dtype in ("int8", "fp8")
     head = spec.head_dim + torch.float32.itemsize if small else spec.head_dim * spec.dtype.itemsize
     return 2 * spec.num_kv_heads * head
@@ -117,14 +119,15 @@ def plan_cache(
 def _counts(
     needs: list[_GroupNeed], cache: CacheConfig, schedule: ScheduleConfig, max_model_len: int, device: torch.device
 ) -> list[int]:
-    """Return the blocks of each pool: as many typical sequences as fit, no more than can run, at least one longest."""
+    """Return the blocks of each pool: as many typical sequences as fit, no more than can run, at min_bytes one
+    longest."""
     budget = cache.memory_bytes
     if budget is None:
         budget = int(available_bytes(device) * cache.memory_fraction)
-    least = sum(need.longest * need.block_bytes for need in needs)
-    if least > budget:
+    min_bytes = sum(need.longest * need.block_bytes for need in needs)
+    if min_bytes > budget:
         raise OutOfMemory(
-            f"one sequence of {max_model_len} tokens needs {least / 2**20:.0f} MiB of KV cache, but "
+            f"one sequence of {max_model_len} tokens needs {min_bytes / 2**20:.0f} MiB of KV cache, but "
             f"{budget / 2**20:.0f} MiB may be used; lower max_model_len or give the cache more memory"
         )
     sequence_bytes = sum(need.typical * need.block_bytes for need in needs)

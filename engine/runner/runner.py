@@ -22,7 +22,7 @@ from engine.models.encoders.pooling import Pooler
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
-from engine.speculative.verify import NO_DRAFTED, Drafted, Line, Verifier
+from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
 from engine.transfer import Download, transfer_of
 
 LOGITS_ROWS = 128
@@ -44,13 +44,13 @@ class SubmittedStep:
     Attributes:
         plan: of the step.
         output: its results, where the host needed them at once.
-        places: int64 [S], indices of the plan's rows that sample.  packed: their samples, as `Sampler.pack` returns
+        indices: int64 [S], indices of the plan's rows that sample.  packed: their samples, as `Sampler.pack` returns
             them.
     """
 
     plan: StepPlan
     output: StepOutput | None = None
-    places: NDArray[np.int64] | None = None
+    indices: NDArray[np.int64] | None = None
     packed: Download | None = None
 
 
@@ -148,7 +148,7 @@ class ModelRunner:
         self._reader: StateReader | None = None
         self._prompt_logprobs: dict[int, int] = {}
 
-    def show(self, reader: StateReader) -> None:
+    def set_reader(self, reader: StateReader) -> None:
         """Set the reader of each step's states; the model must be a `LayeredModel`."""
         self._reader = reader
 
@@ -160,21 +160,21 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """See `AheadRunner`. A step of which the host needs more than tokens is complete when this returns."""
         hidden = self._forward(plan)
-        places = np.flatnonzero(plan.samples)
-        rows = plan.rows[places]
+        indices = np.flatnonzero(plan.samples)
+        rows = plan.rows[indices]
         seen = plan.drafts is not None or self._scores(plan) or self._pooler.concerns(plan.rows)
         if seen or self._sampler.awaited(rows).any():
             output = self._outputs(plan, hidden)
-            if len(places):  # the next step reads its tokens from the same buffer in both cases
-                self._keep(rows, *self._transfer.up(output.token_ids[places].astype(np.int64)))
+            if len(indices):  # the next step reads its tokens from the same buffer in both cases
+                self._store_sampled(rows, *self._transfer.up(output.token_ids[indices].astype(np.int64)))
             return SubmittedStep(plan, output)
-        if not len(places):
-            return SubmittedStep(plan, self._nothing(plan))
-        packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
-        self._keep(rows, packed[0])
-        return SubmittedStep(plan, None, places, self._transfer.down(packed))
+        if not len(indices):
+            return SubmittedStep(plan, self._empty_output(plan))
+        packed = self._draw(self._last_hidden(plan, hidden, indices), rows, (plan.starts + plan.counts)[indices])
+        self._store_sampled(rows, packed[0])
+        return SubmittedStep(plan, None, indices, self._transfer.down(packed))
 
-    def _keep(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
+    def _store_sampled(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
         """Store the tokens that these rows sampled, int64 [S], for the next step."""
         (at,) = self._transfer.up(rows.astype(np.int64))
         # A draw from non-finite values is not a token. Its row fails, but the next step still embeds it: clamp it.
@@ -184,27 +184,27 @@ class ModelRunner:
         """See `AheadRunner`."""
         if submitted.output is not None:
             return submitted.output
-        assert submitted.places is not None
+        assert submitted.indices is not None
         assert submitted.packed is not None
-        output = self._nothing(submitted.plan)
-        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.places])
-        output.token_ids[submitted.places] = sampled.token_ids
-        output.failed[submitted.places] = sampled.failed
+        output = self._empty_output(submitted.plan)
+        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.indices])
+        output.token_ids[submitted.indices] = sampled.token_ids
+        output.failed[submitted.indices] = sampled.failed
         output.reasons.update((row, why) for row, why in sampled.reasons.items() if why != NON_FINITE)
         return output
 
     @staticmethod
-    def _nothing(plan: StepPlan) -> StepOutput:
+    def _empty_output(plan: StepPlan) -> StepOutput:
         """Return the output of a step in which no row samples."""
         rows = len(plan.rows)
         return StepOutput(np.full(rows, NO_TOKEN, dtype=np.int32), np.zeros(rows, dtype=np.bool_), {}, {}, {})
 
     def _forward(self, plan: StepPlan) -> Tensor:
         """Compute the step's last hidden states [T, hidden_size], valid until the next step's."""
-        self._take_rows(plan)
+        self._load_rows(plan)
         at_row, positions, token_ids = flatten(plan, self._rows)
-        batch = step_batch(plan, self._rows, at_row, positions, self._wanted(plan))
-        input_ids, places = self._transfer.up(token_ids, positions)
+        batch = step_batch(plan, self._rows, at_row, positions, self._logit_tokens(plan))
+        input_ids, device_positions = self._transfer.up(token_ids, positions)
         if plan.ahead is not None:
             input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
         lengths = self._rope_lengths(at_row, positions)
@@ -212,8 +212,8 @@ class ModelRunner:
             shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
             if shape is not None:
                 self.graph_steps += 1
-                return self._graphs.forward(shape, input_ids, places, batch)
-        inputs = input_ids, places, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
+                return self._graphs.forward(shape, input_ids, device_positions, batch)
+        inputs = input_ids, device_positions, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
         if self._reader is None:
             return self._model.forward(*inputs)
         assert isinstance(self._model, LayeredModel), "only a LayeredModel returns its states"
@@ -234,11 +234,11 @@ class ModelRunner:
         in_prompt = plan.rows[plan.starts < self._rows.prompt_len[plan.rows] - 1]
         return any(row in wanted for row in in_prompt.tolist())
 
-    def _last_hidden(self, plan: StepPlan, hidden: Tensor, places: NDArray[np.int64]) -> Tensor:
+    def _last_hidden(self, plan: StepPlan, hidden: Tensor, indices: NDArray[np.int64]) -> Tensor:
         """Return the hidden states of the last tokens of these rows of the plan [S, hidden_size]."""
-        if len(places) == plan.num_tokens:
+        if len(indices) == plan.num_tokens:
             return hidden
-        (last,) = self._transfer.up(np.cumsum(plan.counts)[places] - 1)
+        (last,) = self._transfer.up(np.cumsum(plan.counts)[indices] - 1)
         return hidden.index_select(0, last)
 
     def _draw(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> Tensor:
@@ -257,7 +257,7 @@ class ModelRunner:
             packed[:, to_rest] = self._sampler.draw(logits, rows[rest], at[rest], num_outputs[rest])
         return packed
 
-    def _take_rows(self, plan: StepPlan) -> None:
+    def _load_rows(self, plan: StepPlan) -> None:
         """Zero the plan's blocks and load the parameters of rows with a new owner."""
         for group in {ref.group for ref in plan.zero_blocks}:
             self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
@@ -270,7 +270,7 @@ class ModelRunner:
             if request.params.prompt_logprobs is not None and choice == 0:
                 self._prompt_logprobs[row] = request.params.prompt_logprobs
 
-    def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
+    def _logit_tokens(self, plan: StepPlan) -> NDArray[np.int32] | None:
         """Return the tokens whose last hidden states `_outputs` will read; None: all."""
         total = int(plan.num_logits.sum())
         if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
@@ -306,11 +306,11 @@ class ModelRunner:
             logprobs = {row: [line] for row, line in out.logprobs.items()}
             reasons = out.reasons
         if plan.drafts is not None:
-            places = np.flatnonzero(plan.drafts)
-            verified = self._verifier.verify(hidden, self._drafted(plan, ends, places))
+            indices = np.flatnonzero(plan.drafts)
+            verified = self._verifier.verify(hidden, self._drafted(plan, ends, indices))
             accepted = np.zeros(len(plan.rows), dtype=np.int32)
-            accepted[places] = verified.accepted
-            token_ids[places], failed[places] = verified.token_ids, verified.failed
+            accepted[indices] = verified.accepted
+            token_ids[indices], failed[indices] = verified.token_ids, verified.failed
             logprobs |= verified.logprobs
             reasons, tainted = reasons | verified.reasons, frozenset(verified.tainted)
         reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
@@ -323,16 +323,16 @@ class ModelRunner:
             pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
         return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
 
-    def _drafted(self, plan: StepPlan, ends: NDArray[Any], places: NDArray[np.intp]) -> Drafted:
-        """Return the rows with drafts, at `places` of the plan."""
+    def _drafted(self, plan: StepPlan, ends: NDArray[Any], indices: NDArray[np.intp]) -> Drafted:
+        """Return the rows with drafts, at `indices` of the plan."""
         assert plan.drafts is not None
-        rows, counts = plan.rows[places], plan.drafts[places]
-        at = plan.starts[places] + plan.counts[places] - counts  # the first draft's position
+        rows, counts = plan.rows[indices], plan.drafts[indices]
+        at = plan.starts[indices] + plan.counts[indices] - counts  # the first draft's position
         columns = np.arange(int(counts.max()))
-        guesses = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
-        guesses = np.where(columns < counts[:, None], guesses, NO_DRAFTED).astype(np.int32)
-        first = (ends[places] - counts - 1).astype(np.int64)
-        return Drafted(rows, first, guesses, counts, at, at - self._rows.prompt_len[rows])
+        drafts = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
+        drafts = np.where(columns < counts[:, None], drafts, NO_DRAFT_ID).astype(np.int32)
+        first = (ends[indices] - counts - 1).astype(np.int64)
+        return Drafted(rows, first, drafts, counts, at, at - self._rows.prompt_len[rows])
 
     def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
         """Sample the next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].

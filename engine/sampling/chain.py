@@ -44,7 +44,7 @@ def modify(
         transfer: to where the logits are.
     """
     _mask(params, logits, rows, lines, transfer)
-    _limit_left(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
+    _ban_end_tokens(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
     _bias(params, logits, rows, lines, transfer)
     slots = params.penalty_slot[rows[lines]]
     penalised = lines[slots != NO_SLOT]
@@ -116,7 +116,7 @@ def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int
     return failed
 
 
-def _limit_left(
+def _ban_end_tokens(
     params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
 ) -> None:
     ends = [params.end_tokens[int(rows[line])] for line in lines]

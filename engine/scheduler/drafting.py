@@ -72,7 +72,7 @@ class Drafting:
         """
         if left <= 0:
             return None
-        self.idle = not (self._may_lose(rows, counts) and self.lengths.worthwhile(rows, counts))
+        self.idle = not (self._may_lose(rows, counts) and self.lengths.is_worthwhile(rows, counts))
         if self.idle:
             return None
         state, batch = self._batch.rows, self._batch
@@ -120,7 +120,7 @@ class Drafting:
         for request, draft in zip(requests, drafts, strict=True):
             row, count = request.row, min(len(draft.tokens), request.max_drafts)
             if count:
-                count = self.lengths.keep(row, request.epoch, draft.trust, count)
+                count = self.lengths.trim(row, request.epoch, draft.trust, count)
             known = int(state.num_known[row])
             # Nothing was written to the blocks that are released, so none of them is suspect.
             cache.shrink(row, cache.blocks_for(known + count), known + request.max_drafts)
@@ -160,7 +160,7 @@ class Drafting:
 
     def record_step(self, rows: int, positions: int, drafted: int, accepted: int, seconds: float) -> None:
         """Record a finished step: its rows, computed positions, drafts among them, accepted drafts and time."""
-        self.lengths.timed(rows, positions, drafted, seconds)
+        self.lengths.record_step(rows, positions, drafted, seconds)
         if rows and positions - drafted == rows:  # no row computed a prompt in it
             gained = self._gain.note(rows, drafted, accepted, seconds)
             if self._budget is not None:

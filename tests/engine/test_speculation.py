@@ -105,17 +105,18 @@ class Replay:
         self._rows = engine.scheduler.rows
         self._answers = answers
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [Draft(self._guess(ask), "replay") for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft(self._guess(request), "replay") for request in requests]
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         pass
 
-    def _guess(self, ask: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
-        choice = self._answers[ask.request.request_id].choices[ask.choice]
-        done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
+    def _guess(self, request: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
+        choice = self._answers[request.request.request_id].choices[request.choice]
+        done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
-        guess = as_token_ids([*choice.token_ids, *ending, *[7] * ask.max_drafts])[done : done + ask.max_drafts].copy()
+        most = request.max_drafts
+        guess = as_token_ids([*choice.token_ids, *ending, *[7] * most])[done : done + most].copy()
         guess[(np.arange(len(guess)) + done) % 6 == 5] += 1
         return guess % 257
 

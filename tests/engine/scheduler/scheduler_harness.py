@@ -316,21 +316,21 @@ class Guesser:
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [Draft(np.array(self._guess(ask), dtype=np.int32), "guess") for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft(np.array(self._guess(request), dtype=np.int32), "guess") for request in requests]
 
     def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
         pass
 
-    def _guess(self, ask: DraftRequest) -> list[int]:
+    def _guess(self, request: DraftRequest) -> list[int]:
         rows = self._harness.scheduler.rows
-        known = int(rows.num_known[ask.row])
-        keys = self._harness.script(ask.request, ask.choice).keys
+        known = int(rows.num_known[request.row])
+        keys = self._harness.script(request.request, request.choice).keys
         key, tokens = keys[known - 1], []
-        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.max_drafts + 1)):
+        for position in range(known, known + hash((keys[known - 1], 3)) % (request.max_drafts + 1)):
             limit = self._harness.rope_original_max
-            length = max(len(ask.request.prompt_token_ids), position + 1, limit) if limit else 0
-            token = next_token(key, ask.request, ask.choice)
+            length = max(len(request.request.prompt_token_ids), position + 1, limit) if limit else 0
+            token = next_token(key, request.request, request.choice)
             chance = hash((key, position, 5)) % 16
             tokens.append(
                 POISON if chance == 0 and self._harness.poison else (token + 1) % VOCAB if chance < 4 else token

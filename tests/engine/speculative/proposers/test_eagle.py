@@ -62,11 +62,11 @@ class Spy:
         self._rows = engine.scheduler.rows
         self._proposer = proposer
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        drafts = self._proposer.propose(asks)
-        for ask, draft in zip(asks, drafts, strict=True):
-            known = self._rows.token_ids[ask.row, : self._rows.num_known[ask.row]].tolist()
-            self.seen.append(Guess(ask.request, known, draft.tokens.tolist()))
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        drafts = self._proposer.propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            known = self._rows.token_ids[request.row, : self._rows.num_known[request.row]].tolist()
+            self.seen.append(Guess(request.request, known, draft.tokens.tolist()))
         return drafts
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:

@@ -124,7 +124,7 @@ def test_given_a_text_read_in_pieces_then_it_is_indexed_as_if_read_at_once(chunk
         places = [last_before(text, text[end - size : end]) for size in (5, 3, 2)]
         for index in (whole, pieces):
             # N-grams share entries now and then, and a shared one names the place of another.
-            right += sum(place in index.places(text[:end]) for place in places)
+            right += sum(place in index.positions(text[:end]) for place in places)
     assert right > 0.9 * 2 * 3 * 690
 
 
@@ -162,7 +162,7 @@ def test_given_a_text_in_which_nothing_comes_again_then_it_is_looked_at_less_oft
     for token in range(100, 160):
         text.append(token)
         rows.draft(text)
-        looks.append(rows.proposer._rows[0].vain)
+        looks.append(rows.proposer._rows[0].misses)
     assert 24 < looks[-1] < 40
     # What begins to come again then is found within a few tokens.
     found = []
