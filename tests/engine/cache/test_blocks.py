@@ -100,7 +100,7 @@ class TestPool:
     def test_the_check_names_the_block_and_both_counts(self) -> None:
         pool = BlockPool(0, 3, PrefixIndex(1))
         (block,) = pool.allocate(1)
-        with pytest.raises(AssertionError, match=f"block {block}: 1 references kept, 0 in the tables"):
+        with pytest.raises(AssertionError, match=f"block {block}: 1 references counted, 0 in the tables"):
             pool.check(np.zeros(3, dtype=np.int64))
 
 
