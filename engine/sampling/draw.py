@@ -29,7 +29,7 @@ def scale_of_temperature(temperature: float) -> np.float32:
 
 def relative(logits: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
     """Return probabilities relative to the most probable token, float32 [n, m], for peak and scale float32 [n, 1]."""
-    # Subtract before scaling: the most probable token's weight is then 1 exactly. exp2 is several times faster than exp.
+    # Subtract before scaling: the largest weight is then 1 exactly. exp2 is several times faster than exp.
     return torch.sub(logits, peak).mul_(scale).exp2_()
 
 
