@@ -1,7 +1,7 @@
-"""An engine's model and attention when its ranks compute together: what the scheduler's side of the engine sees.
+"""The leader rank: the model and attention of an engine with several ranks.
 
-Both look like those of one process. What the runner prepares is sent along with each forward pass, so that nothing
-above knows of ranks: one scheduler decides, and one sampler draws.
+Both have the interface of a single process. The runner's prepared batch is sent with each forward pass, so the layers
+above are independent of ranks: one scheduler decides, and one sampler draws.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeaderStep:
-    """A step as the other ranks get it, and as the leader's own attention has prepared it."""
+    """A step as it is sent to the other ranks, and as the leader's own attention has prepared it."""
 
     batch: AttentionBatch
     prepared: Any
 
 
 class LeaderAttention:
-    """The leader's attention over its part of the cache; the others do alike."""
+    """The leader's attention over its shard of the cache; the other ranks do the same."""
 
     def __init__(self, inner: AttentionBackend, team: RankGroupProcesses) -> None:
         self.name = inner.name
@@ -77,7 +77,7 @@ class LeaderModel:
     """A `CausalModel` that all ranks compute.
 
     Attributes:
-        resident: bytes of memory that loading took on each rank, beyond files that are mapped.
+        resident: bytes of memory that loading took on each rank, without mapped files.
     """
 
     def __init__(self, model: RankDecoder, team: RankGroupProcesses, spec: ModelSpec, resident: list[int]) -> None:
@@ -112,7 +112,7 @@ class LeaderModel:
 
 
 class LeaderRunner:
-    """A runner whose results count only if all ranks were there to the end."""
+    """A runner whose results are valid only if all ranks completed the step."""
 
     def __init__(self, inner: StepRunner, team: RankGroupProcesses) -> None:
         self._inner = inner
@@ -130,7 +130,7 @@ class ParallelModel:
     """A model that is loaded on all ranks.
 
     Attributes:
-        groups: of the cache that is made.  limit: most tokens of a sequence.  device: the leader's.
+        groups: of the allocated cache.  limit: maximum tokens of a sequence.  device: the leader's.
         team: of the ranks.
     """
 
@@ -143,10 +143,10 @@ class ParallelModel:
 
 
 def check_parallel(config: EngineConfig) -> None:
-    """Whether the settings are such that several ranks can follow them.
+    """Check that several ranks support the settings.
 
     Raises:
-        EngineError: naming the one that they can't.
+        EngineError: names the one that they do not support.
     """
     several = f"tensor parallelism ({config.tensor_parallel} devices)"
     if config.tensor_parallel < 1:
@@ -174,7 +174,7 @@ def load_parallel(
     """Load a model on as many ranks as the settings say, with its cache.
 
     Args:
-        team: ranks that run already; None: some are started, and end with the model.
+        team: running ranks; None: new ranks are started, and end with the model.
 
     Raises:
         EngineError: what `Engine.load` raises; and `EngineLost` when a rank ends meanwhile.
@@ -223,20 +223,20 @@ def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupP
 def _load_shares(
     path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupProcesses
 ) -> tuple[RankDecoder, list[Loaded]]:
-    """The leader's share, and what each rank says of its own."""
+    """Load the leader's shard, and collect each rank's report of its own."""
     team.tell(LoadShare(path, dtype, config.quantize, config.max_model_len))
     before = resident_bytes()
     try:
         model = load_share(path, dtype, team.group, quantize=config.quantize, max_positions=config.max_model_len)
     finally:
-        answers = team.answers()  # they answer in any case: the next message must not find an old answer
+        answers = team.answers()  # ranks answer in any case: the next message must not read an old answer
     mine = Loaded(available_bytes(team.group.device), resident_bytes() - before)
     _check(answers)
     return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
 
 
 def _measured(own: RankDecoder, config: EngineConfig, team: RankGroupProcesses) -> list[MemoryUse]:
-    """What the largest step takes of each rank's device; they compute it together."""
+    """Measure the memory of the largest step on each rank's device; all ranks compute it collectively."""
     with team.together():
         team.tell(Measure(config.schedule))
         mine = measure(own, config.schedule, team.group.device)
@@ -246,7 +246,7 @@ def _measured(own: RankDecoder, config: EngineConfig, team: RankGroupProcesses) 
 
 
 def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
-    """The cache's settings for one rank on a GPU: all have what the one with the least room has left.
+    """Return the cache's settings for one rank on a GPU: all use the free memory of the rank with the least.
 
     Raises:
         OutOfMemory: it has none.
@@ -255,8 +255,8 @@ def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
 
 
 def _of_each(cache: CacheConfig, available: list[int], team: RankGroupProcesses) -> CacheConfig:
-    """The cache's settings for one rank. What was given as bytes is for all ranks together; else, on a CPU, they share
-    what the one with the least memory has left."""
+    """Return the cache's settings for one rank. Configured bytes are the total of all ranks; else, on a CPU, they share
+    the free memory of the rank with the least."""
     if cache.memory_bytes is not None:
         return replace(cache, memory_bytes=cache.memory_bytes // team.size)
     return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // team.size)

@@ -1,8 +1,7 @@
-"""A quantized weight as every reader gives it and every kernel takes it, whatever file it came from.
+"""The common form of a quantized weight, which all readers return and all kernels accept.
 
-Readers (`engine.quant.formats`) undo what is a format's own: the order of packed numbers, where zeros are stored, which
-tensors belong together. Kernels lay it out anew for their device. In between there is one form, and nothing is
-rounded on the way into it.
+Readers (`engine.quant.formats`) convert a format's specifics: the order of packed numbers, the storage of zeros, the
+tensors of a weight. Kernels convert the common form to their device's layout. Conversion to it rounds nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the formats of quantized checkpoints have in common: how modules' tensors become logical weights.
+"""Common parts of the formats of quantized checkpoints: the conversion of modules' tensors to logical weights.
 
-A format names the endings of the tensors that make up one weight and puts a `QWeight` together from them. Here they
-disappear behind `module.weight`, so that nothing beyond this folder knows how a format stores things.
+A format names the suffixes of the tensors of one weight and builds a `QWeight` from them. Here they are replaced by
+`module.weight`, so that the code outside of this folder does not depend on a format's storage.
 """
 
 from __future__ import annotations
