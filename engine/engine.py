@@ -222,12 +222,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, config: EngineConfig | None = None, team: RankGroupProcesses | None = None
+        cls, path: str | Path, config: EngineConfig | None = None, rank_group: RankGroupProcesses | None = None
     ) -> Engine:
         """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
 
         Args:
-            team: running ranks, for a model that several share; None: they are started where they are needed.
+            rank_group: running ranks, for a model that several share; None: they are started where they are needed.
 
         Raises:
             ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message names why.
@@ -238,8 +238,8 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if team is not None or config.tensor_parallel != 1:
-            return cls._load_shared(path, config, dtype, device, team)
+        if rank_group is not None or config.tensor_parallel != 1:
+            return cls._load_shared(path, config, dtype, device, rank_group)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
         load = partial(load_model, dtype=dtype, device=device, builder=builder)
@@ -299,13 +299,13 @@ class Engine:
         config: EngineConfig,
         dtype: torch.dtype,
         device: torch.device,
-        team: RankGroupProcesses | None,
+        rank_group: RankGroupProcesses | None,
     ) -> Engine:
         """Load a model that several devices share, as `load`."""
         for wanted in ("plan_ahead", "cuda_graphs"):
             if getattr(config, wanted):
                 raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
-        loaded = load_parallel(path, config, dtype, device, team)
+        loaded = load_parallel(path, config, dtype, device, rank_group)
         # As on a CPU without native kernels: shared caches have the dtype of the model.
         _cache_dtype(config, wanted_cache(path), native=False, device=torch.device("cpu"))
         model, schedule = loaded.model, config.schedule
@@ -314,7 +314,7 @@ class Engine:
             runner = ModelRunner(
                 model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
             )
-            return LeaderRunner(runner, loaded.team)
+            return LeaderRunner(runner, loaded.rank_group)
 
         # No device is passed: ranks compute each step when they receive it, and no step is retried.
         return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)

@@ -41,7 +41,7 @@ class Transfer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _HostDownload:
     """A tensor that is on the host already."""
 
     tensor: Tensor
@@ -57,7 +57,7 @@ class HostTransfer:
         return tuple(torch.from_numpy(array) for array in arrays)
 
     def down(self, tensor: Tensor) -> Download:
-        return _Here(tensor)
+        return _HostDownload(tensor)
 
 
 def pack(arrays: tuple[NDArray[Any], ...], *, pinned: bool) -> tuple[Tensor, list[int]]:
@@ -87,35 +87,35 @@ class PinnedTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._downwards = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def up(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         whole, begins = pack(arrays, pinned=True)
         return unpack(whole.to(self._device, non_blocking=True), begins, arrays)
 
     def down(self, tensor: Tensor) -> Download:
-        self._downwards.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._downwards):
-            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            here.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._downwards)
-            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            landed.record(self._downwards)
-        return _Landing(here, landed)
+        self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._download_stream):
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            values.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._download_stream)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._download_stream)
+        return _PinnedDownload(values, copied)
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _PinnedDownload:
     """Pinned memory, and the event after which it holds the values."""
 
-    here: Tensor
-    landed: torch.cuda.Event
+    values: Tensor
+    copied: torch.cuda.Event
 
     def numpy(self) -> NDArray[Any]:
-        self.landed.synchronize()
-        return self.here.numpy()
+        self.copied.synchronize()
+        return self.values.numpy()
 
 
-def transfer_of(device: torch.device) -> Transfer:
+def make_transfer(device: torch.device) -> Transfer:
     """Return the transfer of a device."""
     return PinnedTransfer(device) if device.type == "cuda" else HostTransfer()

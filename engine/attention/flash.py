@@ -41,7 +41,7 @@ class Pages:
         first_keys: int32 [B + 1], likewise over keys, as if they were contiguous.
         lengths: int32 [B], keys of each sequence.
         table: int32 [B, blocks].  slots: int64 [T].
-        most_queries, most_keys: maximum of one sequence.
+        max_queries, max_keys: maximum of one sequence.
     """
 
     firsts: Tensor
@@ -49,8 +49,8 @@ class Pages:
     lengths: Tensor
     table: Tensor
     slots: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
 Call = Callable[[ModuleType, Tensor, Tensor, Tensor, Pages, float, tuple[int, int]], Tensor]
@@ -65,7 +65,7 @@ def _kv_cache(
     """FlashAttention 3's own interface."""
     out: Tensor = module.flash_attn_with_kvcache(
         q, keys, values, cache_seqlens=pages.lengths, page_table=pages.table, cu_seqlens_q=pages.firsts,
-        max_seqlen_q=pages.most_queries, softmax_scale=scale, causal=True, window_size=window,
+        max_seqlen_q=pages.max_queries, softmax_scale=scale, causal=True, window_size=window,
     )  # fmt: skip
     return out
 
@@ -75,7 +75,7 @@ def _vllm(
 ) -> Tensor:
     """FlashAttention 3 as vLLM carries it."""
     out: Tensor = module.flash_attn_varlen_func(
-        q, keys, values, max_seqlen_q=pages.most_queries, cu_seqlens_q=pages.firsts, max_seqlen_k=pages.most_keys,
+        q, keys, values, max_seqlen_q=pages.max_queries, cu_seqlens_q=pages.firsts, max_seqlen_k=pages.max_keys,
         seqused_k=pages.lengths, softmax_scale=scale, causal=True, window_size=list(window), block_table=pages.table,
         fa_version=3,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _flash2(
 ) -> Tensor:
     """It derives the lengths of paged keys from the offsets that contiguous keys would have."""
     out: Tensor = module.flash_attn_varlen_func(
-        q, keys, values, pages.firsts, pages.first_keys, pages.most_queries, pages.most_keys,
+        q, keys, values, pages.firsts, pages.first_keys, pages.max_queries, pages.max_keys,
         softmax_scale=scale, causal=True, window_size=window, block_table=pages.table,
     )  # fmt: skip
     return out
@@ -105,7 +105,7 @@ def _torch_varlen(
 ) -> Tensor:
     """Causal means a window without an end before, and with one at the query itself."""
     out: Tensor = module.varlen_attn(
-        q, keys, values, pages.firsts, pages.first_keys, pages.most_queries, pages.most_keys,
+        q, keys, values, pages.firsts, pages.first_keys, pages.max_queries, pages.max_keys,
         scale=scale, window_size=window, enable_gqa=True, seqused_k=pages.lengths, block_table=pages.table,
     )  # fmt: skip
     return out
@@ -240,9 +240,9 @@ class FlashAttention:
         lengths = batch.starts + batch.counts
         shared = [_from_zero(batch.counts), _from_zero(lengths), lengths.astype(np.int32)]
         firsts, first_keys, there = (self._carry(part) for part in shared)
-        most_queries, most_keys = int(batch.counts.max()), int(lengths.max())
+        max_queries, max_keys = int(batch.counts.max()), int(lengths.max())
         return tuple(
-            Pages(firsts, first_keys, there, self._carry(table), self._carry(slots), most_queries, most_keys)
+            Pages(firsts, first_keys, there, self._carry(table), self._carry(slots), max_queries, max_keys)
             for table, slots in zip(batch.block_tables, batch.slot_mapping, strict=True)
         )
 

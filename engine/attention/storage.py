@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
-from engine.transfer import transfer_of
+from engine.transfer import make_transfer
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,7 +40,7 @@ class KVStorage:
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self._transfer = transfer_of(device)
+        self._transfer = make_transfer(device)
         num_layers = sum(len(group.layers) for group in layout.groups)
         width = layout.num_kv_heads * layout.head_dim
         self.token_width = width

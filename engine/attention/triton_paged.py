@@ -63,7 +63,7 @@ class TritonStep:
         starts, counts, begins: int32 [B].
         tables, slots: per cache group int32 [B, width] and int32 [T].
         launches: decoding sequences, then chunks; either may be missing.
-        place: int32, the buffer of a reserved step, which holds all but the tables; else None.
+        buffer: int32, the buffer of a reserved step, which holds all but the tables; else None.
     """
 
     starts: Tensor
@@ -72,7 +72,7 @@ class TritonStep:
     tables: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
     launches: tuple[Tiles, ...]
-    place: Tensor | None = None
+    buffer: Tensor | None = None
 
 
 class TritonPagedAttention:
@@ -156,21 +156,21 @@ class TritonPagedAttention:
         # A chunk has two tokens or more, and leaves at most one tile that is not full.
         chunks = tokens // self._chunk_queries + min(sequences, tokens // 2) if mixed else 0
         sizes = [*[sequences] * 3, *[tokens] * self.num_groups, decodes, decodes, chunks, chunks]
-        place = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
-        starts, counts, begins, *rest = torch.split(place, sizes)
+        buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
+        starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
         splits = self._splits(decodes, table_width * self.storage.layout.block_size)
         launches = [Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits)]
         if chunks:
             launches.append(Tiles(at[2], at[3], 0, tokens, *self._tile(self._chunk_queries), 1))
         tables = tuple(table[:sequences] for table in self._tables)
-        return TritonStep(starts, counts, begins, tables, slots, tuple(launches), place)
+        return TritonStep(starts, counts, begins, tables, slots, tuple(launches), buffer)
 
     def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
         """Fill a reserved step with this batch, which was padded to its sequences and tokens: sequences without tokens
         (count 0) come last and attend to nothing, and tokens with slot -1 are not stored. Block tables may be narrower
         than reserved."""
-        assert step.place is not None, "only a reserved step is filled again"
+        assert step.buffer is not None, "only a reserved step is filled again"
         last = len(batch.starts) - 1
         parts = _ranges(batch)
         decodes = _arange(batch.num_decodes)
@@ -180,7 +180,7 @@ class TritonPagedAttention:
             parts += [np.pad(sequences, (0, more), constant_values=last), np.pad(firsts, (0, more))]
         used = int(np.count_nonzero(batch.counts))
         whole, *tables = self._carry([np.concatenate(parts), *(table[:used] for table in batch.block_tables)])
-        step.place.copy_(whole)
+        step.buffer.copy_(whole)
         for into, table in zip(step.tables, tables, strict=True):
             into[:used, : table.shape[1]].copy_(table)
 

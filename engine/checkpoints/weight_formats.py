@@ -34,7 +34,7 @@ class WeightFormatStats:
         self._kept: defaultdict[str, _Count] = defaultdict(_Count)
         self._dequantized: defaultdict[tuple[str, torch.dtype], _Count] = defaultdict(_Count)
 
-    def kept(self, weight: QWeight, dtype: torch.dtype) -> None:
+    def count_quantized(self, weight: QWeight, dtype: torch.dtype) -> None:
         """Count a weight that stays quantized; `dtype`: of the model."""
         self._kept[weight.kind].add(weight, dtype)
 
@@ -42,7 +42,7 @@ class WeightFormatStats:
         """Count a weight that is dequantized to `dtype`."""
         self._dequantized[weight.kind, dtype].add(weight, dtype)
 
-    def say(self) -> None:
+    def log(self) -> None:
         """Log both, by form; dequantized weights as a warning, because they take more memory than the checkpoint."""
         for form, count in self._kept.items():
             logger.info("weights stay quantized", form=form, **asdict(count))

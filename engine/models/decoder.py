@@ -185,8 +185,8 @@ class FusedDecoder:
         states = torch.empty(
             len(input_ids), len(layers), self._spec.hidden_size, dtype=self._spec.dtype, device=input_ids.device
         )
-        places = {layer: states[:, place] for place, layer in enumerate(layers)}
-        return self._forward(input_ids, positions, attend, rope_lengths, places), states.flatten(1)
+        inputs_of = {layer: states[:, i] for i, layer in enumerate(layers)}
+        return self._forward(input_ids, positions, attend, rope_lengths, inputs_of), states.flatten(1)
 
     @property
     def embedding(self) -> Tensor:
@@ -208,7 +208,7 @@ class FusedDecoder:
             hidden = self._embed(input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
-            rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]
+            rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
             for index, layer in enumerate(self._layers):
                 if states is not None and index in states:
                     states[index].copy_(hidden)

@@ -119,7 +119,7 @@ class EagleHead:
             qkv = weights.qkv(torch.cat((embedded, normed), dim=-1))
             qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
             qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-            q, k = self._rope.look_up(positions, None).apply(qk).tensor_split((spec.num_heads,), dim=1)
+            q, k = self._rope.lookup(positions, None).apply(qk).tensor_split((spec.num_heads,), dim=1)
             # One row's overflow must not stay in blocks that other rows will own: 0 * NaN = NaN.
             k, v = (x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (k, v))
             hidden = normed if self._normed_residual else joined

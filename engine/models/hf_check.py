@@ -34,7 +34,7 @@ class DenseAttend:
         self.ranges: list[tuple[int, int]] = []
         self.layers: list[int] = []
         self._windows = windows
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.layers.append(layer)
@@ -44,9 +44,9 @@ class DenseAttend:
             at = rows.stop
             keys, values = k[rows], v[rows]
             if start:
-                before = self._kept[layer, sequence]
+                before = self._cache[layer, sequence]
                 keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
-            self._kept[layer, sequence] = keys, values
+            self._cache[layer, sequence] = keys, values
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             mask = key <= query
             if (window := self._windows[layer]) is not None:

@@ -67,7 +67,7 @@ def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource
     computes with them; logs which stay dense."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     linears = _linears(model)
-    tally = WeightFormatStats()
+    weight_counts = WeightFormatStats()
     for name in weights.names:
         if (weight := weights.quantized(name)) is None:
             continue
@@ -76,14 +76,14 @@ def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource
         shape = None if module is None else (module.out_features, module.in_features)
         if type(module) is nn.Linear and shape == (weight.n, weight.k) and builder.runs(weight, "linear"):
             dtype, device = module.weight.dtype, module.weight.device
-            tally.kept(weight, dtype)
+            weight_counts.count_quantized(weight, dtype)
             with torch.inference_mode():
                 made = QuantizedModule(builder.linear(weight.to(device), _detached(module.bias)))
             parent, _, last = own.rpartition(".")
             setattr(model.base_model.get_submodule(parent), last, made)
         else:
-            tally.dequantized(weight, next(model.parameters()).dtype)
-    tally.say()
+            weight_counts.dequantized(weight, next(model.parameters()).dtype)
+    weight_counts.log()
 
 
 def _linears(model: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class WeightReader:
         self._source = source
         self._builder = builder
         self._left = set(source.names)
-        self._tally = WeightFormatStats()
+        self._weight_counts = WeightFormatStats()
         self.dtype = dtype
         self.device = device
 
@@ -167,10 +167,10 @@ class WeightReader:
             if whole is not None and self._builder.runs(whole := whole.to(self.device), use):
                 assert (whole.n, whole.k) == (sum(rows), columns), names
                 self._left.difference_update(names)
-                self._tally.kept(whole, self.dtype)
+                self._weight_counts.count_quantized(whole, self.dtype)
                 return whole
             for part in stored:
-                self._tally.dequantized(part, self.dtype)
+                self._weight_counts.dequantized(part, self.dtype)
         weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
         for index, into in enumerate(torch.split(weight, list(rows))):
             if (quantized := parts[index]) is None:
@@ -192,7 +192,7 @@ class WeightReader:
         if rest:
             more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
             raise CorruptWeights(f"the checkpoint holds tensor {rest[0]}{more}, which this architecture has no use for")
-        self._tally.say()
+        self._weight_counts.log()
 
     def _adds_nothing(self, name: str) -> bool:
         """Whether this is a bias of zeros, as quantizers give to every product that they pack."""

@@ -117,7 +117,7 @@ class RotaryTable:
         self._grows = device.type == "cpu"
         self._table = self._rows(0, positions or _INITIAL_POSITIONS)
 
-    def look_up(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
+    def lookup(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
         """The rotation of tokens at int64 `positions` [T]; int64 `lengths` [T] are read with dynamic scaling only."""
         cos, sin = self.rows(positions, lengths).chunk(2, dim=-1)
         return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))

@@ -46,7 +46,7 @@ class RankWorker:
         self._loaded: RankDecoder | None = None
         self._attention: AttentionBackend | None = None
 
-    def obey(self, message: Message) -> Answer | None:
+    def execute(self, message: Message) -> Answer | None:
         """Execute one command; None: it has no answer. Raises as the command."""
         match message:
             case LoadShare():
@@ -119,7 +119,7 @@ def serve(connection: Connection) -> None:
                 follower, answer = RankWorker(_join(message)), Done()
             else:
                 assert follower is not None, "the first message is to join"
-                answer = follower.obey(message)
+                answer = follower.execute(message)
         except Exception as error:
             # After any error this rank is out of step: it reports the error, if the leader still reads, and ends.
             if not _answer(connection, Failed(f"{type(error).__name__}: {error}")):

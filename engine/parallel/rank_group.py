@@ -109,14 +109,14 @@ class RankGroupProcesses:
         try:
             self._ranks += [Rank(number) for number in range(1, size)]
             for rank in self._ranks:
-                self.answer(rank)
+                self.receive(rank)
             for rank in self._ranks:
                 rank.line.send(JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads))
             if threads is not None:
                 torch.set_num_threads(threads)
             self.group = RankGroup(0, size, rank_device(device.type, 0), folder / "meeting", timeout)
             for rank in self._ranks:
-                self.answer(rank)
+                self.receive(rank)
         except BaseException:
             self.close()
             raise
@@ -129,7 +129,7 @@ class RankGroupProcesses:
         """Of the other ranks' processes."""
         return [rank.process.pid for rank in self._ranks]
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a command to all other ranks. Raises `EngineLost` when one has ended."""
         if self._lost is not None:
             raise EngineLost(self._lost)
@@ -139,11 +139,11 @@ class RankGroupProcesses:
         except OSError as error:
             raise self._lose(error) from error
 
-    def answers(self) -> list[Answer]:
+    def receive_all(self) -> list[Answer]:
         """Of each of the other ranks."""
-        return [self.answer(rank) for rank in self._ranks]
+        return [self.receive(rank) for rank in self._ranks]
 
-    def answer(self, rank: Rank) -> Answer:
+    def receive(self, rank: Rank) -> Answer:
         """Wait for a rank's answer, without a time-out. Raises `EngineLost` when the rank has ended."""
         try:
             while not rank.line.poll(LOOK_SECONDS):
@@ -164,7 +164,7 @@ class RankGroupProcesses:
             raise self._lose(RuntimeError("a rank has ended"))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Context of a collective computation. Raises `EngineLost` for any error in it, and from then on."""
         if self._lost is not None:
             raise EngineLost(self._lost)

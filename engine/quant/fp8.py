@@ -37,9 +37,9 @@ def quantize_rows_fp8(x: Tensor, scale: float | None = None) -> tuple[Tensor, Te
     A row that holds NaN or infinity gets a scale that is not finite, and neither are its products.
     """
     x = x.float()
-    most = x.abs().amax(dim=1, keepdim=True)
-    scales = most / LARGEST if scale is None else torch.full_like(most, scale)
-    scales = scales.masked_fill(~most.isfinite(), torch.nan)
+    peaks = x.abs().amax(dim=1, keepdim=True)
+    scales = peaks / LARGEST if scale is None else torch.full_like(peaks, scale)
+    scales = scales.masked_fill(~peaks.isfinite(), torch.nan)
     whole = x.div(scales).clamp_(-LARGEST, LARGEST).nan_to_num_(nan=0)  # also of rows of zeros
     return whole.masked_fill_(scales == 0, 0).to(FP8), scales
 

@@ -92,12 +92,12 @@ def integer_grid(columns: Tensor, rounding: Rounding, share: float = 1.0) -> tup
     Args:
         share: of each group's range that the grid covers; what lies beyond is cut off.
     """
-    least, most = _codes(rounding)
+    low_code, high_code = _codes(rounding)
     low, high = columns.amin(2).clamp_(max=0) * share, columns.amax(2).clamp_(min=0) * share
     if rounding.symmetric:
-        return _usable(torch.maximum(-low, high) / ((most - least) / 2), rounding), None
-    scale = _usable((high - low) / (most - least), rounding)
-    return scale, (least - low / scale.float()).clamp_(least, most).round_().nan_to_num_(nan=0)
+        return _usable(torch.maximum(-low, high) / ((high_code - low_code) / 2), rounding), None
+    scale = _usable((high - low) / (high_code - low_code), rounding)
+    return scale, (low_code - low / scale.float()).clamp_(low_code, high_code).round_().nan_to_num_(nan=0)
 
 
 def on_grid(values: Tensor, scale: Tensor, zero: Tensor | None, rounding: Rounding) -> Tensor:
@@ -110,15 +110,15 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor | None, rounding: Roundi
 
 def from_grid(codes: Tensor, scale: Tensor, zero: Tensor | None, group: int, rounding: Rounding) -> QWeight:
     """The weight with codes [n, k] on a grid."""
-    least, _ = _codes(rounding)
-    whole = (codes - least).to(torch.uint8)
-    zero = None if zero is None else (zero - least).to(torch.int32)
+    low_code, _ = _codes(rounding)
+    whole = (codes - low_code).to(torch.uint8)
+    zero = None if zero is None else (zero - low_code).to(torch.int32)
     bits = 4 if rounding.form == "int4" else 8
     return affine(whole, bits, scale, zero, group, activations=rounding.activations)
 
 
 def _codes(rounding: Rounding) -> tuple[int, int]:
-    """The least and the largest of an integer form."""
+    """Return the smallest and the largest code of an integer form."""
     half = 8 if rounding.form == "int4" else 128
     return -half, half - 1
 

@@ -23,7 +23,7 @@ from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
 from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
-from engine.transfer import Download, transfer_of
+from engine.transfer import Download, make_transfer
 
 LOGITS_ROWS = 128
 """Prompt positions whose logits are held at once when prompt log-probabilities are requested."""
@@ -136,7 +136,7 @@ class ModelRunner:
     ) -> None:
         self.graph_steps = 0
         self._graphs = graphs
-        self._transfer = transfer_of(device)
+        self._transfer = make_transfer(device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # each row's latest token
         self._model = model
         self._attention = attention

@@ -37,7 +37,7 @@ class DrawBatch:
         tokens: int64 [S], the output.
         lines: int64 [n], the drawing lines.  filters, u, inner: of these, [n, 1] each and float64 [n].
         transfer: to the logits' device.
-        asks: the host may read the device's results before it continues.
+        may_synchronize: the host may read the device's results before it continues.
     """
 
     logits: Tensor
@@ -50,7 +50,7 @@ class DrawBatch:
     inner: Tensor
     space: DrawWorkspace
     transfer: Transfer
-    asks: bool
+    may_synchronize: bool
 
     def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
         """Draw for all lines; the host's copies of the filters (each [n]) select the method of each one."""
@@ -58,7 +58,7 @@ class DrawBatch:
         nucleus = (top_k == 0) & (top_p < 1)
         ranked = top_k > MAX_LIST
         self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
-        if not self.asks:
+        if not self.may_synchronize:
             self._from_selected(np.flatnonzero(listed | nucleus | ranked))
             return
         width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
@@ -66,12 +66,12 @@ class DrawBatch:
         self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTHS, with_total=True)
         self._from_sorted(np.flatnonzero(ranked))
 
-    def _index(self, places: NDArray[np.int64]) -> Tensor | slice:
+    def _index(self, lines: NDArray[np.int64]) -> Tensor | slice:
         """Return an index for ascending lines; a slice, which copies nothing, where they are consecutive."""
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 == len(places):
+        first, last = int(lines[0]), int(lines[-1])
+        if last - first + 1 == len(lines):
             return slice(first, last + 1)
-        return self.transfer.up(places)[0]
+        return self.transfer.up(lines)[0]
 
     def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor | slice]:
         """Return logits and peaks of some of the drawing lines, and their index into the step's lines."""

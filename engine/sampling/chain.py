@@ -94,25 +94,25 @@ def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int
     """Fill a line of `words` (int32 [masks, ceil(vocab / 32)], zeros) for each mask, in one call for those with the
     same filler. Returns their exceptions by index: a mask is one request's own code, and fails that request alone."""
     failed: dict[int, Exception] = {}
-    together: dict[int, tuple[MaskFiller, list[int]]] = {}
+    by_filler: dict[int, tuple[MaskFiller, list[int]]] = {}
     for at, mask in enumerate(masks):
         filler: MaskFiller | None = getattr(mask, "filler", None)
         if filler is not None:
-            together.setdefault(id(filler), (filler, []))[1].append(at)
+            by_filler.setdefault(id(filler), (filler, []))[1].append(at)
             continue
         try:
             mask.fill(words[at])
         except Exception as error:  # noqa: BLE001 - it becomes this row's result
             failed[at] = error
-    for filler, places in together.values():
-        part = words if len(places) == len(words) else np.zeros((len(places), words.shape[1]), dtype=np.int32)
+    for filler, indices in by_filler.values():
+        part = words if len(indices) == len(words) else np.zeros((len(indices), words.shape[1]), dtype=np.int32)
         try:
-            found = filler.fill([masks[at] for at in places], part)
+            found = filler.fill([masks[at] for at in indices], part)
         except Exception as error:  # noqa: BLE001 - it becomes these rows' result
-            failed.update(dict.fromkeys(places, error))
+            failed.update(dict.fromkeys(indices, error))
             continue
-        words[places] = part
-        failed.update({places[i]: error for i, error in found.items()})
+        words[indices] = part
+        failed.update({indices[i]: error for i, error in found.items()})
     return failed
 
 

@@ -127,7 +127,7 @@ def _target(total: Tensor, u: Tensor) -> Tensor:
 class DrawWorkspace:
     """Buffers for passes over the whole vocabulary, a few lines at a time, and the passes."""
 
-    __slots__ = ("_fixed", "_float", "_keep", "_vocab", "lines")
+    __slots__ = ("_fixed", "_float", "_mask", "_vocab", "lines")
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         padded = -(-vocab_size // BLOCK) * BLOCK
@@ -135,7 +135,7 @@ class DrawWorkspace:
         self.lines = max(1, chunk // padded)
         self._vocab = vocab_size
         self._float = torch.empty(self.lines, vocab_size, dtype=torch.float32, device=device)
-        self._keep = torch.empty_like(self._float)
+        self._mask = torch.empty_like(self._float)
         # The columns behind the vocabulary stay zero, so that blocks are whole.
         self._fixed = torch.zeros(self.lines, padded, dtype=torch.int64, device=device)
 
@@ -158,9 +158,9 @@ class DrawWorkspace:
         weights = torch.sub(logits, peak, out=self._float[:n]).mul_(scale).exp2_()
         # Multiplying by a comparison kept as float32 is vectorised; a boolean mask is not, and takes ten times longer.
         if min_weight is not None:
-            weights.mul_(torch.ge(weights, min_weight, out=self._keep[:n]))
+            weights.mul_(torch.ge(weights, min_weight, out=self._mask[:n]))
         if min_logit is not None:
-            weights.mul_(torch.ge(logits, min_logit, out=self._keep[:n]))
+            weights.mul_(torch.ge(logits, min_logit, out=self._mask[:n]))
         fixed = self._fixed[:n]
         fixed[:, : self._vocab] = weights.mul_(UNITS)
         return fixed

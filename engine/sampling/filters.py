@@ -78,8 +78,8 @@ def draw_from_largest(
     settled = (last > ordered[:, -1:]) | (width == vocab)
     above = values > last
     ties = values == last
-    kept = above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
-    weights = units(relative(values, peak, filters.scale)).mul_(kept)
+    retained = above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
+    weights = units(relative(values, peak, filters.scale)).mul_(retained)
     return ids.gather(1, pick(weights, u)[:, None])[:, 0], settled[:, 0]
 
 

@@ -26,7 +26,7 @@ from engine.sampling.filters import Filters
 from engine.sampling.logprobs import RawDistribution, prompt_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.rows import OFF, RowParams, check_params
-from engine.transfer import transfer_of
+from engine.transfer import make_transfer
 
 __all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
 
@@ -75,8 +75,8 @@ class Sampler:
         self._params = RowParams(max_num_seqs, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._device = device
-        self._transfer = transfer_of(device)
-        self._asks = device.type == "cpu"  # elsewhere reading the result would stall the host
+        self._transfer = make_transfer(device)
+        self._may_synchronize = device.type == "cpu"  # elsewhere reading the result would stall the host
         self._buffers: DrawWorkspace | None = None
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
@@ -213,8 +213,8 @@ class Sampler:
         drawn = [uniforms(params.seed[row], params.choice[row], at, lane) for lane in (0, 1)]
         u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
         filters = Filters(*(column[:, None] for column in columns))
-        space, asks = self._space(), self._asks
-        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
+        space, may_synchronize = self._space(), self._may_synchronize
+        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, may_synchronize)
         draws.run(top_k, top_p, min_p)
 
     @staticmethod

@@ -75,8 +75,8 @@ class Encoder:
             UnsupportedModel: it doesn't.
         """
         ids = [1 + np.arange(length, dtype=np.int32) % max(1, self.spec.vocab_size - 1) for length in _LENGTHS]
-        together = self.hidden(ids).float()
-        for row, prompt in zip(together, ids, strict=True):
+        batched = self.hidden(ids).float()
+        for row, prompt in zip(batched, ids, strict=True):
             alone = self.hidden([prompt])[0].float()
             difference = (row[: len(prompt)] - alone).abs().max() / alone.abs().max().clamp(min=1e-6)
             if not difference <= _DIFFERENCE[self.spec.dtype]:  # NaN too

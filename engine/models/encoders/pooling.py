@@ -35,14 +35,14 @@ def pool_padded(hidden: Tensor, lengths: Sequence[int], mode: Pooling, skips: Se
         return hidden[:, 0].float()
     if mode == "last":
         return hidden[torch.arange(len(lengths), device=device), count - 1].float()
-    places = torch.arange(hidden.shape[1], device=device)
-    inside = places < count[:, None]
+    positions = torch.arange(hidden.shape[1], device=device)
+    inside = positions < count[:, None]
     if mode == "max":
         return hidden.float().masked_fill(~inside[..., None], -torch.inf).amax(dim=1)
     first = torch.tensor(skips, device=device)
-    weights = (inside & (places >= first[:, None])).float()
+    weights = (inside & (positions >= first[:, None])).float()
     if mode == "weightedmean":
-        weights *= places + 1
+        weights *= positions + 1
     total = torch.einsum("rp,rph->rh", weights, hidden.float())
     return total / _divisor(mode, weights.sum(dim=1))[:, None]
 
@@ -74,8 +74,8 @@ class _Row:
             first = max(0, self.skip - start)
             part = hidden[first:].float()
             if self.mode == "weightedmean":
-                places = torch.arange(start + first + 1, start + len(hidden) + 1, device=part.device)
-                part = part * places[:, None]
+                positions = torch.arange(start + first + 1, start + len(hidden) + 1, device=part.device)
+                part = part * positions[:, None]
             self.state = part.sum(dim=0) if self.state is None else self.state + part.sum(dim=0)
 
     def vector(self, length: int) -> Tensor:
@@ -83,8 +83,8 @@ class _Row:
         assert self.state is not None
         if self.mode in ("last", "cls", "max"):
             return self.state
-        places = torch.arange(self.skip + 1, length + 1).float()
-        weight = places.sum() if self.mode == "weightedmean" else torch.tensor(float(len(places)))
+        positions = torch.arange(self.skip + 1, length + 1).float()
+        weight = positions.sum() if self.mode == "weightedmean" else torch.tensor(float(len(positions)))
         return self.state / _divisor(self.mode, weight)
 
 

@@ -152,8 +152,8 @@ def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
     if bits == 4:
         whole = torch.stack((whole & 15, whole >> 4), dim=2).reshape(len(words), -1)
     if order is not None:
-        place = torch.tensor(order).argsort()
-        whole = whole.view(len(words), -1, len(order))[:, :, place].reshape(len(words), -1)
+        index = torch.tensor(order).argsort()
+        whole = whole.view(len(words), -1, len(order))[:, :, index].reshape(len(words), -1)
     return whole
 
 

@@ -117,5 +117,5 @@ def test_a_library_that_wants_more_rows_gets_zeros(monkeypatch: pytest.MonkeyPat
     generator = torch.Generator().manual_seed(rows)
     left, weight = (torch.randint(-8, 8, (n, 32), generator=generator, dtype=torch.int8) for n in (rows, 24))
     # When rows are multiplied, then those that were asked for come back
-    product = int8_product(left, weight, least=17)
+    product = int8_product(left, weight, min_rows=17)
     assert torch.equal(product.long(), left.long() @ weight.long().t())

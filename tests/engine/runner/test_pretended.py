@@ -17,7 +17,7 @@ from engine.errors import EngineError, EngineLost
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
-from engine.transfer import PinnedTransfer, transfer_of
+from engine.transfer import PinnedTransfer, make_transfer
 from tests.engine.quant.test_fp8_product import BY_ROWS
 from tests.engine.runner.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
@@ -62,7 +62,7 @@ def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
 
 def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> None:
     with pretended_cuda() as device:
-        transfer = transfer_of(DEVICE)
+        transfer = make_transfer(DEVICE)
         (there,) = transfer.up(np.arange(4, dtype=np.int64))
         assert isinstance(there, Here)
         down: Any = transfer.down(there * 3)
