@@ -120,7 +120,9 @@ def test_choices_log_probabilities_and_scored_prompts_are_the_same(
         np.testing.assert_allclose(wanted.prompt_logprobs.chosen, got.prompt_logprobs.chosen, atol=1e-4)
 
 
-def test_guessed_tokens_change_nothing(rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
+def test_drafted_tokens_do_not_change_answers(
+    rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]
+) -> None:
     prompts = [[5, 6, 7, 8] * 12, [9, 10, 11] * 9]
     path = tiny_model("llama")
     wanted = all_tokens(engine_answers(alone(path), prompts, 24))
@@ -267,7 +269,7 @@ def test_settings_that_several_ranks_can_not_follow_are_refused(
         shared(tiny_model("llama"), rank_group, **changes)
 
 
-def test_what_is_not_finite_is_wiped_off_every_rank(
+def test_non_finite_blocks_are_zeroed_on_every_rank(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     poison = 255
@@ -301,7 +303,9 @@ def test_pooled_states_are_the_same(
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-def test_memory_is_of_all_ranks_together(rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
+def test_the_memory_limit_is_the_total_of_all_ranks(
+    rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]
+) -> None:
     config = EngineConfig(
         dtype="float32", max_model_len=64, cache=CacheConfig(memory_bytes=1 << 20, prefix_caching=False)
     )
@@ -311,7 +315,7 @@ def test_memory_is_of_all_ranks_together(rank_group: RankGroupProcesses, tiny_mo
     assert two.stats().total_blocks == one.stats().total_blocks
 
 
-def test_the_largest_step_is_computed_by_all_ranks_together(
+def test_all_ranks_compute_the_largest_step_collectively(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """As on GPUs before the cache is made; they are in step afterwards."""
@@ -366,7 +370,7 @@ def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Cal
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_rank_that_is_killed_ends_the_engine_within_seconds_and_says_so(
+def test_a_killed_rank_ends_the_engine_within_seconds_with_an_error(
     rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """The last one: nothing can be computed by this pair any more."""

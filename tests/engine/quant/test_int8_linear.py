@@ -52,7 +52,7 @@ def test_the_product_of_quantized_rows_and_weights_is_that_of_what_they_stand_fo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_kinds_are_near_the_product_and_take_less_place(dtype: torch.dtype) -> None:
+def test_both_kinds_are_near_the_product_and_take_less_memory(dtype: torch.dtype) -> None:
     weight, bias, x = made(96, 576, 40)
     x = x.to(dtype)
     wanted = F.linear(x.double(), weight.double(), bias.double())

@@ -121,7 +121,7 @@ def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tin
     assert len(recorder.sizes) == 5
 
 
-def test_what_is_scored_or_pooled_takes_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_scored_or_pooled_rows_use_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), True)
     score = Request("score", prompt(1, 9), SamplingParams(max_tokens=0, prompt_logprobs=1))
     pool = Request("pool", prompt(1, 9), SamplingParams(max_tokens=0), pooling="mean")
@@ -134,7 +134,7 @@ def test_what_is_scored_or_pooled_takes_no_graph(recorder: Rerun, tiny_model: Ti
     assert engine.stats().steps_recorded == 4
 
 
-def test_what_has_no_graphs_says_so(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_a_device_without_graphs_raises_an_error(recorder: Rerun, tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     with pytest.raises(EngineError, match="attention 'paged-sdpa' has no fixed places for its ranges"):
         load(path, True, attention="paged-sdpa")

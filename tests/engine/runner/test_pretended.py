@@ -42,7 +42,7 @@ def load(path: Path, device: str, **changes: Any) -> Engine:
     )  # fmt: skip
 
 
-def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
+def test_the_pretended_device_refuses_the_same_calls_as_a_device() -> None:
     with pretended_cuda() as device:
         there = torch.arange(6.0, device=DEVICE).view(2, 3)
         with pytest.raises(AssertionError, match="add: tensors of the host and of the device together"):
@@ -168,7 +168,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
 
 
 @pytest.mark.slow
-def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
+def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:
         engine = load(path, "cuda", kv_dtype="fp8")

@@ -158,7 +158,7 @@ def test_given_drafts_that_pay_then_now_and_then_a_step_goes_without_to_see_what
     assert 3 <= drafted[10:].count(0) <= 400 // PROBE_INTERVAL_STEPS + 1
 
 
-def test_given_a_step_that_computes_a_prompt_then_nobody_drafts_and_its_time_is_not_counted() -> None:
+def test_given_a_step_that_computes_a_prompt_then_no_row_drafts_and_its_time_is_not_counted() -> None:
     lengths = AdaptiveLengths(4, LONGEST)
     assert not lengths.is_worthwhile(np.arange(2, dtype=np.int32), np.array([1, 300], dtype=np.int32))
     costs = StepCosts()

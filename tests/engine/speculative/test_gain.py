@@ -29,7 +29,7 @@ def test_it_is_what_stayed_less_what_the_time_would_have_brought() -> None:
     assert gain.tokens == pytest.approx(5 - 4)
 
 
-def test_guesses_that_cost_more_than_they_bring_lose_tokens() -> None:
+def test_drafts_that_cost_more_than_they_yield_lose_tokens() -> None:
     gain = Gain()
     gain.note(16, 0, 0, 0.010)
     gain.note(16, 64, 3, 0.030)
@@ -107,7 +107,7 @@ def requests(count: int) -> Sequence[Request]:
     return [Request(str(i), as_token_ids(np.arange(5) * (i + 3) % 200 + 5), params) for i in range(count)]
 
 
-def test_an_engine_says_what_its_guesses_gained(timed: Any) -> None:
+def test_an_engine_reports_the_gain_of_its_drafts(timed: Any) -> None:
     answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed().run(requests(2))}
     engine = timed()
     engine.scheduler.speculate(EveryOther(engine, answers), FixedLengths(3))
@@ -131,7 +131,7 @@ def test_an_engine_says_what_its_guesses_gained(timed: Any) -> None:
     assert stats.gained > 0
 
 
-def test_without_guesses_nothing_is_said(timed: Any) -> None:
+def test_without_drafts_no_gain_is_reported(timed: Any) -> None:
     engine = timed()
     list(engine.run(requests(2)))
     assert engine.stats().speculation.gained_per_second is None
