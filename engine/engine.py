@@ -15,7 +15,7 @@ from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
-from engine.models.load import is_encoder, load_model, wanted_cache
+from engine.models.load import config_kv_dtype, is_encoder, load_model
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
@@ -153,9 +153,9 @@ def _cache_dtype(config: EngineConfig, wanted: KVDType | None, native: bool, dev
         return config.kv_dtype
     fp8 = not native and config.attention in ("auto", "triton") and device.type == "cuda" and keeps_fp8(device)
     if (wanted == "int8" and native) or (wanted == "fp8" and fp8):
-        logger.info(f"the KV cache is {wanted}, as the model's config wants it", option="kv_dtype")
+        logger.info(f"the KV cache is {wanted}, as in the model's config", option="kv_dtype")
         return wanted
-    logger.warning("the KV cache is not quantized as the model's config wants it: no kernel here does", wanted=wanted)
+    logger.warning("the KV cache is not quantized as in the model's config: no kernel here supports it", wanted=wanted)
     return "auto"
 
 
@@ -212,7 +212,7 @@ class Engine:
         if overlapped and not isinstance(self._runner, AheadRunner):
             if config.plan_ahead:
                 raise EngineError(
-                    "plan_ahead can't be had: this engine's runner is not told of steps ahead; leave it out"
+                    "plan_ahead can't be had: this engine's runner does not accept steps ahead; leave it out"
                 )
             overlapped = False
         self._loop = StepLoop(
@@ -250,7 +250,7 @@ class Engine:
             if config.max_model_len > limit:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
-        kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None, device)
+        kv_dtype = _cache_dtype(config, config_kv_dtype(path), native is not None, device)
         draft = load_draft(config.speculation, spec, limit, load)
         head = load_eagle(config.speculation, model, limit, device)
         drafter = draft or head
@@ -307,7 +307,7 @@ class Engine:
                 raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
         loaded = load_parallel(path, config, dtype, device, rank_group)
         # As on a CPU without native kernels: shared caches have the dtype of the model.
-        _cache_dtype(config, wanted_cache(path), native=False, device=torch.device("cpu"))
+        _cache_dtype(config, config_kv_dtype(path), native=False, device=torch.device("cpu"))
         model, schedule = loaded.model, config.schedule
 
         def compute(scheduler: Scheduler) -> StepRunner:

@@ -137,7 +137,7 @@ def _from_hub() -> Found | None:
         return None
     try:
         return kernels[0].get_kernel(_HUB_KERNEL), f"kernels: {_HUB_KERNEL}"
-    except Exception as error:  # noqa: BLE001 - whatever a download may end in, another place is looked at
+    except Exception as error:  # noqa: BLE001 - after any error of a download the next package is tried
         reason = f"{type(error).__name__}: {error}"
         logger.warning("the hub gave no FlashAttention 3", kernel=_HUB_KERNEL, reason=reason)
         return None

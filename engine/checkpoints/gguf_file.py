@@ -83,7 +83,7 @@ class GGUFFile:
         self._forget(tensor)
 
     def quantized(self, name: str) -> QWeight | None:
-        """A matrix as it is stored; None: it is no matrix, or not quantized, or in a way that is not kept."""
+        """Return a matrix as stored; None: it is no matrix, not quantized, or of a form that is dequantized."""
         tensor = self.tensors[name]
         if len(tensor.shape) != 2:
             return None

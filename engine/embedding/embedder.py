@@ -96,7 +96,7 @@ class Embedder:
         except RequestRefused:
             for part in added:
                 self.engine.cancel(part)
-            self._ready += self._gather(self.engine.take_ended())  # of these nobody is told: the request isn't open
+            self._ready += self._gather(self.engine.take_ended())  # discarded: the request isn't open
             raise
         self._open[name] = _Open(len(prompts), request.dimensions)
 

@@ -157,7 +157,7 @@ def _encodes(config: Any) -> bool:
     return bool(both_ways) or fused_family(config) is None
 
 
-def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
+def config_kv_dtype(path: str | Path) -> Literal["int8", "fp8"] | None:
     """Return the KV cache dtype of a model's config; None: not specified.
 
     Raises:

@@ -79,7 +79,7 @@ def columns(weight: QWeight, first: int, end: int, name: str) -> QWeight:
     factors, so that each element stays what it was.
 
     Raises:
-        UnsupportedModel: its columns are in an order of their own, so that groups can't be told apart by place.
+        UnsupportedModel: its columns are in an order of their own, so that groups can't be separated by position.
     """
     if weight.order is not None:
         raise UnsupportedModel(

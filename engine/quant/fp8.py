@@ -64,7 +64,7 @@ class Fp8Kernel:
 
 
 def multiplies_rowwise(weight: QWeight) -> bool:
-    """Whether the weight, and what its checkpoint wants of inputs, is what the scaled product takes."""
+    """Whether the scaled product supports the weight and its checkpoint's quantization of inputs."""
     if weight.form != "fp8" or weight.activations is None or weight.activations.form != "fp8":
         return False
     plain = weight.groups == 1 and weight.low is None and weight.order is None
@@ -89,7 +89,7 @@ class GroupedFp8Kernel:
 
 
 def multiplies_groups(weight: QWeight) -> bool:
-    """Whether the kernel for groups takes the weight, and what its checkpoint wants of inputs."""
+    """Whether the kernel for groups supports the weight and its checkpoint's quantization of inputs."""
     if weight.form != "fp8" or weight.activations is None or weight.activations.form != "fp8":
         return False
     plain = isinstance(weight.scale, Tensor) and weight.low is None and weight.order is None
@@ -101,7 +101,7 @@ class Fp8Product:
 
     def __init__(self, weight: QWeight, bias: Tensor | None) -> None:
         assert weight.activations is not None
-        self._weight = weight.codes.t()  # the product wants its second operand by columns
+        self._weight = weight.codes.t()  # the product's second operand is column-major
         self._scale = weight.scale.float().reshape(1, -1).contiguous()
         self._input_scale = weight.activations.scale
         self._quantize = quantizer(weight.codes.device)

@@ -1,7 +1,7 @@
 """Four-bit weights times float inputs by humming-kernels, a library that compiles its products for the device.
 
 Its codes lie as ours do (the first column in the lowest bits), so that a weight is handed over as it is. Its factors
-are kept in the inputs' dtype, and zeros as whole numbers: other weights stay with our own kernel.
+are stored in the inputs' dtype, and zeros as whole numbers: other weights use the Triton kernel.
 Not tried on a GPU by us yet: the layout is tested against compressed-tensors' packing, which is the same.
 """
 

@@ -60,7 +60,7 @@ class NotingBuilder(TorchBuilder):
 
 
 def run_over(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
-    """Compute each sequence by itself; all that is wanted of it is what its layers note."""
+    """Compute each sequence separately, only for its layers' records of inputs."""
     for ids in sequences:
         run_together(model, [ids])
 

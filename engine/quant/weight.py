@@ -51,7 +51,7 @@ Factors = Tensor | TwoLevel
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How a checkpoint wants the inputs of a product quantized.
+    """A checkpoint's quantization of a product's inputs.
 
     Attributes:
         form: to what.
@@ -241,7 +241,7 @@ def _low(weight: QWeight) -> Factors:
 
 
 def _stacked(parts: Sequence[Factors]) -> Factors:
-    """One above the other; in float32 where they are kept unlike each other."""
+    """Stack them; in float32 where their dtypes differ."""
     if all(isinstance(part, TwoLevel) for part in parts):
         levels = [part for part in parts if isinstance(part, TwoLevel)]
         if len({(part.per, part.codes.dtype) for part in levels}) == 1:

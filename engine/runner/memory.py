@@ -30,7 +30,7 @@ def available_bytes(device: torch.device) -> int:
         return int(free)
     available = _meminfo("MemAvailable")
     if available is None:
-        raise EngineError("can't tell how much memory is free on this system; set the cache's memory_bytes")
+        raise EngineError("the free memory of this system is unknown; set the cache's memory_bytes")
     limit, used = _control_group("memory.max"), _control_group("memory.current")
     if limit is None or used is None:
         return available

@@ -20,7 +20,7 @@ class GroupWork:
     Attributes:
         read_tokens: cached tokens that the step's queries see, those in shared blocks counted once.
         pairs: (query, key) pairs, the step's own tokens as keys included.
-        logits_pairs: of them, those of positions whose logits are wanted.
+        logits_pairs: of them, those of positions whose logits are needed.
     """
 
     read_tokens: int

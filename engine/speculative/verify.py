@@ -40,7 +40,7 @@ NO_DRAFT_ID = -2
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Rows that are sampled with drafts (S rows), each in 1 + drafts lines of the step's wanted positions.
+    """Rows that are sampled with drafts (S rows), each in 1 + drafts lines of the step's positions with logits.
 
     Attributes:
         rows: int32 [S].

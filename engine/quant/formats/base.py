@@ -49,7 +49,7 @@ class Format(Protocol):
 
     @property
     def markers(self) -> Sequence[str]:
-        """Endings of tensors that tell a quantized module: it has one of them."""
+        """Suffixes of tensors that identify a quantized module: it has one of them."""
         ...
 
     @property

@@ -41,7 +41,7 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
     if full is None:
         raise UnsupportedModel(
             "a draft model or head needs the blocks of whole sequences, but all layers of the model have sliding "
-            "windows; guess with n-grams instead"
+            "windows; draft with n-grams instead"
         )
     windows = sorted(set(spec.windows), key=lambda window: (window is not None, window or 0))
     own = tuple(

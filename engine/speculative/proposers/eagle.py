@@ -60,7 +60,7 @@ def load_eagle(
     if not isinstance(model, LayeredModel):
         raise UnsupportedModel(
             f"an EAGLE-3 head reads states between the layers, which transformers' code for "
-            f"{model.spec.architecture} does not show here; guess with n-grams instead"
+            f"{model.spec.architecture} does not return here; draft with n-grams instead"
         )
     embedding, spec = model.embedding, model.spec
     return load_head(
