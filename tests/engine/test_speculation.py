@@ -106,12 +106,12 @@ class Replay:
         self._answers = answers
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        return [Draft(self._guess(request), "replay") for request in requests]
+        return [Draft(self._draft_tokens(request), "replay") for request in requests]
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         pass
 
-    def _guess(self, request: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _draft_tokens(self, request: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
         choice = self._answers[request.request.request_id].choices[request.choice]
         done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]

@@ -11,9 +11,9 @@ from engine.request import FinishReason, Request, SamplingParams
 from tests.engine.scheduler.scheduler_harness import Harness
 
 
-def harness(blocks: int, guessing: int, *, block_size: int = 4, rows: int = 4, budget: int = 64) -> Harness:
+def harness(blocks: int, max_drafts: int, *, block_size: int = 4, rows: int = 4, budget: int = 64) -> Harness:
     groups = (CacheGroup((0,), None, blocks + 1),)
-    return Harness(ScheduleConfig(rows, budget), groups, block_size=block_size, guessing=guessing)
+    return Harness(ScheduleConfig(rows, budget), groups, block_size=block_size, max_drafts=max_drafts)
 
 
 def requests(count: int, max_tokens: int = 24) -> list[Request]:

@@ -56,12 +56,14 @@ class EveryOther:
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self.asked += 1
-        return [Draft(self._guess(request) if self.asked % 2 else as_token_ids([]), "oracle") for request in requests]
+        return [
+            Draft(self._draft_tokens(request) if self.asked % 2 else as_token_ids([]), "oracle") for request in requests
+        ]
 
     def learn(self, request: Request, token_ids: Any) -> None:
         pass
 
-    def _guess(self, request: DraftRequest) -> Any:
+    def _draft_tokens(self, request: DraftRequest) -> Any:
         answer = self._answers[request.request.request_id]
         done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         guess = [*answer[done : done + 2], 0, 0, 0][:3]
@@ -140,7 +142,7 @@ def test_without_drafts_no_gain_is_reported(timed: Any) -> None:
 class AllWrong(EveryOther):
     """Guesses tokens of which none is right."""
 
-    def _guess(self, request: DraftRequest) -> Any:
+    def _draft_tokens(self, request: DraftRequest) -> Any:
         answer = self._answers[request.request.request_id]
         done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: request.max_drafts]
