@@ -117,7 +117,7 @@ class Fp8Product:
 
 
 def quantizer(device: torch.device) -> Callable[[Tensor, float | None], tuple[Tensor, Tensor]]:
-    """What quantizes rows on a device: in one launch on a GPU that has Triton, else by torch's operators."""
+    """Return the function that quantizes rows on a device: one launch on a GPU with Triton, else torch's operators."""
     if device.type != "cuda" or find_spec("triton") is None:
         return quantize_rows_fp8
     from engine.triton_kernels.fp8 import quantize_rows  # noqa: PLC0415 - comes with CUDA's torch

@@ -1,4 +1,4 @@
-"""int8 weights with torch's operators, for where the native kernels don't serve. Any model, nothing but its weights.
+"""int8 weights with torch's operators, where the native kernels are not used. It needs only the model's weights.
 
 One scale an output column, symmetric, to nearest. W8A8 quantizes each row of the input likewise, as it comes; its
 products are whole numbers, so a row's result does not depend on the rest of the batch.
@@ -38,10 +38,10 @@ def multiplies_exactly() -> bool:
 
 
 _ROWS_ON_CUDA = 17
-"""Of a product there, at least."""
+"""Minimum rows of a product on a CUDA device."""
 
 _ALIGNMENT_ON_CUDA = 8
-"""Columns and outputs of a product there come in multiples of it."""
+"""Columns and outputs of a product on a CUDA device are multiples of it."""
 
 _INT8_SINCE = (7, 5)
 """Compute capability from which there are matrix units for int8 (Turing)."""

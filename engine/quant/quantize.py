@@ -1,4 +1,4 @@
-"""Makes a quantized checkpoint of a model: one tensor at a time, so that memory holds one and a file's worth."""
+"""Writes a quantized checkpoint of a model: one tensor at a time, so that memory holds one and a file's worth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Round-to-nearest: a dense weight becomes a `QWeight` with nothing but itself.
+"""Round-to-nearest: quantizes a dense weight to a `QWeight` without calibration data.
 
 Ranges, zeros and rounding are compressed-tensors' (`calculate_qparams`, `quantize`), in float32: a symmetric range of
 b bits is cut into 2^b - 1 steps, so its scale is the largest over 2^(b-1) - 1/2, and zero is always a code.
@@ -47,7 +47,7 @@ AT_LOAD = {
     "int4": Rounding("int4", group=32, symmetric=False, whole_zero=False, scale_dtype=torch.float16),
     "fp8": Rounding("fp8"),
 }
-"""What these values of `quantize` mean for weights: they are rounded when they are loaded."""
+"""Rounding of weights at load, by values of `quantize`."""
 
 
 def at_load(quantize: str, device: torch.device) -> Rounding:
@@ -101,7 +101,7 @@ def integer_grid(columns: Tensor, rounding: Rounding, share: float = 1.0) -> tup
 
 
 def on_grid(values: Tensor, scale: Tensor, zero: Tensor | None, rounding: Rounding) -> Tensor:
-    """The nearest codes, float32 from -2^(bits - 1); a value is about scale * (code - zero)."""
+    """Return the nearest codes, float32 from -2^(bits - 1); a value is about scale * (code - zero)."""
     codes = values / scale.float()
     if zero is not None:
         codes += zero
@@ -137,8 +137,8 @@ def _between(columns: Tensor, k: int, rounding: Rounding) -> QWeight:
 
 
 def _usable(scale: Tensor, rounding: Rounding) -> Tensor:
-    """As it is stored, and never zero: what is all zeros is so with any scale. In float32, where the wanted dtype lacks
-    the range (float16)."""
+    """Return the scale as stored, never zero: a group of zeros is exact with any scale. In float32, where the dtype
+    lacks the range (float16)."""
     dtype = rounding.scale_dtype
     stored, eps = scale.to(dtype), torch.finfo(dtype).eps
     if bool(((stored.float() - scale).abs() > scale * eps).any() | (stored.isinf() & scale.isfinite()).any()):

@@ -1,4 +1,4 @@
-"""From a checkpoint's `quantization_config` to the reader of its format."""
+"""Selects the reader of a checkpoint's format by its `quantization_config`."""
 
 from __future__ import annotations
 
