@@ -1,8 +1,7 @@
-"""What an engine would do with requests, step by step, without computing anything: the real scheduler plans, over the
-real prefix cache, and is told tokens that mean nothing.
+"""Dry run of an engine: the real scheduler plans steps over the real prefix cache; tokens are placeholders.
 
-So chunks, prefix hits, admission and preemption are not modelled but happen; only what a model would say is made up,
-and with it where an answer ends: after as many tokens as it was expected to have, unless it ignores end tokens.
+So chunks, prefix hits, admission and preemption are real and not modelled. Only the model's output is synthetic, and
+with it the length of answers: the expected number of tokens, unless the request ignores end tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ NEVER = np.iinfo(np.int32).max
 
 
 class StepWork(NamedTuple):
-    """What a step has to do, as far as its time depends on it.
+    """The work of a step, as far as its time depends on it.
 
     Attributes:
-        tokens: positions computed.  logits: of them, those whose logits are wanted.
-        reads: keys that rows which compute one token see, those in shared blocks counted once; mean over the layers.
-        pairs: of a token computed and one that it looks at, of all rows; mean over the layers.
+        tokens: positions computed.  logits: of them, those whose logits are needed.
+        reads: keys read by rows that compute one token, those in shared blocks counted once; mean over the layers.
+        pairs: (query, key) pairs of all rows; mean over the layers.
         waiting: sequences that had no row.
     """
 
@@ -41,7 +40,7 @@ class StepWork(NamedTuple):
 
 
 class DryRun:
-    """An engine's scheduler, fed like the engine.
+    """An engine's scheduler without a model, with the engine's interface for requests.
 
     Attributes:
         prompt_tokens: of all requests that have ended.  cached_tokens: of them, taken from the prefix cache when the
@@ -78,8 +77,8 @@ class DryRun:
             self._lengths[request.request_id] = request.expected_tokens
 
     def step(self) -> tuple[StepWork, list[str]] | None:
-        """Plan a step and take it for computed: what it had to do, and which requests ended with it. None: there is
-        nothing to do."""
+        """Plan a step and count it as computed: returns its work, and the requests that ended with it. None: no step
+        can be planned."""
         plan = self.scheduler.schedule(0.0)
         if plan is None:
             return None
@@ -89,7 +88,7 @@ class DryRun:
             self._ends_at[new.row] = NEVER if length is None else len(new.request.prompt_token_ids) + length
         work = self._work(plan)
         self._steps += 1
-        # Tokens differ from row to row and from step to step, so that no answer is taken for another's prefix.
+        # Tokens differ from row to row and from step to step, so that no answer equals another's prefix.
         made = (plan.rows.astype(np.int64) * 7919 + self._steps * 31) % self._end_token
         tokens = np.where(rows.num_known[plan.rows] + 1 >= self._ends_at[plan.rows], self._end_token, made)
         tokens = np.where(plan.samples, tokens, NO_TOKEN).astype(np.int32)
@@ -110,7 +109,7 @@ class DryRun:
         return StepWork(plan.num_tokens, int(plan.num_logits.sum()), reads, pairs, self.scheduler.num_waiting)
 
     def _end(self, sequence: FinishedSequence) -> str | None:
-        """Count a sequence that has ended; its request's id, if it was the last one of it."""
+        """Count a sequence that has ended; returns its request's id if it was the request's last one."""
         request = sequence.request
         self.generated_tokens += sequence.generated_tokens
         if sequence.choice == 0:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import AttentionBackend, KVLayout, keeps_fp8, make_backend, say_choice
+from engine.attention import AttentionBackend, KVLayout, keeps_fp8, log_choice, make_backend
 from engine.config import EngineConfig, KVDType, SpeculationConfig
 from engine.errors import EngineError, RequestRefused, UnsupportedModel
 from engine.logs import get_logger
 from engine.models.base import CausalModel, ModelSpec, WeighedModel
-from engine.models.load import is_encoder, load_model, wanted_cache
+from engine.models.load import config_kv_dtype, is_encoder, load_model
 from engine.models.loader import DecoderBuilder, TorchBuilder
 from engine.models.native import NativeBuilder
 from engine.native.choice import native_library
@@ -28,10 +28,10 @@ from engine.plan import CacheGroup, RowState
 from engine.quant.linear import fast_at_load
 from engine.quant.rtn import AT_LOAD
 from engine.request import Completion, PartialChoice, Request
-from engine.runner.async_loop import StepLoop, health_of
+from engine.runner.async_loop import StepLoop, make_health_check
 from engine.runner.collect import CompletionCollector
-from engine.runner.device_memory import cache_budget, give_back, measure
-from engine.runner.graphs import graphs_of
+from engine.runner.device_memory import cache_budget, make_memory_release, measure
+from engine.runner.graphs import make_graphs
 from engine.runner.memory import plan_cache
 from engine.runner.null_runner import NullRunner
 from engine.runner.runner import AheadRunner, ModelRunner, StateReader, StepRunner
@@ -42,7 +42,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import FinishedSequence
 from engine.scheduler.slo_control import PaceStats
 from engine.speculative.base import Proposer
-from engine.speculative.draft_lengths import lengths_of, longest_of
+from engine.speculative.draft_lengths import make_draft_lengths, resolve_max_drafts
 from engine.speculative.proposers.draft_model import DraftProposerState, load_draft
 from engine.speculative.proposers.eagle import HeadProposerState, load_eagle
 from engine.speculative.proposers.ngram import NgramProposer
@@ -59,17 +59,17 @@ class EngineStats:
     Attributes:
         computed: positions computed.  prompt: of them, those of prompts.  recomputed: of them, those computed before,
             ahead of a preemption.
-        cached: known positions taken from the prefix cache instead.  queried: of those that were looked up there, all.
+        cached: known positions taken from the prefix cache instead.  queried: all positions looked up there.
         generated: sampled tokens, end tokens included.
-        steps: steps run.  step_rows: rows in them, together.  step_times: time inside each of them.
-        preemptions: sequences put back.  running, waiting: sequences now.
+        steps: steps run.  step_rows: sum of their rows.  step_times: duration of each of them.
+        preemptions: preempted sequences.  running, waiting: sequences now.
         free_blocks, total_blocks: of all pools.
-        speculation: drafts and what became of them.
-        pace: how requests of class 0 fare; None: nothing is promised to them.
-        steps_ahead: steps planned before the results of the one before were there.  steps_awaited: those whose results
-            had to be there first, where steps are planned ahead.
-        steps_recorded: steps that took a graph.
-        steps_out_of_memory: steps that the device had no room for; their sequences were computed again.
+        speculation: counts of drafts and accepted drafts.
+        pace: SLO statistics of class 0; None: it has no SLO.
+        steps_ahead: steps planned before the results of the step before.  steps_awaited: steps whose results were
+            needed before the next one could be planned, where steps are planned ahead.
+        steps_recorded: steps that replayed a graph.
+        steps_out_of_memory: steps that ran out of device memory; their sequences were computed again.
     """
 
     computed: int
@@ -95,27 +95,27 @@ class EngineStats:
 
     @property
     def step_seconds(self) -> float:
-        """Time inside steps."""
+        """Sum of the steps' durations."""
         return self.step_times.seconds
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device to run on; "auto" is a CUDA device where there is one, else the CPU.
+    """Return the device to run on; "auto" is a CUDA device where there is one, else the CPU.
 
     Raises:
         EngineError: the device is not there, or not supported.
     """
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
         raise EngineError("device 'cuda' is not there: torch sees no CUDA device (or was built without CUDA); use cpu")
     if name not in ("auto", "cpu", "cuda"):
         raise EngineError(f"device {name!r} is not supported; use cpu or cuda")
-    return torch.device("cuda", torch.cuda.current_device()) if there and name != "cpu" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU and
-    float16 on a CUDA device."""
+    """Return the dtype to compute in; "auto" is bfloat16 where the device multiplies it natively, else float32 on a CPU
+    and float16 on a CUDA device."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
@@ -126,8 +126,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_model_dtype(path: str | Path, name: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute the model at `path` in; "auto" is float32 for an encoder, else as `resolve_dtype`. Vectors
-    are compared with others, perhaps with those of other programs, and encoders are small.
+    """Return the dtype to compute the model at `path` in; "auto" is float32 for an encoder, else as `resolve_dtype`.
+    Vectors are compared with others, perhaps with those of other programs, and encoders are small.
 
     Raises:
         ModelNotFound, UnsupportedModel: as `is_encoder`.
@@ -138,7 +138,8 @@ def resolve_model_dtype(path: str | Path, name: str, device: torch.device) -> to
 def decoder_builder(
     config: EngineConfig, native: NativeLibrary | None, dtype: torch.dtype, device: torch.device
 ) -> DecoderBuilder:
-    """What makes the decoder's parts: for the native kernels where they serve, of torch's operators elsewhere."""
+    """Return the builder of the decoder's parts: for the native kernels where they are used, else of torch's
+    operators."""
     if native is None:
         if config.quantize in AT_LOAD and not fast_at_load(config.quantize, device):
             logger.warning("weights are dequantized at each product, which is slow", quantize=config.quantize)
@@ -147,14 +148,14 @@ def decoder_builder(
 
 
 def _cache_dtype(config: EngineConfig, wanted: KVDType | None, native: bool, device: torch.device) -> KVDType:
-    """Of the KV cache: as the settings say, else as the checkpoint wants it (`wanted`), where that can be had."""
+    """Return the KV cache's dtype: the settings' one, else the checkpoint's (`wanted`), where a kernel supports it."""
     if config.kv_dtype != "auto" or wanted is None:
         return config.kv_dtype
     fp8 = not native and config.attention in ("auto", "triton") and device.type == "cuda" and keeps_fp8(device)
     if (wanted == "int8" and native) or (wanted == "fp8" and fp8):
-        logger.info(f"the KV cache is {wanted}, as the model's config wants it", option="kv_dtype")
+        logger.info(f"the KV cache is {wanted}, as in the model's config", option="kv_dtype")
         return wanted
-    logger.warning("the KV cache is not quantized as the model's config wants it: no kernel here does", wanted=wanted)
+    logger.warning("the KV cache is not quantized as in the model's config: no kernel here supports it", wanted=wanted)
     return "auto"
 
 
@@ -177,9 +178,9 @@ class Engine:
         weight_bytes: Mapping[str, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`attention_name`: of the backend that serves, with the instruction set of native kernels. `make_proposer`:
-        makes what guesses tokens, where the settings want that and n-grams are not meant. `weight_bytes`: that the
-        weights take, by their form, where the model can say so. `device`: that computes the steps; None: the CPU."""
+        """`attention_name`: of the backend in use, with the instruction set of native kernels. `make_proposer`: creates
+        the proposer, where the settings enable one other than n-grams. `weight_bytes`: of the weights, by their form,
+        where the model reports them. `device`: that computes the steps; None: the CPU."""
         self.config = config
         self.spec = spec
         self.max_model_len = max_model_len
@@ -197,13 +198,13 @@ class Engine:
         )
         self._runner = make_runner(self.scheduler)
         if config.speculation.method != "off":
-            lengths = lengths_of(config.speculation, config.schedule.max_num_seqs)
+            lengths = make_draft_lengths(config.speculation, config.schedule.max_num_seqs)
             proposer = (make_proposer or NgramProposer)(self.scheduler.rows)
             budget = TrialBudget() if config.speculation.method == "auto" else None
             self.scheduler.speculate(proposer, lengths, budget)
             if isinstance(proposer, StateReader):
                 assert isinstance(self._runner, ModelRunner), "only a model's runner has states to show"
-                self._runner.show(proposer)
+                self._runner.set_reader(proposer)
         self._collector = CompletionCollector()
         self._ready: list[Completion] = []
         device = device or torch.device("cpu")
@@ -211,22 +212,22 @@ class Engine:
         if overlapped and not isinstance(self._runner, AheadRunner):
             if config.plan_ahead:
                 raise EngineError(
-                    "plan_ahead can't be had: this engine's runner is not told of steps ahead; leave it out"
+                    "plan_ahead can't be had: this engine's runner does not accept steps ahead; leave it out"
                 )
             overlapped = False
         self._loop = StepLoop(
-            self.scheduler, self._collector, clock, overlapped=overlapped, recover=give_back(device),
-            trouble=health_of(device),
+            self.scheduler, self._collector, clock, overlapped=overlapped, recover=make_memory_release(device),
+            check_health=make_health_check(device),
         )  # fmt: skip
 
     @classmethod
     def load(
-        cls, path: str | Path, config: EngineConfig | None = None, team: RankGroupProcesses | None = None
+        cls, path: str | Path, config: EngineConfig | None = None, rank_group: RankGroupProcesses | None = None
     ) -> Engine:
         """Load a model (a Hugging Face folder with safetensors, or a GGUF file) and make an engine for it.
 
         Args:
-            team: ranks that run already, for a model that several share; None: they are started where they are needed.
+            rank_group: running ranks, for a model that several share; None: they are started where they are needed.
 
         Raises:
             ModelNotFound, UnsupportedModel, CorruptWeights: the model can't be used; the message names why.
@@ -237,28 +238,28 @@ class Engine:
             torch.set_num_threads(config.threads)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if team is not None or config.tensor_parallel != 1:
-            return cls._load_shared(path, config, dtype, device, team)
+        if rank_group is not None or config.tensor_parallel != 1:
+            return cls._load_shared(path, config, dtype, device, rank_group)
         native = native_library(config, dtype, device)
         builder = decoder_builder(config, native, dtype, device)
-        loads = partial(load_model, dtype=dtype, device=device, builder=builder)
-        model = loads(path, max_positions=config.max_model_len)
+        load = partial(load_model, dtype=dtype, device=device, builder=builder)
+        model = load(path, max_positions=config.max_model_len)
         spec = model.spec
         limit = spec.max_position
         if config.max_model_len is not None:
             if config.max_model_len > limit:
                 raise UnsupportedModel(f"max_model_len {config.max_model_len} is beyond the model's context of {limit}")
             limit = config.max_model_len
-        kv_dtype = _cache_dtype(config, wanted_cache(path), native is not None, device)
-        draft = load_draft(config.speculation, spec, limit, loads)
+        kv_dtype = _cache_dtype(config, config_kv_dtype(path), native is not None, device)
+        draft = load_draft(config.speculation, spec, limit, load)
         head = load_eagle(config.speculation, model, limit, device)
-        guesses = draft or head
+        drafter = draft or head
         cache = config.cache
         if device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
             use = measure(model, config.schedule, device)
             cache = replace(cache, memory_bytes=cache_budget(use, cache.gpu_memory_utilization))
         groups = plan_cache(
-            spec, cache, config.schedule, limit, device, kv_dtype, None if guesses is None else guesses.spec
+            spec, cache, config.schedule, limit, device, kv_dtype, None if drafter is None else drafter.spec
         )
         kv_kind = ElementKind.I8 if kv_dtype == "int8" else None
 
@@ -269,20 +270,20 @@ class Engine:
             return ModelRunner(model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device)
 
         def compute_recorded(rows: RowState) -> StepRunner:
-            graphs = graphs_of(config, model, attention, rows.block_tables[0].shape[1], device)
+            graphs = make_graphs(config, model, attention, rows.block_tables[0].shape[1], device)
             return ModelRunner(
                 model, attention, rows, max_num_seqs=config.schedule.max_num_seqs, device=device, graphs=graphs
             )
 
         block_size = config.cache.block_size
         attention = attend(KVLayout(groups, block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads))
-        say_choice(attention, device)
+        log_choice(attention, device)
         make_proposer: Callable[[RowState], Proposer] | None = None
         if draft is not None:
-            beside = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
-            make_proposer = partial(beside.proposer, attend=attend, compute=compute)
+            draft_state = DraftProposerState(draft, groups, block_size, config.schedule.max_num_batched_tokens)
+            make_proposer = partial(draft_state.proposer, attend=attend, compute=compute)
         elif head is not None:
-            eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, longest_of(config.speculation))
+            eagle = HeadProposerState(head, groups, block_size, spec.vocab_size, resolve_max_drafts(config.speculation))
             make_proposer = partial(eagle.proposer, attend=attend)
         name = attention.name if native is None else f"{attention.name} ({native.name})"
         return cls(
@@ -298,24 +299,24 @@ class Engine:
         config: EngineConfig,
         dtype: torch.dtype,
         device: torch.device,
-        team: RankGroupProcesses | None,
+        rank_group: RankGroupProcesses | None,
     ) -> Engine:
-        """As `load`, of a model that several devices share."""
+        """Load a model that several devices share, as `load`."""
         for wanted in ("plan_ahead", "cuda_graphs"):
             if getattr(config, wanted):
                 raise EngineError(f"{wanted} can't be had with tensor_parallel yet; leave it out")
-        loaded = load_parallel(path, config, dtype, device, team)
-        # As on a CPU without native kernels: shared caches keep the dtype of the model.
-        _cache_dtype(config, wanted_cache(path), native=False, device=torch.device("cpu"))
+        loaded = load_parallel(path, config, dtype, device, rank_group)
+        # As on a CPU without native kernels: shared caches have the dtype of the model.
+        _cache_dtype(config, config_kv_dtype(path), native=False, device=torch.device("cpu"))
         model, schedule = loaded.model, config.schedule
 
         def compute(scheduler: Scheduler) -> StepRunner:
             runner = ModelRunner(
                 model, loaded.attention, scheduler.rows, max_num_seqs=schedule.max_num_seqs, device=loaded.device
             )
-            return LeaderRunner(runner, loaded.team)
+            return LeaderRunner(runner, loaded.rank_group)
 
-        # No device is named: ranks compute each step when it is told to them, and none is tried again.
+        # No device is passed: ranks compute each step when they receive it, and no step is retried.
         return cls(config, model.spec, loaded.groups, loaded.limit, compute, attention_name=loaded.attention.name)
 
     @classmethod
@@ -327,8 +328,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         make_runner: Callable[[RowState, int], StepRunner] = NullRunner,
     ) -> Engine:
-        """An engine whose steps cost nothing: to measure and simulate all that is around a model. `make_runner` gets
-        the rows' state and the size of the vocabulary. Nothing is guessed: where no step costs anything, guesses save
+        """Make an engine whose steps cost nothing, to measure and simulate everything around a model. `make_runner`
+        gets the rows' state and the size of the vocabulary. Speculation is off: where steps cost nothing, drafts save
         nothing."""
         config = replace(config, speculation=SpeculationConfig())
         groups = (CacheGroup(tuple(range(spec.num_layers)), None, num_blocks),)
@@ -340,7 +341,8 @@ class Engine:
 
         Raises:
             ContextLengthExceeded: prompt + max_tokens never fit.
-            RequestRefused: the id is in use, the prompt is empty, or it or logit_bias leaves the vocabulary.
+            RequestRefused: the id is in use, the prompt is empty, or a token of it or of logit_bias is outside the
+                vocabulary.
         """
         vocab_size = self.spec.vocab_size
         ids = request.prompt_token_ids
@@ -351,26 +353,26 @@ class Engine:
             if ((begun.token_ids < 0) | (begun.token_ids >= vocab_size)).any():
                 raise RequestRefused(f"partial choice {begun.index} leaves the vocabulary of {vocab_size}")
         check_params(request.params, vocab_size)
-        self._ready = self._end([])  # the id may be that of a request that was cancelled a moment ago
+        self._ready = self._end([])  # frees the ids of cancelled requests
         self.scheduler.add(request, self.clock())
         self._collector.resume(request)
 
     def settle(self, *, more_to_come: bool) -> None:
-        """Say whether more requests may be added. If none will, the engine sees the end of the run, and starts answers
-        that would outlast it before their turn."""
+        """Set whether more requests may be added. If none will, the engine predicts the end of the run, and starts
+        answers that would outlast it early."""
         self.scheduler.settle(more_to_come=more_to_come)
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
-        """End a request, or one choice of it, with reason "cancelled". Its completion comes with the next `step`, or
-        when its other choices have ended. False: there is nothing to end."""
+        """End a request, or one choice of it, with reason "cancelled". The next `step` returns its completion, or a
+        later one, when its other choices have ended. False: there is no such unfinished request or choice."""
         return self.scheduler.cancel(request_id, choice)
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
-        """What an unfinished request has so far, to be logged, or to go on from (`Request.partial`).
+        """Return the choices of an unfinished request so far, to log them or to resume from them (`Request.partial`).
 
         Args:
-            given: choice -> tokens of it that the caller has already; only those behind them come (and their
-                log-probabilities). Choices that have nothing new and have not ended are left out.
+            given: choice -> number of its tokens that the caller has already; only later ones are returned (and their
+                log-probabilities). Unfinished choices without new tokens are left out.
         """
         given = given or {}
         found = []
@@ -406,24 +408,24 @@ class Engine:
         return self.scheduler.num_running
 
     def step(self) -> list[Completion]:
-        """Compute one step; the requests that ended with it, failed and cancelled ones included.
+        """Compute one step and return the requests that ended with it, failed and cancelled ones included.
 
         Raises:
-            EngineError: the step could not be computed. The rows of the step have ended with reason "error" and
-                come with the next call; the engine can go on.
-            EngineLost: it can't.
+            EngineError: the step could not be computed. The rows of the step have ended with reason "error" and the
+                next call returns them; the engine is still usable.
+            EngineLost: the engine is not usable any more.
         """
         return self._end(self._loop.step(self._runner))
 
     def take_ended(self) -> list[Completion]:
-        """Requests that ended outside a step that worked: with one that failed, or cancelled. Else they come with the
-        next `step`."""
+        """Take the requests that ended outside a successful step: with a failed one, or cancelled. Otherwise the next
+        `step` returns them."""
         return self._end([])
 
     def _end(self, finished: list[FinishedSequence]) -> list[Completion]:
-        """Completions that these, with what ended outside steps, bring about."""
+        """Collect the completions of these sequences and of those that ended outside steps."""
         ready, self._ready = self._ready, []
-        ended = [*self._loop.take_kept(), *self.scheduler.take_finished(), *finished]
+        ended = [*self._loop.take_pending(), *self.scheduler.take_finished(), *finished]
         return ready + self._collector.finish(ended, self.clock())
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -462,5 +464,5 @@ class Engine:
         )
 
     def classes(self) -> tuple[ClassStats, ...]:
-        """How each class of requests fares, the most urgent first."""
+        """Latency statistics of each class of requests, the most urgent first."""
         return self.scheduler.classes

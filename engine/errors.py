@@ -1,6 +1,6 @@
-"""What can go wrong in the engine, as a small tree.
+"""The engine's exceptions.
 
-Asserts elsewhere in this package guard our own invariants; what a caller can cause is one of these.
+Asserts elsewhere in this package guard internal invariants; errors that a caller can cause are one of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class EngineError(Exception):
 
 
 class ModelNotFound(EngineError):
-    """Raised when the path or name given for a model leads to no weights."""
+    """Raised when there are no weights at the path or name of a model."""
 
 
 class UnsupportedModel(EngineError):
@@ -23,7 +23,7 @@ class CorruptWeights(EngineError):
 
 
 class RequestRefused(EngineError):
-    """Raised by `Engine.add` when a request can never run; nothing of it is kept."""
+    """Raised by `Engine.add` when a request can never run; the engine stores nothing of it."""
 
 
 class ContextLengthExceeded(RequestRefused):
@@ -44,8 +44,8 @@ class ContextLengthExceeded(RequestRefused):
 
 
 class EngineLost(EngineError):
-    """Raised when a part of the engine is gone for good, such as a rank's process: no step will ever work again. Nobody
-    should go on with it, or blame the requests."""
+    """Raised when a part of the engine is gone for good, such as a rank's process: no step will ever work again. The
+    caller must discard the engine; the requests are not the cause."""
 
 
 class OutOfMemory(EngineError):

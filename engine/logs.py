@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Logger(Protocol):
-    """What the engine asks of a logger: one event a line, and values by name."""
+    """The logger interface of the engine: one event a line, and values by name."""
 
     def info(self, event: str, **values: object) -> object: ...
 
@@ -22,7 +22,7 @@ class Logger(Protocol):
 
 
 class PlainLogger:
-    """Says an event and its values on one line (`event key=value …`) to the standard library's logger."""
+    """Logs an event and its values on one line (`event key=value …`) with the standard library's logger."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -38,7 +38,7 @@ class PlainLogger:
 
 
 def get_logger(name: str) -> Logger:
-    """The logger of a module."""
+    """Return the logger of a module."""
     if find_spec("structlog") is None:
         return PlainLogger(name)
     logger: Logger = import_module("structlog").get_logger(name)
@@ -50,7 +50,7 @@ def _line(event: str, values: dict[str, object]) -> str:
 
 
 def only_errors() -> None:
-    """Leave out whatever is less than an error, in all of this process."""
+    """Log errors only, in all of this process."""
     if find_spec("structlog") is None:
         logging.getLogger("engine").setLevel(logging.ERROR)
         return

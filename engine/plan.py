@@ -1,7 +1,7 @@
-"""What one step computes: the sentence the scheduler says to the runner.
+"""The step plan: the interface between scheduler and runner.
 
-Everything is row-indexed. A row is a slot of the running batch; `RowState` holds, for each row, what both sides
-read (its tokens and block tables), so a plan carries only the rows and ranges of this step.
+Everything is row-indexed. A row is a slot of the running batch; `RowState` holds, for each row, its tokens and block
+tables, which both sides read, so a plan contains only the rows and ranges of this step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowState:
     Attributes (R = max_num_seqs rows):
         token_ids: int32 [R, max_model_len], prompt and output so far (known tokens), then drafts.
         num_known, num_computed, prompt_len: int32 [R].
-        num_drafts: int32 [R], guesses behind the known tokens that are being computed; 0 when no step is under way.
+        num_drafts: int32 [R], drafts behind the known tokens that are being computed; 0 when no step is in flight.
         block_tables: per cache group int32 [R, ceil(max_model_len / block_size)]; entry b is the block that holds
             positions b * block_size ... and `NO_BLOCK` where none is held (not yet, or behind the window).
     """
@@ -57,7 +57,7 @@ class RowState:
         self.block_tables = [np.full((max_num_seqs, width), NO_BLOCK, dtype=np.int32) for _ in range(num_groups)]
 
     def with_tables(self, block_tables: list[NDArray[np.int32]]) -> RowState:
-        """The same rows, with other block tables; what is written to one shows in the other."""
+        """Return a view of the same rows with other block tables; all other arrays are shared."""
         twin = RowState.__new__(RowState)
         for name in RowState.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -86,16 +86,16 @@ class StepPlan:
 
     Attributes (B rows in the step):
         rows: int32 [B].  starts: int32 [B], first position computed.  counts: int32 [B], positions computed.
-        num_logits: int32 [B], trailing positions of the row whose logits are wanted (0 inside a prompt, 1 where the
+        num_logits: int32 [B], trailing positions of the row whose logits are needed (0 inside a prompt, 1 where the
             next token is sampled, one more for each draft, `counts` for prompt log-probabilities).
         samples: bool [B], whether they yield the row's next token.
         num_decodes: rows with count 1 at the front.
         num_tokens: sum of counts.
         new_rows: rows whose owner changed; the runner and sampler (re)load their parameters before computing.
         zero_blocks: blocks to zero before computing (their last owner met non-finite values, and 0 * NaN = NaN).
-        drafts: int32 [B], how many of the row's last positions hold guesses instead of known tokens; None: none do.
+        drafts: int32 [B], how many of the row's last positions hold drafts instead of known tokens; None: none do.
         ahead: bool [B], rows whose last position holds the token that the step before this one samples: the host does
-            not know it yet, and the device does by then; None: there are none.
+            not have it yet, and the device has it by then; None: there are none.
     """
 
     rows: NDArray[np.int32]
@@ -113,19 +113,19 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gave, aligned with the plan's rows.
+    """The results of a step, aligned with the plan's rows.
 
     Attributes:
         token_ids: int32 [B], the sampled token (behind the accepted drafts), or `NO_TOKEN`.
         failed: bool [B], the row has no token (it is `NO_TOKEN`): for its reason below, else for non-finite values.
-        logprobs: for rows that asked: row -> for each accepted draft, then for the sampled token: (chosen float32,
-            top ids int32 [k], top float32 [k]).
-        prompt_logprobs: for rows that asked: row -> (first position, chosen float32 [c], ids [c, k], top [c, k]);
-            entry i is the log-probability of the token at `first position + i`.
-        pooled: for rows that asked and whose prompt is complete: row -> float32 [hidden].
+        logprobs: for rows that request them: row -> for each accepted draft, then for the sampled token: (chosen
+            float32, top ids int32 [k], top float32 [k]).
+        prompt_logprobs: for rows that request them: row -> (first position, chosen float32 [c], ids [c, k], top [c,
+            k]); entry i is the log-probability of the token at `first position + i`.
+        pooled: for rows that request it and whose prompt is complete: row -> float32 [hidden].
         reasons: for rows that failed by their own rules, on finite values: row -> why.
-        accepted: int32 [B], leading drafts of the row that are what would have been sampled; None: there were none.
-        tainted: rows whose rejected drafts led to non-finite values, which lie in the cache now.
+        accepted: int32 [B], leading drafts of the row that equal the sampled tokens; None: there were none.
+        tainted: rows whose rejected drafts left non-finite values in the cache.
     """
 
     token_ids: NDArray[np.int32]

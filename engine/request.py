@@ -1,7 +1,7 @@
-"""What goes into the engine and what comes out: token ids, never text.
+"""Requests and completions of the engine: token ids, never text.
 
-Text rules that need a tokenizer (stop strings, grammars) enter as small per-choice objects made by the
-factories on `Request`; the engine only calls them for the rows that carry one.
+Text rules that need a tokenizer (stop strings, grammars) are small per-choice objects that the factories of `Request`
+create; the engine only calls them for the rows that have one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class FinishReason(StrEnum):
 
 Pooling = Literal["cls", "last", "max", "mean", "mean_sqrt_len", "weightedmean"]
 """How the hidden states of a prompt become one vector, as sentence-transformers defines the modes: the first position's
-or the last one's; the largest of each number; the mean, also times the root of the length, or weighted by the place,
-counted from 1."""
+or the last one's; the largest of each number; the mean, also times the root of the length, or weighted by the
+position, counted from 1."""
 
 
 class TokenWatcher(Protocol):
-    """Looks at each sampled token of one choice and may end it (stop strings live behind this)."""
+    """Receives each sampled token of one choice and may end it (implements stop strings)."""
 
     def push(self, token_id: int) -> bool:
         """Take the next sampled token; True ends the choice with finish reason "stop"."""
@@ -42,9 +42,9 @@ class TokenWatcher(Protocol):
 
 
 class TokenMask(Protocol):
-    """Says which tokens one choice may take next (grammars live behind this).
+    """Restricts the next tokens of one choice (implements grammars).
 
-    One that has an attribute `filler`, a `MaskFiller`, is filled together with the others that have the same one.
+    A mask with an attribute `filler`, a `MaskFiller`, is filled in one call with the others that have the same one.
     """
 
     def fill(self, bitmask: NDArray[np.int32]) -> None:
@@ -52,16 +52,16 @@ class TokenMask(Protocol):
         ...
 
     def advance(self, token_id: int) -> None:
-        """Take the token that was sampled."""
+        """Advance by the sampled token."""
         ...
 
 
 class MaskFiller(Protocol):
-    """Fills the masks of a step's choices together, on several threads for example."""
+    """Fills the masks of a step's choices in one call, on several threads for example."""
 
     def fill(self, masks: Sequence[TokenMask], bitmasks: NDArray[np.int32]) -> Mapping[int, Exception]:
-        """Write what each mask allows into its line of `bitmasks` [masks, ceil(vocab / 32)], zeros until now, in one
-        piece. Returns what went wrong, by the mask's place: that choice fails, and no other."""
+        """Write the tokens that each mask allows into its row of `bitmasks` [masks, ceil(vocab / 32)], contiguous and
+        zeroed. Returns errors by the mask's index: that choice fails, and no other."""
         ...
 
 
@@ -70,11 +70,11 @@ class SamplingParams:
     """How the tokens of one request are chosen.
 
     The order of the chain is: mask, logit_bias, penalties, (greedy: argmax), temperature, top_k, top_p, min_p, draw.
-    Randomness is counter-based: the draw for a position depends on (`seed`, choice, position) alone, so batch
-    mates, chunking, preemption or another worker change nothing.
+    Randomness is counter-based: the draw for a position depends on (`seed`, choice, position) alone, so other rows of
+    the batch, chunking, preemption or another worker change nothing.
 
     Attributes:
-        max_tokens: most tokens to generate; 0 scores the prompt only.
+        max_tokens: maximum number of tokens to generate; 0 scores the prompt only.
         n: choices for one prompt.
         temperature: 0 is greedy.  top_k: 0 is off.  top_p: 1 is off.  min_p: 0 is off.
         repetition_penalty: over prompt and output, 1 is off (Keskar et al. 2019, CTRL, section 4.1).
@@ -82,8 +82,8 @@ class SamplingParams:
         logit_bias: token id -> added to its logit.
         stop_token_ids: end the choice; the stop token is not part of the output.
         ignore_eos: the model's own end tokens do not end the choice (`stop_token_ids` still do).
-        min_tokens: end tokens are masked until so many were generated.
-        logprobs: None is off; k >= 0 keeps the chosen token's log-probability and the k largest, of the
+        min_tokens: end tokens are masked until this number was generated.
+        logprobs: None is off; k >= 0 returns the chosen token's log-probability and the k largest, of the
             model's own distribution (before the chain).
         prompt_logprobs: the same for the prompt's tokens; turns prefix-cache reads off for this request.
     """
@@ -136,11 +136,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities along a run of tokens.
+    """Log-probabilities of consecutive tokens.
 
     Attributes:
-        chosen: float32 [tokens], of the token that stands there (NaN for a prompt's first token).
-        top_ids, top: int32 and float32 [tokens, k], the k likeliest, descending.
+        chosen: float32 [tokens], of the token at each position (NaN for a prompt's first token).
+        top_ids, top: int32 and float32 [tokens, k], the k most probable, descending.
     """
 
     chosen: NDArray[np.float32]
@@ -150,13 +150,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PartialChoice:
-    """What is known of a choice whose request has not ended: what `Engine.partial` gives, and `Request.partial` takes.
+    """The state of a choice whose request has not ended: returned by `Engine.partial`, accepted by `Request.partial`.
 
     Attributes:
-        index: which choice.
+        index: of the choice.
         token_ids: int32 [tokens], sampled so far, without an end token.
-        logprobs: along them, when the request asks for any.
-        finish_reason, stop_token_id: how it ended, when it has ended and only its siblings go on.
+        logprobs: of them, when the request asks for any.
+        finish_reason, stop_token_id: how it ended, when it has ended and only its siblings continue.
     """
 
     index: int
@@ -171,24 +171,25 @@ class Request:
     """One prompt to complete, score or pool.
 
     Attributes:
-        request_id: the caller's name for it, unique among unfinished requests.
+        request_id: chosen by the caller, unique among unfinished requests.
         prompt_token_ids: int32 [prompt_tokens], at least one.
         priority: the class; lower runs first and may preempt higher ones (0 interactive, 1 standard, 2 bulk).
         deadline: on the engine's clock (seconds); past it the request ends with finish reason "timeout".
-        expected_tokens: a guess of the answer's length in tokens, for admission; None: learnt from the run.
-        prefix_group: requests with the same value share a prompt prefix; answer lengths are learnt by group.
-        prefix_readers: requests that begin with that prefix and will be added after this one, as far as is known: the
-            prefix's blocks are kept for them, while there are others to give away.
-        readers_known: whoever shares more of the prompt than `prefix_readers` counts waits beside it: a planner knows
-            that. Then the memory of what only this request read is used again before any other.
-        salt: names the owner: keeps prefix-cache entries of different owners apart, and class 0 is shared out by it.
-        watcher, mask: make the per-choice watcher or mask; called with the choice's index.
+        expected_tokens: estimate of the answer's length in tokens, for admission; None: estimated from ended answers.
+        prefix_group: requests with the same value share a prompt prefix; answer lengths are estimated by group.
+        prefix_readers: announced requests that begin with that prefix and will be added after this one: other blocks
+            are evicted before the prefix's.
+        readers_known: the planner guarantees that all requests that share more of the prompt than `prefix_readers`
+            counts are in the queue already. Then blocks that only this request read are reused before any other.
+        salt: identifies the owner: separates the prefix-cache entries of different owners; the rows of class 0 are
+            shared out by it.
+        watcher, mask: factories of the per-choice watcher or mask; called with the choice's index.
         pooling: with max_tokens 0, return the prompt's hidden states, pooled.
-        pooling_skip: positions at the beginning that a mean leaves out.
-        dimensions: numbers that each vector is cut to; for an `Embedder`.
-        more_prompts: to be pooled like the first one, each by itself; only an `Embedder` takes them.
-        partial: what an interrupted computation of this very request had, by choice; it goes on from there, and gives
-            the answer that it would have given without the interruption (at float32).
+        pooling_skip: positions at the beginning that a mean excludes.
+        dimensions: size that each vector is truncated to; for an `Embedder`.
+        more_prompts: pooled like the first one, each by itself; only an `Embedder` accepts them.
+        partial: choices of an interrupted computation of this request; it continues from there, with the answer that
+            it would have had without the interruption (at float32).
     """
 
     request_id: str
@@ -211,8 +212,8 @@ class Request:
 
     @property
     def awaited(self) -> bool:
-        """Whether the host must have each of its tokens before the next one can be computed, because a mask or a
-        penalty depends on it, or wants more of each step than tokens (log-probabilities, pooled states)."""
+        """Whether the host needs each of its tokens before the next one can be computed, because a mask or a penalty
+        depends on it, or needs more of each step than tokens (log-probabilities, pooled states)."""
         params = self.params
         return (
             self.mask is not None
@@ -225,7 +226,7 @@ class Request:
 
 
 def check_request(request: Request) -> None:
-    """Refuse what no model could compute; raises `RequestRefused`."""
+    """Check a request without a model; raises `RequestRefused`."""
     prompt, max_tokens = request.prompt_token_ids, request.params.max_tokens
     if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype != np.int32:
         raise RequestRefused(
@@ -247,7 +248,7 @@ def check_request(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. `token_ids` int32 [tokens] is without the end token that closed it; `stop_token_id` is that token."""
+    """One answer. `token_ids` int32 [tokens] excludes the end token; `stop_token_id` is that token."""
 
     index: int
     token_ids: NDArray[np.int32]
@@ -258,18 +259,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one request: all its choices, in order.
+    """The result of one request: all its choices, in order.
 
     Attributes:
-        error: why it failed, when any choice ended in `ERROR`.
+        error: the failure, when any choice ended in `ERROR`.
         cached_tokens: prompt tokens taken from the prefix cache when the first choice was first admitted.
         generated_tokens: tokens sampled for all choices, end tokens included.
         pooled: float32 [hidden], when pooling was asked for.
         embeddings: float32 [prompts, size], of an `Embedder`.
         started_at, finished_at: on the engine's clock (seconds); admission and end.
-        preemptions: how often a choice was put back and recomputed.
+        preemptions: how often a choice was preempted and recomputed.
         resumed_tokens: of the generated ones, those that came with the request (`Request.partial`).
-        drafted_tokens, accepted_tokens: guesses at them, and those of the guesses that were right.
+        drafted_tokens, accepted_tokens: drafts, and accepted drafts.
     """
 
     request_id: str
@@ -290,5 +291,5 @@ class Completion:
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """Any sequence of token ids as the int32 array that `Request` wants."""
+    """Convert a sequence of token ids to the int32 array that `Request` needs."""
     return np.ascontiguousarray(ids, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""Arrays to the device and small tensors back, without making the host wait for the device's queue.
+"""Transfers arrays to the device and small tensors back, without blocking the host on the device's queue.
 
-A plain copy from or to pageable memory waits until everything that was queued before it is done, and with it the host.
-So a CUDA device's arrays travel together through one pinned buffer, and what comes back lands in pinned memory on a
-stream of its own, behind an event that the host asks for only when it needs the values.
+A plain copy from or to pageable memory waits until all earlier work in the queue is done, and the host with it. So a
+CUDA device's arrays are copied through one pinned buffer. Results are copied to pinned memory on a separate stream; the
+host waits for an event only when it needs the values.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes: where an array may begin in the buffer that carries it."""
+"""Alignment of an array in the transfer buffer, bytes."""
 
 
 class Download(Protocol):
-    """A tensor on its way to the host."""
+    """A tensor that is being copied to the host."""
 
     def numpy(self) -> NDArray[Any]:
-        """Its values; waits until they are there, and for nothing that was queued after them."""
+        """Return the values; waits for them, but not for work that was queued later."""
         ...
 
 
 class Transfer(Protocol):
-    """The way between the host and one device."""
+    """Copies data between the host and one device."""
 
     def up(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
-        """The arrays as tensors on the device. The caller leaves the arrays as they are; the tensors are its own only
-        where they are copies, so it does not write to them either."""
+        """Return the arrays as tensors on the device. The caller must not modify the arrays afterwards, nor write to
+        the tensors, which may share memory with them."""
         ...
 
     def down(self, tensor: Tensor) -> Download:
-        """Begin to bring a tensor to the host. Nobody writes to it any more."""
+        """Start copying a tensor to the host. It must not be written to any more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _HostDownload:
     """A tensor that is on the host already."""
 
     tensor: Tensor
@@ -51,17 +51,17 @@ class _Here:
 
 
 class HostTransfer:
-    """Of the CPU: nothing travels."""
+    """The transfer of a CPU: nothing is copied."""
 
     def up(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(array) for array in arrays)
 
     def down(self, tensor: Tensor) -> Download:
-        return _Here(tensor)
+        return _HostDownload(tensor)
 
 
 def pack(arrays: tuple[NDArray[Any], ...], *, pinned: bool) -> tuple[Tensor, list[int]]:
-    """The arrays' bytes in one new uint8 buffer of the host, and where each begins."""
+    """Copy the arrays' bytes into one new uint8 buffer of the host; returns it and the arrays' offsets."""
     begins, end = [], 0
     for array in arrays:
         begins.append(end)
@@ -74,7 +74,7 @@ def pack(arrays: tuple[NDArray[Any], ...], *, pinned: bool) -> tuple[Tensor, lis
 
 
 def unpack(whole: Tensor, begins: list[int], arrays: tuple[NDArray[Any], ...]) -> tuple[Tensor, ...]:
-    """What was packed, as views of the buffer's copy on a device."""
+    """Return the packed arrays as views of the buffer's copy on a device."""
     tensors = []
     for begin, array in zip(begins, arrays, strict=True):
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
@@ -83,39 +83,39 @@ def unpack(whole: Tensor, begins: list[int], arrays: tuple[NDArray[Any], ...]) -
 
 
 class PinnedTransfer:
-    """Of a CUDA device. The allocator of pinned memory gives a buffer out again only when its copy is done."""
+    """The transfer of a CUDA device. The allocator of pinned memory reuses a buffer only when its copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._downwards = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def up(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         whole, begins = pack(arrays, pinned=True)
         return unpack(whole.to(self._device, non_blocking=True), begins, arrays)
 
     def down(self, tensor: Tensor) -> Download:
-        self._downwards.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._downwards):
-            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            here.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._downwards)
-            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            landed.record(self._downwards)
-        return _Landing(here, landed)
+        self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._download_stream):
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            values.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._download_stream)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._download_stream)
+        return _PinnedDownload(values, copied)
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _PinnedDownload:
     """Pinned memory, and the event after which it holds the values."""
 
-    here: Tensor
-    landed: torch.cuda.Event
+    values: Tensor
+    copied: torch.cuda.Event
 
     def numpy(self) -> NDArray[Any]:
-        self.landed.synchronize()
-        return self.here.numpy()
+        self.copied.synchronize()
+        return self.values.numpy()
 
 
-def transfer_of(device: torch.device) -> Transfer:
-    """The way to this device."""
+def make_transfer(device: torch.device) -> Transfer:
+    """Return the transfer of a device."""
     return PinnedTransfer(device) if device.type == "cuda" else HostTransfer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.attention.base import AttentionBackend, AttentionBatch, AttentionStep, KVLayout
-from engine.attention.choice import backend_names, keeps_fp8, make_backend, say_choice
+from engine.attention.choice import backend_names, keeps_fp8, log_choice, make_backend
 
 __all__ = [
     "AttentionBackend",
@@ -13,5 +13,5 @@ __all__ = [
     "backend_names",
     "keeps_fp8",
     "make_backend",
-    "say_choice",
+    "log_choice",
 ]

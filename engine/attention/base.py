@@ -1,8 +1,8 @@
-"""The one interface of attention: mixed prompt chunks and decode tokens over a paged cache, causal, in one call.
+"""The interface of attention backends: mixed prompt chunks and decode tokens over a paged cache, causal, in one call.
 
-`prepare` turns a step's ranges into whatever a backend needs, once; `attend` then runs for every layer. Keys and
-values are stored before they are read, so tokens of the same step (a chunk, or another sequence that shares the
-block) are seen.
+`prepare` converts a step's ranges into a backend's own form, once; `attend` then runs for every layer. Keys and values
+are stored before they are read, so tokens of the same step (a chunk, or another sequence that shares the block) are
+visible.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from engine.plan import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A step as attention sees it (B sequences, T tokens; single-token sequences come first).
+    """The attention input of a step (B sequences, T tokens; single-token sequences come first).
 
     Attributes:
         starts, counts: int32 [B]; a sequence's queries are at positions start ... start + count - 1, and its keys
             reach from 0 (or the window's edge) to start + count - 1.
         num_decodes: sequences with count 1 at the front.
         block_tables: per cache group int32 [B, max_blocks].
-        slot_mapping: per cache group int64 [T], block * block_size + offset where each token's key goes.
-        wanted: int32 [W], ascending: the tokens whose hidden states after the last layer are wanted; a model may leave
+        slot_mapping: per cache group int64 [T], block * block_size + offset of each token's key.
+        wanted: int32 [W], ascending: the tokens whose hidden states after the last layer are needed; a model may leave
             the others undefined. None: all.
     """
 
@@ -41,8 +41,8 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What the paged cache holds: for each layer, num_blocks blocks of block_size tokens, each with K and V of
-    [kv_heads, head_dim]. How a block lies in memory is the backend's own affair.
+    """The shape of the paged cache: for each layer, num_blocks blocks of block_size tokens, each with K and V of
+    [kv_heads, head_dim]. The backend chooses the memory layout of a block.
 
     Attributes:
         num_heads: query heads; 0: as many as KV heads.
@@ -56,12 +56,12 @@ class KVLayout:
 
 
 class AttentionBackend(Protocol):
-    """A way to attend. One object per engine; it owns the cache's tensors."""
+    """An attention backend. One object per engine; it owns the cache's tensors."""
 
     name: str
 
     def prepare(self, batch: AttentionBatch) -> Any:
-        """What `attend` needs of this step, made once for all layers."""
+        """Prepare the step for `attend`, once for all layers."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, step: Any) -> Tensor:
@@ -75,7 +75,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CapturableAttention(Protocol):
-    """A backend whose prepared steps can lie in fixed places, so that a recorded forward pass finds them again."""
+    """A backend whose prepared steps can have persistent buffers, so that a captured forward pass can read them."""
 
     @property
     def num_groups(self) -> int:
@@ -83,30 +83,30 @@ class CapturableAttention(Protocol):
         ...
 
     def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> Any:
-        """A prepared step in a place of its own, for `refill` to fill and `attend` to read, over and over.
+        """Allocate a prepared step with persistent buffers, which `refill` fills and `attend` reads repeatedly.
 
-        The largest one is asked for first; all of them are filled and read one after the other.
+        The largest one is reserved first; all of them are filled and read one after the other.
 
         Args:
             tokens, sequences: of the step, padding included. In a mixed step the last sequence is always padding.
-            decodes: most sequences with a single token; in a step that is not mixed all of them.
+            decodes: maximum of sequences with a single token; in a step that is not mixed all of them.
             mixed: sequences may have more than one token.
             table_width: entries of a whole block table.
         """
         ...
 
     def refill(self, step: Any, batch: AttentionBatch) -> None:
-        """Let a reserved step hold this batch, which has been padded to its sequences and tokens: sequences without
-        tokens (count 0) attend to nothing, and tokens with slot -1 are stored nowhere. Block tables may be narrower
-        than reserved."""
+        """Fill a reserved step with this batch, which was padded to its sequences and tokens: sequences without tokens
+        (count 0) attend to nothing, and tokens with slot -1 are not stored. Block tables may be narrower than
+        reserved."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """A backend with what it has prepared for one step: the `Attend` that models call, layer by layer.
+    """A backend with a prepared step: the `Attend` that models call, layer by layer.
 
-    A model that computes whole steps by itself takes it apart instead.
+    A model that computes whole steps itself unpacks it instead.
     """
 
     backend: AttentionBackend

@@ -1,4 +1,4 @@
-"""Which attention serves: by name, or the best one for the device, the model and what is installed."""
+"""Selects the attention backend: by name, or the best one for the device, the model and the installed libraries."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _CAVEATS = {
     ReferenceAttention.name: "slow on purpose",
     **dict.fromkeys(LIBRARIES, "not tried on a GPU by us yet, only with stand-ins of the same signature"),
 }
-"""Why a backend is not the one to choose on a GPU, by its name; "triton" has none."""
+"""Disadvantage of a backend on a GPU, by its name; "triton" has none."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names that `EngineConfig.attention` takes beside "auto"."""
+    """Return the names that `EngineConfig.attention` accepts in addition to "auto"."""
     return (*_TORCH_BACKENDS, NativeAttention.name, TRITON, *LIBRARIES)
 
 
@@ -56,15 +56,15 @@ def make_backend(
     *,
     fp8: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name ("auto": the fastest one for the device), with its cache allocated.
+    """Create the backend of that name ("auto": the fastest one for the device), with its cache allocated.
 
     Args:
-        native: the kernels, where they serve.
+        native: the kernels, where they are used.
         kv_kind: of the native backend's cache; None: the dtype's.
-        fp8: the cache is float8_e4m3fn, with a scale for each token and head; only "triton" keeps one.
+        fp8: the cache is float8_e4m3fn, with a scale for each token and head; only "triton" supports it.
 
     Raises:
-        EngineError: there is no such backend, or it lacks what it needs.
+        EngineError: there is no such backend, or a requirement of it is missing.
     """
     found = None
     if name == "auto":
@@ -84,8 +84,8 @@ def make_backend(
     return _TORCH_BACKENDS[name](layout, dtype, device)
 
 
-def say_choice(backend: AttentionBackend, device: torch.device) -> None:
-    """Log which attention serves on a GPU, and what is known of it; `attention` in the settings names another."""
+def log_choice(backend: AttentionBackend, device: torch.device) -> None:
+    """Log the attention backend of a GPU with its known disadvantage; the setting `attention` selects another."""
     if device.type == "cuda":
         origin = {"origin": backend.origin} if isinstance(backend, FlashAttention) else {}
         caveat = _CAVEATS.get(backend.name)
@@ -96,16 +96,16 @@ def say_choice(backend: AttentionBackend, device: torch.device) -> None:
 
 
 def keeps_fp8(device: torch.device) -> bool:
-    """Whether a cache of float8 can be kept on this device."""
+    """Whether this device supports a float8 cache."""
     if device.type != "cuda":
         return _interpreted(device)
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 def _best(layout: KVLayout, dtype: torch.dtype, device: torch.device, fp8: bool) -> tuple[str, Found | None]:
-    """The name of what serves best where the native kernels don't, and its library's module, if it has one.
+    """Return the best backend without native kernels, and its library's module, if it has one.
 
-    Nothing is downloaded unasked.
+    Nothing is downloaded unless configured.
     """
     if device.type != "cuda":
         if fp8:
@@ -128,7 +128,8 @@ def _best(layout: KVLayout, dtype: torch.dtype, device: torch.device, fp8: bool)
 
 
 def _interpreted(device: torch.device) -> bool:
-    """Whether Triton is to run on a CPU: thousands of times slower, where its variable asks for that."""
+    """Whether Triton's interpreter on a CPU is requested by its environment variable; it is thousands of times
+    slower."""
     return device.type != "cuda" and os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 

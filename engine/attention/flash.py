@@ -1,8 +1,8 @@
-"""Paged attention by libraries of others: FlashAttention 3, FlashAttention 2, and torch's own build of it.
+"""Paged attention by third-party libraries: FlashAttention 3, FlashAttention 2, and torch's own build of it.
 
-All take a flat batch of queries and pages of keys and differ in names and demands, which is all that an adapter is.
-Rows of queries lie at the end of their sequences (causal from the lower right), so that chunks and decoding tokens are
-one call. Nothing here has run on a GPU yet: the adapters are tested with functions of the same signatures.
+All take a flat batch of queries and pages of keys and differ in names and requirements, which the adapters cover.
+Queries are aligned to the end of their sequences (causal from the lower right), so that chunks and decoding tokens are
+one call. No adapter has run on a GPU yet: they are tested with functions of the same signatures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.logs import get_logger
 logger = get_logger(__name__)
 
 Found = tuple[ModuleType, str]
-"""A library's module, and where it was found."""
+"""A library's module, and its origin."""
 
 _HUB_KERNEL = "kernels-community/flash-attn3"
 
@@ -38,10 +38,10 @@ class Pages:
 
     Attributes:
         firsts: int32 [B + 1], the row of each sequence's first query; T at the end.
-        first_keys: int32 [B + 1], likewise over keys, if they lay side by side.
+        first_keys: int32 [B + 1], likewise over keys, as if they were contiguous.
         lengths: int32 [B], keys of each sequence.
         table: int32 [B, blocks].  slots: int64 [T].
-        most_queries, most_keys: of one sequence.
+        max_queries, max_keys: maximum of one sequence.
     """
 
     firsts: Tensor
@@ -49,8 +49,8 @@ class Pages:
     lengths: Tensor
     table: Tensor
     slots: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
 Call = Callable[[ModuleType, Tensor, Tensor, Tensor, Pages, float, tuple[int, int]], Tensor]
@@ -65,7 +65,7 @@ def _kv_cache(
     """FlashAttention 3's own interface."""
     out: Tensor = module.flash_attn_with_kvcache(
         q, keys, values, cache_seqlens=pages.lengths, page_table=pages.table, cu_seqlens_q=pages.firsts,
-        max_seqlen_q=pages.most_queries, softmax_scale=scale, causal=True, window_size=window,
+        max_seqlen_q=pages.max_queries, softmax_scale=scale, causal=True, window_size=window,
     )  # fmt: skip
     return out
 
@@ -75,7 +75,7 @@ def _vllm(
 ) -> Tensor:
     """FlashAttention 3 as vLLM carries it."""
     out: Tensor = module.flash_attn_varlen_func(
-        q, keys, values, max_seqlen_q=pages.most_queries, cu_seqlens_q=pages.firsts, max_seqlen_k=pages.most_keys,
+        q, keys, values, max_seqlen_q=pages.max_queries, cu_seqlens_q=pages.firsts, max_seqlen_k=pages.max_keys,
         seqused_k=pages.lengths, softmax_scale=scale, causal=True, window_size=list(window), block_table=pages.table,
         fa_version=3,
     )  # fmt: skip
@@ -92,9 +92,9 @@ def _flash3(
 def _flash2(
     module: ModuleType, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: tuple[int, int]
 ) -> Tensor:
-    """It takes the lengths of paged keys from where they would begin side by side."""
+    """It derives the lengths of paged keys from the offsets that contiguous keys would have."""
     out: Tensor = module.flash_attn_varlen_func(
-        q, keys, values, pages.firsts, pages.first_keys, pages.most_queries, pages.most_keys,
+        q, keys, values, pages.firsts, pages.first_keys, pages.max_queries, pages.max_keys,
         softmax_scale=scale, causal=True, window_size=window, block_table=pages.table,
     )  # fmt: skip
     return out
@@ -105,14 +105,14 @@ def _torch_varlen(
 ) -> Tensor:
     """Causal means a window without an end before, and with one at the query itself."""
     out: Tensor = module.varlen_attn(
-        q, keys, values, pages.firsts, pages.first_keys, pages.most_queries, pages.most_keys,
+        q, keys, values, pages.firsts, pages.first_keys, pages.max_queries, pages.max_keys,
         scale=scale, window_size=window, enable_gqa=True, seqused_k=pages.lengths, block_table=pages.table,
     )  # fmt: skip
     return out
 
 
 def _imported(name: str) -> Found | None:
-    """The module, if it is there and can be imported on this machine."""
+    """Return the module, if it is installed and can be imported on this machine."""
     try:
         if find_spec(name) is None:
             return None
@@ -137,7 +137,7 @@ def _from_hub() -> Found | None:
         return None
     try:
         return kernels[0].get_kernel(_HUB_KERNEL), f"kernels: {_HUB_KERNEL}"
-    except Exception as error:  # noqa: BLE001 - whatever a download may end in, another place is looked at
+    except Exception as error:  # noqa: BLE001 - after any error of a download the next package is tried
         reason = f"{type(error).__name__}: {error}"
         logger.warning("the hub gave no FlashAttention 3", kernel=_HUB_KERNEL, reason=reason)
         return None
@@ -150,21 +150,21 @@ def find_flash2(download: bool) -> Found | None:
 
 
 def find_torch_varlen(download: bool) -> Found | None:
-    """torch's, from where it knows pages (2.12)."""
+    """torch's own, from the version that supports pages (2.12)."""
     found = _imported("torch.nn.attention.varlen")
     return found if found is not None and "block_table" in signature(found[0].varlen_attn).parameters else None
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What can be had and what it asks for.
+    """A library and its requirements.
 
     Attributes:
-        package: that brings it.
-        find: the module, or None; told whether it may be downloaded, with code that then runs here.
+        package: that contains it.
+        find: returns the module, or None; the argument allows a download of code that then runs here.
         page: tokens that a block must hold, or a multiple of them.
-        least, most: compute capability, as (major, minor); `most` is beyond the last one.
-        largest_head: dimensions.
+        least, most: compute capability, as (major, minor); `most` is exclusive.
+        largest_head: maximum head dimension.
     """
 
     name: str
@@ -177,7 +177,7 @@ class Library:
     largest_head: int = 256
 
     def refusal(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why it can't serve, or None."""
+        """Return why it can't be used, or None."""
         if dtype not in (torch.bfloat16, torch.float16):
             return f"computes in bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
         if layout.block_size % self.page:
@@ -206,10 +206,10 @@ LIBRARIES: Mapping[str, Library] = {
 def flash_attention(
     library: Library, layout: KVLayout, dtype: torch.dtype, device: torch.device, found: Found | None = None
 ) -> FlashAttention:
-    """Attention by this library; unless its module was found already, it is looked for and may be downloaded.
+    """Create attention by this library; unless `found` is given, its module is searched for and may be downloaded.
 
     Raises:
-        EngineError: the library is missing, or can't serve this model or device; names what to change.
+        EngineError: the library is missing, or does not support this model or device; names what to change.
     """
     if (reason := library.refusal(layout, dtype, device)) is not None:
         raise EngineError(f"attention {library.name!r} {reason}")
@@ -223,13 +223,13 @@ class FlashAttention:
     """Attention by one of the libraries, over the same blocks as the other backends.
 
     Attributes:
-        name: the library's.  origin: where its module was found.
+        name: the library's.  origin: of its module.
     """
 
     def __init__(
         self, library: Library, found: Found, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`found`: the library's module, which serves this layout, dtype and device."""
+        """`found`: the library's module, which supports this layout, dtype and device."""
         self.name = library.name
         self.storage = KVStorage(layout, dtype, device)
         self._module, self.origin = found
@@ -240,9 +240,9 @@ class FlashAttention:
         lengths = batch.starts + batch.counts
         shared = [_from_zero(batch.counts), _from_zero(lengths), lengths.astype(np.int32)]
         firsts, first_keys, there = (self._carry(part) for part in shared)
-        most_queries, most_keys = int(batch.counts.max()), int(lengths.max())
+        max_queries, max_keys = int(batch.counts.max()), int(lengths.max())
         return tuple(
-            Pages(firsts, first_keys, there, self._carry(table), self._carry(slots), most_queries, most_keys)
+            Pages(firsts, first_keys, there, self._carry(table), self._carry(slots), max_queries, max_keys)
             for table, slots in zip(batch.block_tables, batch.slot_mapping, strict=True)
         )
 

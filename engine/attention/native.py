@@ -1,7 +1,7 @@
-"""Paged attention by our own kernels (native/csrc/attention.h), over a cache laid out for them.
+"""Paged attention by the native kernels (native/csrc/attention.h), over a cache with their layout.
 
-Mixed prompt chunks and decoding rows are one call, cut into tasks of about equal cost; what decoding sequences share
-is read once for all of them. A row's result does not depend on the rest of its batch, to the last bit.
+Mixed prompt chunks and decoding rows are one call, divided into tasks of about equal cost; a prefix that decoding
+sequences share is read once for all of them. A row's result does not depend on the rest of its batch, to the last bit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NativeStorage:
                     tensors[layer].index_fill_(0, index, 0)
 
     def layer_struct(self, layer: int) -> LayerStruct:
-        """The layer's cache; its weights are the caller's to fill in."""
+        """Return the struct of the layer's cache; the caller fills in its weights."""
         struct = LayerStruct()
         struct.keys, struct.values = self.keys[layer].data_ptr(), self.values[layer].data_ptr()
         if self.key_scales:
@@ -156,7 +156,7 @@ class NativeAttention:
         return out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, step: NativeStep) -> None:
-        """Refuse tensors beyond which the kernels would read: they take the cache's shape and bare pointers."""
+        """Check shapes: the kernels take the cache's shape and bare pointers, and would read out of bounds."""
         shape = self.storage.shape
         for name, tensor, heads in (("q", q, self._heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
             expected = (step.num_tokens, heads, shape.head_dim)

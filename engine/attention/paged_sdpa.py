@@ -1,9 +1,9 @@
-"""Paged attention out of torch's own parts: gather a few sequences' blocks, then scaled_dot_product_attention.
+"""Paged attention with torch operators: gathers a few sequences' blocks, then calls scaled_dot_product_attention.
 
-The gathered keys and values of a group stay small enough for the cache of a core, so the copy costs little beside
-reading the pool once. Decoding sequences are sorted by length and taken in such groups with one small mask a group;
-the query heads that share a KV head ride as rows of one query, so nothing is repeated. Prompt chunks go one sequence
-at a time, in query tiles, each over just the keys it can see. A mask never spans the batch.
+The gathered keys and values of a group stay small enough for the cache of a core, so the copy costs little compared to
+reading the pool once. Decoding sequences are sorted by length and processed in such groups with one small mask a group;
+the query heads that share a KV head are rows of one query, so nothing is repeated. Prompt chunks are processed one
+sequence at a time, in query tiles, each over just the keys it can see. A mask never spans the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUERY_TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences attended together: places begin ... end - 1 of the length-sorted order.
+    """A group of decoding sequences: indices begin ... end - 1 of the length-sorted order.
 
     blocks: int64 [n * width] physical blocks, padded with block 0.  mask: [n, 1, 1, width * block_size], 0 or -inf.
     """
@@ -41,7 +41,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Rows begin ... end - 1 of the batch over gathered keys first ... last - 1; mask None means all are seen."""
+    """Rows begin ... end - 1 of the batch over gathered keys first ... last - 1; mask None: all keys are visible."""
 
     begin: int
     end: int
@@ -73,7 +73,7 @@ class GroupStep:
 
 
 class PagedSdpaAttention:
-    """The CPU's default backend where no native kernel is built; also right, if slow, on any other device."""
+    """The CPU's default backend where no native kernel is built; correct, but slow, on any other device."""
 
     name = "paged-sdpa"
 
@@ -130,7 +130,7 @@ class PagedSdpaAttention:
     def _decode_groups(
         self, positions: NDArray[np.int64], table: NDArray[np.int32], window: int | None
     ) -> tuple[tuple[DecodeGroup, ...], NDArray[np.int64] | None]:
-        """Cut the decoding sequences, sorted by the blocks they read, into groups that fit the gather buffer."""
+        """Divide the decoding sequences, sorted by the blocks they read, into groups that fit the gather buffer."""
         if not len(positions):
             return (), None
         block_size = self.storage.layout.block_size
@@ -183,7 +183,7 @@ class PagedSdpaAttention:
         return tuple(chunks)
 
     def _tiles(self, begin: int, start: int, count: int, base: int, window: int | None) -> list[QueryTile]:
-        """Cut a chunk's queries into tiles; keys are counted from position `base`, the first one gathered."""
+        """Divide a chunk's queries into tiles; keys are counted from position `base`, the first one gathered."""
         tiles = []
         for at in range(0, count, QUERY_TILE):
             rows = min(QUERY_TILE, count - at)
@@ -200,7 +200,7 @@ class PagedSdpaAttention:
         return tiles
 
     def _reserve(self, num_blocks: int) -> None:
-        """Grow the gather buffers, in whole groups, so that they are allocated a few times in a run at most."""
+        """Grow the gather buffers, in whole groups, so that a run allocates them a few times at most."""
         width = self.storage.layout.block_size * self.storage.token_width
         if num_blocks * width > self._keys.numel():
             size = -(-num_blocks // self._group_blocks) * self._group_blocks * width
@@ -208,7 +208,7 @@ class PagedSdpaAttention:
             self._values = torch.empty(size, dtype=self._dtype, device=self._device)
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of these blocks, [blocks, block_size * kv_heads * head_dim], in the persistent buffers."""
+        """Gather K and V of these blocks, [blocks, block_size * kv_heads * head_dim], in the persistent buffers."""
         count, width = blocks.numel(), self.storage.layout.block_size * self.storage.token_width
         keys, values = self._keys[: count * width].view(count, width), self._values[: count * width].view(count, width)
         torch.index_select(self.storage.keys[layer], 0, blocks, out=keys)

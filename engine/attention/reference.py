@@ -1,6 +1,6 @@
-"""The oracle: one sequence at a time, float32, written from the definition (Vaswani et al. 2017, section 3.2.1).
+"""The reference backend: one sequence at a time, float32, by the definition (Vaswani et al. 2017, section 3.2.1).
 
-Slow on purpose; every other backend is tested against it.
+It is not optimised; every other backend is tested against it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReferenceAttention:
         return self.prepare(batch)
 
     def refill(self, step: ReferenceStep, batch: AttentionBatch) -> None:
-        """See `CapturableAttention`. What only fills a step goes to block 0, which nobody reads."""
+        """See `CapturableAttention`. Padding tokens are written to block 0, which is never read."""
         step.batch.starts[:], step.batch.counts[:] = batch.starts, batch.counts
         for into, table in zip(step.batch.block_tables, batch.block_tables, strict=True):
             into[:, : table.shape[1]] = table
@@ -66,7 +66,7 @@ class ReferenceAttention:
         out = torch.empty_like(q)
         end = 0
         for i, (start, count) in enumerate(zip(batch.starts.tolist(), batch.counts.tolist(), strict=True)):
-            if not count:  # only fills a recorded step
+            if not count:  # padding of a captured step
                 continue
             begin, end = end, end + count
             length = start + count

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import KVLayout
-from engine.transfer import transfer_of
+from engine.transfer import make_transfer
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that cost memory, on a CPU, only where they are written: a pool is large, and much of it may never be
-    used. `torch.zeros` writes every page of them. (Huge pages would be met sooner, but writing tokens' keys all over
-    them was measured to cost twice the time.)"""
+    """Return zeros that take memory, on a CPU, only where they are written: a pool is large, and much of it may never
+    be
+    used. `torch.zeros` writes every page. (Huge pages would be touched sooner: keys of tokens scattered over them were
+    measured to take twice the time.)"""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -28,7 +29,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class KVStorage:
-    """K and V of every layer, found by layer index.
+    """K and V of every layer, by layer index.
 
     Attributes:
         keys, values: per layer [num_blocks, block_size * kv_heads * head_dim], contiguous.
@@ -39,7 +40,7 @@ class KVStorage:
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self._transfer = transfer_of(device)
+        self._transfer = make_transfer(device)
         num_layers = sum(len(group.layers) for group in layout.groups)
         width = layout.num_kv_heads * layout.head_dim
         self.token_width = width

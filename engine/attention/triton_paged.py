@@ -1,4 +1,4 @@
-"""Paged attention by our own Triton kernels: the default on a GPU, and on any that Triton knows."""
+"""Paged attention by Triton kernels: the default on every GPU that Triton supports."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from engine.triton_kernels.attention import attend_tiles, join_splits, store_tok
 FP8 = torch.float8_e4m3fn
 
 MOST_COLUMNS, LEAST_COLUMNS = 64, 16
-"""Keys that a program takes a turn."""
+"""Keys that a program processes per iteration."""
 
 LEAST_SHARED = 64 << 10
-"""Bytes of memory that a program's threads can share, on every device that Triton knows."""
+"""Bytes of shared memory of a program on every device that Triton supports."""
 
 CHUNK_ROWS = 64
-"""Queries times heads of a chunk's tile, at least."""
+"""Minimum of queries times heads of a chunk's tile."""
 
 LEAST_ROWS = 16
-"""Of a product, which the matrix units want."""
+"""Minimum rows of a product on the matrix units."""
 
 MOST_SPLITS = 16
 SPLIT_KEYS = 256
-"""Keys that a split should have at least: less isn't worth a second kernel."""
+"""Minimum keys of a split: fewer are not worth a second kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A launch: int32 [tiles] sequences and first queries of the programs, and how they are cut.
+    """A launch: int32 [tiles] sequences and first queries of the programs, and their tiling.
 
     Attributes:
         first_token, tokens: the rows of q that belong to these sequences.
@@ -63,7 +63,7 @@ class TritonStep:
         starts, counts, begins: int32 [B].
         tables, slots: per cache group int32 [B, width] and int32 [T].
         launches: decoding sequences, then chunks; either may be missing.
-        place: int32, the memory of a reserved step in which all but the tables lie side by side; else None.
+        buffer: int32, the buffer of a reserved step, which holds all but the tables; else None.
     """
 
     starts: Tensor
@@ -72,7 +72,7 @@ class TritonStep:
     tables: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
     launches: tuple[Tiles, ...]
-    place: Tensor | None = None
+    buffer: Tensor | None = None
 
 
 class TritonPagedAttention:
@@ -82,8 +82,8 @@ class TritonPagedAttention:
         dtype: of the cache: that of q, or float8_e4m3fn, whose values have a scale for each token and head.
         upcast: for Triton's interpreter, which gets products of bfloat16 and the rounding to float8 wrong: multiply
             in float32, round by hand.
-        processors: of the device, which thin batches are spread over; None: as it says.
-        shared: bytes that a program's threads can share there; None: as it says.
+        processors: of the device, which small batches are spread over; None: queried.
+        shared: bytes of shared memory of a program there; None: queried.
     """
 
     name = "triton"
@@ -137,14 +137,14 @@ class TritonPagedAttention:
         return TritonStep(starts, counts, begins, tables, slots, tuple(launches))
 
     def reserve(self, tokens: int, sequences: int, decodes: int, mixed: bool, table_width: int) -> TritonStep:
-        """A step in a place of its own, for `refill` to fill and `attend` to read, over and over: what a graph is
-        captured of. The largest one is asked for first; all of them are filled and read one after the other.
+        """Allocate a step with persistent buffers, which `refill` fills and `attend` reads repeatedly, for a captured
+        graph. The largest one is reserved first; all of them are filled and read one after the other.
 
-        How often keys are split follows from the largest step that it can hold, and so does its rounding.
+        The number of key splits follows from the largest step that it can hold, and so does its rounding.
 
         Args:
             tokens, sequences: of the step, padding included. In a mixed step the last sequence is always padding.
-            decodes: most sequences with a single token; in a step that is not mixed all of them.
+            decodes: maximum of sequences with a single token; in a step that is not mixed all of them.
             mixed: sequences may have more than one token.
             table_width: entries of a whole block table.
         """
@@ -156,21 +156,21 @@ class TritonPagedAttention:
         # A chunk has two tokens or more, and leaves at most one tile that is not full.
         chunks = tokens // self._chunk_queries + min(sequences, tokens // 2) if mixed else 0
         sizes = [*[sequences] * 3, *[tokens] * self.num_groups, decodes, decodes, chunks, chunks]
-        place = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
-        starts, counts, begins, *rest = torch.split(place, sizes)
+        buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=self._device)
+        starts, counts, begins, *rest = torch.split(buffer, sizes)
         slots, at = tuple(rest[: self.num_groups]), rest[self.num_groups :]
         splits = self._splits(decodes, table_width * self.storage.layout.block_size)
         launches = [Tiles(at[0], at[1], 0, decodes, *self._tile(self._decode_queries), splits)]
         if chunks:
             launches.append(Tiles(at[2], at[3], 0, tokens, *self._tile(self._chunk_queries), 1))
         tables = tuple(table[:sequences] for table in self._tables)
-        return TritonStep(starts, counts, begins, tables, slots, tuple(launches), place)
+        return TritonStep(starts, counts, begins, tables, slots, tuple(launches), buffer)
 
     def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
-        """Let a reserved step hold this batch, which has been padded to its sequences and tokens: sequences without
-        tokens (count 0) stand last and attend to nothing, and tokens with slot -1 are stored nowhere. Block tables may
-        be narrower than reserved."""
-        assert step.place is not None, "only a reserved step is filled again"
+        """Fill a reserved step with this batch, which was padded to its sequences and tokens: sequences without tokens
+        (count 0) come last and attend to nothing, and tokens with slot -1 are not stored. Block tables may be narrower
+        than reserved."""
+        assert step.buffer is not None, "only a reserved step is filled again"
         last = len(batch.starts) - 1
         parts = _ranges(batch)
         decodes = _arange(batch.num_decodes)
@@ -180,7 +180,7 @@ class TritonPagedAttention:
             parts += [np.pad(sequences, (0, more), constant_values=last), np.pad(firsts, (0, more))]
         used = int(np.count_nonzero(batch.counts))
         whole, *tables = self._carry([np.concatenate(parts), *(table[:used] for table in batch.block_tables)])
-        step.place.copy_(whole)
+        step.buffer.copy_(whole)
         for into, table in zip(step.tables, tables, strict=True):
             into[:used, : table.shape[1]].copy_(table)
 
@@ -241,16 +241,17 @@ class TritonPagedAttention:
             )  # fmt: skip
 
     def _tile(self, queries: int) -> tuple[int, int]:
-        """Queries and keys that a program takes a turn: as many keys as the device has room for."""
-        # While one turn's keys and values are multiplied, those of the next one arrive; queries stay. (What compilers
-        # were seen to take of Hopper; of others they took less.)
+        """Return queries and keys of a program per iteration: as many keys as fit the device's shared memory."""
+        # While one iteration's keys and values are multiplied, the next ones are loaded; queries stay. (Measured on
+        # Hopper; compilers use less on other devices.)
         columns, item = MOST_COLUMNS, max(self._item, 2)
         while columns > LEAST_COLUMNS and (queries * self._heads + 4 * columns) * self._dims * item > self._shared:
             columns //= 2
         return queries, columns
 
     def _splits(self, tiles: int, longest: int) -> int:
-        """Among how many programs the keys of each tile are split, with `longest` keys to read: a power of two."""
+        """Return the number of programs that share the keys of each tile, with `longest` keys to read: a power of
+        two."""
         programs = tiles * self.storage.layout.num_kv_heads
         wanted = min(2 * self._processors // max(1, programs), longest // SPLIT_KEYS, MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
@@ -264,7 +265,7 @@ class TritonPagedAttention:
         return sequences.astype(np.int32), (at * self._chunk_queries).astype(np.int32)
 
     def _carry(self, parts: list[NDArray[np.int32]]) -> list[Tensor]:
-        """The arrays on the device, by one copy."""
+        """Copy the arrays to the device in one copy."""
         whole = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
         if self._device.type == "cuda":
             whole = whole.pin_memory().to(self._device, non_blocking=True)
@@ -288,5 +289,5 @@ def _arange(count: int) -> NDArray[np.int32]:
 
 
 def _lies_together(part: Tensor) -> bool:
-    """Whether a token's [kv_heads, head_dim] is one run of memory."""
+    """Whether a token's [kv_heads, head_dim] is contiguous."""
     return part.stride(2) == 1 and part.stride(1) == part.shape[2]

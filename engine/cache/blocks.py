@@ -1,17 +1,17 @@
-"""The blocks of one cache group: who refers to them, which are free, and in which order they are given away.
+"""The block pool of one cache group: references, free blocks, and the order of allocation.
 
-A free block is, in the order in which they are given away:
+A free block is, in the order of allocation:
 
-    clean      its content has no name
-    spent      a prefix node points to it, but only its maker read it, and whoever will read is known: nobody
-    untouched  never given away so far; its memory may not even be there yet
-    cached     a prefix node points to it
-    awaited    the same, and sequences are known that will read it
+    clean      it is not published
+    spent      published, but only its writer read it, and all readers are known: there are none
+    untouched  never allocated so far; its memory may not be mapped yet
+    cached     published: a prefix node points to it
+    awaited    the same, and sequences are registered that will read it
 
-Clean and spent ones go last in, first out: their memory is there, and may still be in the processor's caches. So a job
-whose plan is known touches no more memory than it needs at a time. Cached and awaited ones go in the order they were
-freed, which an `OrderedDict` keeps with O(1) removal from the middle (a hit takes a block out of the free ones again).
-Spent, cached and awaited ones stay findable until they are given to a new owner.
+Clean and spent blocks are allocated last in, first out: their memory is mapped, and may still be in the processor's
+caches. So a job whose plan is known touches no more memory than it needs at a time. Cached and awaited blocks are
+evicted in the order they were freed; an `OrderedDict` maintains it with O(1) removal from the middle (a hit takes a
+block out of the free ones). Spent, cached and awaited blocks can be hit until they are allocated to a new owner.
 
     num_blocks - 1 == clean + spent + untouched + cached + awaited + referenced        (block 0 is `NO_BLOCK`)
 """
@@ -35,7 +35,7 @@ class BlockPool:
     Args:
         group: the group's index, the slot of `PrefixNode.blocks` that this pool writes.
         num_blocks: blocks in the group's storage, block 0 included.
-        index: where the nodes of published blocks live.
+        index: holds the nodes of published blocks.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._awaited: OrderedDict[int, None] = OrderedDict()
         self._nodes: list[PrefixNode | None] = [None] * num_blocks
-        self._shared = bytearray(num_blocks)  # somebody hit it, under its present name
+        self._shared = bytearray(num_blocks)  # it was hit since it was published
         self._suspect = bytearray(num_blocks)
         self._dirty: list[int] = []
 
@@ -72,7 +72,7 @@ class BlockPool:
 
     @property
     def num_awaited(self) -> int:
-        """Free blocks that sequences are known to read later on."""
+        """Free blocks that registered sequences will read."""
         return len(self._awaited)
 
     @property
@@ -86,21 +86,21 @@ class BlockPool:
         return self._refs[block] == 0
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each. The caller has made sure that `count <= num_free`."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        """Allocate `count` blocks with one reference each. The caller ensures that `count <= num_free`."""
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         blocks = []
         for _ in range(count):
             if self._clean:
                 block = self._clean.pop()
             elif self._spent:
                 block, _ = self._spent.popitem()
-                self._unname(block)
+                self._unpublish(block)
             elif self._untouched < self.num_blocks:
                 block = self._untouched
                 self._untouched += 1
             else:
                 block, _ = (self._cached or self._awaited).popitem(last=False)
-                self._unname(block)
+                self._unpublish(block)
             self._refs[block] = 1
             if self._suspect[block]:
                 self._suspect[block] = 0
@@ -111,16 +111,16 @@ class BlockPool:
     def acquire(self, block: int) -> None:
         """Add a reference to a published block (a prefix hit)."""
         if self._refs[block] == 0:
-            del self._shelf(block)[block]
+            del self._queue_of(block)[block]
         self._refs[block] += 1
         self._shared[block] = 1
 
     def release(self, blocks: Iterable[int], readers_known: bool = False) -> None:
-        """Give references back. Blocks that nobody refers to become free in this order: pass a sequence's tail first,
-        so that it is evicted first and the prefixes survive longest.
+        """Release references. Blocks without references become free in this order: pass a sequence's tail first, so
+        that it is evicted first and the prefixes survive longest.
 
         Args:
-            readers_known: sequences that will read these blocks are awaited already: no others will come.
+            readers_known: all sequences that will read these blocks are registered already.
         """
         spent = []
         for block in blocks:
@@ -137,19 +137,19 @@ class BlockPool:
                     spent.append(block)
                 else:
                     self._cached[block] = None
-        self._spent.update(dict.fromkeys(reversed(spent)))  # the last in is the first out
+        self._spent.update(dict.fromkeys(reversed(spent)))  # last in, first out
 
-    def sort(self, block: int) -> None:
-        """A published block's prefix has got its first reader to come, or lost its last one."""
+    def requeue(self, block: int) -> None:
+        """Move a published free block after its prefix got its first registered reader, or lost its last one."""
         if self._refs[block] == 0:
             node = self._nodes[block]
             assert node is not None
-            del self._shelf(block)[block]
-            shelf = self._awaited if self._index.is_awaited(node) else self._cached
-            shelf[block] = None
+            del self._queue_of(block)[block]
+            queue = self._awaited if self._index.is_awaited(node) else self._cached
+            queue[block] = None
 
     def publish(self, block: int, node: PrefixNode) -> None:
-        """Make a referenced block findable as `node`, unless another block already is."""
+        """Publish a referenced block under `node`, unless another block already is."""
         if node.blocks[self._group] != NO_BLOCK:
             return
         assert self._refs[block] > 0
@@ -159,23 +159,23 @@ class BlockPool:
         self._index.hold(node)
 
     def withdraw(self, block: int) -> None:
-        """Make a block unfindable; whoever refers to it keeps it."""
-        self._unname(block)
-        if self._refs[block] == 0 and block in (shelf := self._shelf(block)):
-            del shelf[block]
+        """Unpublish a block; existing references remain valid."""
+        self._unpublish(block)
+        if self._refs[block] == 0 and block in (queue := self._queue_of(block)):
+            del queue[block]
             self._clean.append(block)
 
     def suspect(self, block: int) -> None:
-        """Note that the block may hold non-finite values: its next owner gets it zeroed."""
+        """Mark a block that may hold non-finite values: it is zeroed before its next owner uses it."""
         self._suspect[block] = 1
 
     def take_dirty(self) -> list[int]:
-        """Suspect blocks handed out since the last call: to zero before the next step computes."""
+        """Take the suspect blocks allocated since the last call, which must be zeroed before the next step."""
         dirty, self._dirty = self._dirty, []
         return dirty
 
     def named(self) -> Iterable[tuple[int, PrefixNode]]:
-        """Published blocks and their nodes."""
+        """Iterate over published blocks and their nodes."""
         return ((block, node) for block, node in enumerate(self._nodes) if node is not None)
 
     def check(self, expected_refs: NDArray[np.int64]) -> None:
@@ -184,7 +184,7 @@ class BlockPool:
         if wrong.size:
             block = int(wrong[0])
             raise AssertionError(
-                f"group {self._group} block {block}: {self._refs[block]} references kept, "
+                f"group {self._group} block {block}: {self._refs[block]} references counted, "
                 f"{int(expected_refs[block])} in the tables"
             )
         used = int(np.count_nonzero(expected_refs))
@@ -201,20 +201,22 @@ class BlockPool:
                 raise AssertionError(f"group {self._group} block {block} is free with {self._refs[block]} references")
             node = self._nodes[block]
             if (node is None) == (block in named):
-                raise AssertionError(f"group {self._group} block {block}: findable and clean, or lost and cached")
+                raise AssertionError(
+                    f"group {self._group} block {block}: published and clean, or unpublished and cached"
+                )
             if node is not None and self._index.is_awaited(node) != (block in self._awaited):
-                raise AssertionError(f"group {self._group} block {block}: its readers are not what it is kept for")
+                raise AssertionError(f"group {self._group} block {block}: its queue does not match its readers")
         for block, node in self.named():
             if node.blocks[self._group] != block:
                 raise AssertionError(f"group {self._group} block {block}: its node names {node.blocks[self._group]}")
 
-    def _shelf(self, block: int) -> OrderedDict[int, None]:
-        """Where a free block with a name lies."""
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        """Return the queue of a published free block."""
         if block in self._awaited:
             return self._awaited
         return self._spent if block in self._spent else self._cached
 
-    def _unname(self, block: int) -> None:
+    def _unpublish(self, block: int) -> None:
         node = self._nodes[block]
         if node is not None:
             self._nodes[block] = None

@@ -1,10 +1,10 @@
-"""How many blocks sequences will want, and when: the arithmetic behind admission.
+"""Forecast of the blocks that sequences will need over time, for admission.
 
-A full-attention group wants a block for every `block_size` positions. A window group never wants more than what a
-window and one chunk touch, however long the sequence grows.
+A full-attention group needs a block for every `block_size` positions. A window group never needs more than the blocks
+of a window and one chunk, however long the sequence grows.
 
-Sequences don't grow to their ends together: the short ones have given their blocks back when the long ones want the
-most. So what must be there is the highest sum over time, not the sum of the highest (the idea of Gong et al. 2025,
+Sequences don't reach their ends at the same time: the short ones have released their blocks when the long ones need the
+most. So the pool must cover the maximum over time of the sum, not the sum of the maxima (the idea of Gong et al. 2025,
 Past-Future Scheduler, section 3). With answers of mixed lengths half as many rows again run in the same pool.
 """
 
@@ -25,14 +25,14 @@ class BlockDemand:
     """Block counts per cache group, for rows and for sequences without one.
 
     Args:
-        tables: whose groups and rows are counted.
-        max_chunk: most tokens of a row in one step.
-        max_model_len: most tokens of a sequence.
+        tables: groups and rows that are counted.
+        max_chunk: maximum tokens of a row in one step.
+        max_model_len: maximum tokens of a sequence.
 
     Attributes:
         tables: the same.
         max_chunk: the same, lowered where a window group's pool could not hold the window and such a chunk.
-        max_positions: most positions that one sequence alone can have in the pools.
+        max_positions: maximum positions that one sequence alone can have in the pools.
     """
 
     def __init__(self, tables: CacheTables, max_chunk: int, max_model_len: int) -> None:
@@ -52,14 +52,14 @@ class BlockDemand:
                 self.max_positions = min(self.max_positions, usable * size)
 
     def span_of(self, window: int, pending: NDArray[np.integer]) -> Ints:
-        """Most blocks that rows with so many `pending` tokens [rows] hold of a window group: what a window and a chunk
-        touch, wherever they start. int64 [rows]."""
+        """Return the maximum blocks of a window group that rows with so many `pending` tokens [rows] hold: those of a
+        window and a chunk at any alignment. int64 [rows]."""
         run = window - 1 + np.clip(pending.astype(np.int64), 1, self.max_chunk)
         span: Ints = (run + self.tables.block_size - 2) // self.tables.block_size + 1
         return span
 
     def reclaimable(self, rows: NDArray[np.int32], block_tables: list[NDArray[np.int32]]) -> list[int]:
-        """Blocks, per group, that become free when all of `rows` give theirs back."""
+        """Count the blocks, per group, that become free when all of `rows` release theirs."""
         counts = []
         for pool, table in zip(self.tables.pools, block_tables, strict=True):
             held = table[rows]
@@ -69,22 +69,22 @@ class BlockDemand:
 
 
 class _Rows(NamedTuple):
-    """Rows of one group, int64 [rows] each: known tokens, steps to the end, blocks held, blocks given back at the end,
-    and the most that are ever held (in a window group)."""
+    """Rows of one group, int64 [rows] each: known tokens, steps to the end, blocks held, blocks released at the end,
+    and the maximum that is ever held (in a window group)."""
 
     known: Ints
     steps: Ints
     held: Ints
     own: Ints
-    most: Ints | None
+    max_held: Ints | None
 
 
 class BlockDemandForecast:
-    """What running sequences will want, as it stands in one step, while others are admitted to them.
+    """The block demand of running sequences in one step, while more sequences are admitted.
 
     Args:
-        rows: int32 [rows], those that run.
-        known, positions: int32 [rows], tokens they have, and positions to which they are expected to grow.
+        rows: int32 [rows], running rows.
+        known, positions: int32 [rows], their known tokens, and the expected final positions.
         pending: int32 [rows], known tokens not yet computed.
     """
 
@@ -107,50 +107,50 @@ class BlockDemandForecast:
             held = length - self._tables.first[index][rows]
             table = block_tables[index][rows, :width]
             own = ((pool.refs[table] == 1) & (table != NO_BLOCK)).sum(axis=1)
-            most = None if group.window is None else demand.span_of(group.window, pending)
-            self._groups.append(_Rows(known.astype(np.int64), steps, held, own, most))
+            max_held = None if group.window is None else demand.span_of(group.window, pending)
+            self._groups.append(_Rows(known.astype(np.int64), steps, held, own, max_held))
 
     def add(self, known: int, steps: int, pending: int, row: int, hits: int) -> None:
-        """A sequence has got a row; its first `hits` blocks are others' as well."""
+        """Add an admitted sequence; its first `hits` blocks are shared with others."""
         for index, group in enumerate(self._groups):
             held = int(self._tables.length[row] - self._tables.first[index][row])
             self._groups[index] = self._with(index, group, known, steps, held, max(0, held - hits), pending)
 
     def fits(self, known: int, steps: int, pending: int, held: list[int], free: list[int]) -> bool:
-        """Whether all rows and one more find the blocks they want, at any time.
+        """Whether all rows and one more sequence have enough blocks at any time.
 
         Args:
-            known, steps, pending: of the one more.  held: the blocks it hits, per group.
-            free: blocks that there are for all of them, per group, what is hit not counted.
+            known, steps, pending: of the additional sequence.  held: the blocks it hits, per group.
+            free: free blocks, per group, without those that it hits.
         """
         for index, group in enumerate(self._groups):
             rows = self._with(index, group, known, steps, held[index], 0, pending)
-            if self._want(rows, rows.steps).sum() <= free[index]:
-                continue  # even if all came to their ends together
+            if self._needed(rows, rows.steps).sum() <= free[index]:
+                continue  # enough even if all reached their ends at the same time
             times = np.unique(rows.steps)[:, None]
             runs = rows.steps >= times
-            if np.where(runs, self._want(rows, times), -rows.own).sum(axis=1).max() > free[index]:
+            if np.where(runs, self._needed(rows, times), -rows.own).sum(axis=1).max() > free[index]:
                 return False
         return True
 
-    def _want(self, rows: _Rows, times: Ints) -> Ints:
-        """Blocks that the rows want beyond those they hold, when they have gone on for so many steps."""
+    def _needed(self, rows: _Rows, times: Ints) -> Ints:
+        """Return the blocks that the rows need beyond those they hold, after so many more steps."""
         whole = -(-(rows.known + times) // self._tables.block_size)
-        if rows.most is not None:
-            whole = np.minimum(whole, rows.most)
+        if rows.max_held is not None:
+            whole = np.minimum(whole, rows.max_held)
         wanted: Ints = np.maximum(whole - rows.held, 0)
         return wanted
 
     def _with(self, index: int, rows: _Rows, known: int, steps: int, held: int, own: int, pending: int) -> _Rows:
-        most = rows.most
-        if most is not None:
+        max_held = rows.max_held
+        if max_held is not None:
             window = self._tables.groups[index].window
             assert window is not None
-            most = np.append(most, self._demand.span_of(window, np.array([pending])))
+            max_held = np.append(max_held, self._demand.span_of(window, np.array([pending])))
         return _Rows(
             np.append(rows.known, known),
             np.append(rows.steps, steps),
             np.append(rows.held, held),
             np.append(rows.own, own),
-            most,
+            max_held,
         )

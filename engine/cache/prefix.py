@@ -1,12 +1,12 @@
-"""Names of prefixes: a chain of digests, one per full block, verified whenever one is looked up.
+"""The prefix index: a chain of digests, one per full block, verified at every lookup.
 
-A node stands for "these tokens after that prefix", whatever blocks hold its keys at the moment. It knows its parent
-by identity and its tokens by value, so a walk from the root that finds node after node has compared the whole
-prefix: digests that collide cost a hit, never a wrong block. Nodes outlive their blocks while a longer prefix or
-a running sequence builds on them; that is what lets a sliding-window group, which lost its early blocks, still match.
+A node represents "these tokens after that prefix", independent of the blocks that hold its keys at the moment. It
+refers to its parent by identity and to its tokens by value, so a walk from the root that finds node after node has
+compared the whole prefix: digests that collide cost a hit, never a wrong block. Nodes outlive their blocks while a
+longer prefix or a running sequence depends on them, so a sliding-window group that lost its early blocks still matches.
 
-The index also counts, by digest, the sequences that are known to read a prefix later on. These counts only steer which
-block is given away first, so digests that collide cost nothing but that.
+The index also counts, by digest, the registered sequences that will read a prefix. These counts only affect the
+eviction order, so digests that collide cost nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HashChain:
     """The digests of one sequence's full blocks, computed at most once each.
 
     Attributes:
-        root_key: what the chain starts from (salt, and the prompt's length where keys depend on it).
+        root_key: start of the chain (salt, and the prompt's length where keys depend on it).
     """
 
     __slots__ = ("_digest", "_digests", "root_key")
@@ -44,14 +44,14 @@ class HashChain:
         return self._digests[0]
 
     def of_block(self, block: int, token_bytes: bytes) -> bytes:
-        """Digest of block index `block`, whose predecessors were asked for before."""
+        """Return the digest of block index `block`, whose predecessors were requested before."""
         digests = self._digests
         if block + 1 == len(digests):
             digests.append(self._digest(digests[block], token_bytes))
         return digests[block + 1]
 
     def fork(self, num_blocks: int) -> HashChain:
-        """A chain of its own that knows the first `num_blocks` digests (as far as this one does)."""
+        """Return a copy with the first `num_blocks` digests (as far as this chain has them)."""
         twin = HashChain.__new__(HashChain)
         twin.root_key = self.root_key
         twin._digest = self._digest
@@ -60,7 +60,7 @@ class HashChain:
 
 
 class PrefixNode:
-    """One full block's worth of tokens after a given prefix.
+    """The tokens of one full block after a given prefix.
 
     Attributes:
         parent: the prefix before it; None for a root.
@@ -79,7 +79,7 @@ class PrefixNode:
 
 
 class PrefixIndex:
-    """Finds the node of a prefix; forgets it when nothing refers to it any more."""
+    """Finds the node of a prefix; removes it when nothing refers to it any more."""
 
     __slots__ = ("_nodes", "_num_groups", "_readers", "digest")
 
@@ -93,14 +93,14 @@ class PrefixIndex:
         return len(self._nodes)
 
     def find(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes) -> PrefixNode | None:
-        """The node of exactly these tokens after exactly this parent, or None."""
+        """Return the node of exactly these tokens after exactly this parent, or None."""
         node = self._nodes.get(digest)
         if node is None or node.parent is not parent or node.token_bytes != token_bytes:
             return None
         return node
 
     def extend(self, parent: PrefixNode | None, digest: bytes, token_bytes: bytes) -> PrefixNode | None:
-        """Find or make the node; None when another prefix holds the digest. The caller must `hold` what it gets."""
+        """Find or create the node; None when another prefix has the digest. The caller must `hold` the node."""
         node = self._nodes.get(digest)
         if node is None:
             node = self._nodes[digest] = PrefixNode(parent, digest, token_bytes, self._num_groups)
@@ -112,11 +112,11 @@ class PrefixIndex:
         return node
 
     def hold(self, node: PrefixNode) -> None:
-        """Count one more reason to keep the node."""
+        """Add a reference to the node."""
         node.refs += 1
 
     def drop(self, node: PrefixNode) -> None:
-        """Take back one `hold`; the node, and ancestors that only it kept, are forgotten with the last."""
+        """Release one `hold`; with the last one the node, and ancestors that only it referred to, are removed."""
         current: PrefixNode | None = node
         while current is not None:
             current.refs -= 1
@@ -126,17 +126,17 @@ class PrefixIndex:
             current = current.parent
 
     def is_awaited(self, node: PrefixNode) -> bool:
-        """Whether sequences are known that will read this prefix."""
+        """Whether sequences are registered that will read this prefix."""
         return node.digest in self._readers
 
     def expect(self, digest: bytes) -> PrefixNode | None:
-        """Count one more sequence that will read the prefix; its node, when it is the first one and there is a node."""
+        """Register a sequence that will read the prefix; returns its node, if any, when the sequence is the first."""
         readers = self._readers.get(digest, 0)
         self._readers[digest] = readers + 1
         return None if readers else self._nodes.get(digest)
 
     def dismiss(self, digest: bytes) -> PrefixNode | None:
-        """Take back one `expect`; the prefix's node, when nobody is left who will read it and there is a node."""
+        """Unregister one `expect`; returns the prefix's node, if any, when no registered reader is left."""
         readers = self._readers[digest] - 1
         if readers:
             self._readers[digest] = readers

@@ -1,14 +1,13 @@
 """The block tables of all rows, over all cache groups: hits, growth, windows, publishing, release.
 
 All groups' tables of a row have the same length; tables only grow at the end. In a sliding-window group the blocks
-wholly behind the window of the next position to be computed are given back, at the latest when the row needs its
-next block. Their entries become `NO_BLOCK`; they stay findable until evicted. So a prefix hit of k blocks asks two
-different things:
+wholly behind the window of the next position to be computed are released, at the latest when the row needs its
+next block. Their entries become `NO_BLOCK`; they stay cached until evicted. So a prefix hit of k blocks needs:
 
     full attention    all k blocks
     window w          the ceil((w - 1) / block_size) blocks before position k * block_size, or all k when fewer
 
-and the hit is the longest k on which all groups agree. A long prompt whose early window blocks are gone still hits
+and the hit is the longest k on which all groups agree. A long prompt whose early window blocks were evicted still hits
 at its end; a request that shares only its first part hits there only while those blocks have not been evicted.
 """
 
@@ -23,7 +22,7 @@ from engine.cache.blocks import BlockPool
 from engine.cache.prefix import Digest, HashChain, PrefixIndex, PrefixNode, chain_digest
 from engine.plan import NO_BLOCK, BlockRef, CacheGroup, RowState
 
-_UNNAMED = np.iinfo(np.int32).max  # `published` of a row whose blocks are not (or no longer) published
+_UNPUBLISHED = np.iinfo(np.int32).max  # `published` of a row whose blocks are not (or no longer) published
 
 
 class CacheTables:
@@ -32,9 +31,9 @@ class CacheTables:
     Attributes (R rows):
         pools: one per group.
         length: int32 [R], entries of the row's tables in use.
-        first: per group int32 [R], the first entry not given back behind the window (0 without a window).
-        published: int32 [R], leading blocks whose prefix has a node (whichever block is found under it).
-        readers_known: bool [R], whether all who will read the row's blocks are known (`Request.readers_known`).
+        first: per group int32 [R], the first entry not released behind the window (0 without a window).
+        published: int32 [R], leading blocks whose prefix has a node (which may refer to another block).
+        readers_known: bool [R], whether all readers of the row's blocks are registered (`Request.readers_known`).
     """
 
     def __init__(
@@ -62,15 +61,15 @@ class CacheTables:
         self._full = [i for i, group in enumerate(groups) if group.window is None]
 
     def blocks_for(self, positions: int) -> int:
-        """Blocks that hold `positions` leading positions."""
+        """Return the number of blocks that hold `positions` leading positions."""
         return -(-positions // self.block_size)
 
     def first_needed(self, window: int, position: int) -> int:
-        """Index of the first block that a query at `position` sees."""
+        """Return the index of the first block that a query at `position` sees."""
         return max(0, position - window + 1) // self.block_size
 
     def match(self, chain: HashChain, tokens: NDArray[np.int32], row: int | None = None) -> list[PrefixNode]:
-        """The nodes that would be hit next, verified token by token; may be empty.
+        """Return the nodes that would be hit next, verified token by token; may be empty.
 
         Args:
             tokens: int32 [known]; at least the last one is always left to compute.
@@ -96,7 +95,7 @@ class CacheTables:
         return nodes[: self._agreed(nodes, start)] if self._windows else nodes
 
     def _agreed(self, nodes: list[PrefixNode], start: int) -> int:
-        """Most of `nodes` (blocks start, start + 1, …) that the window groups can take as well."""
+        """Return how many leading `nodes` (blocks start, start + 1, …) the window groups can hit as well."""
         agreed = [True] * (len(nodes) + 1)
         for group, window in self._windows:
             reach = self.blocks_for(window - 1)
@@ -108,23 +107,23 @@ class CacheTables:
         return max(i for i, ok in enumerate(agreed) if ok)
 
     def expect_reader(self, digests: Iterable[bytes]) -> None:
-        """A sequence is known that will read the blocks with these digests: they are kept while others can go."""
+        """Register a sequence that will read the blocks with these digests: other blocks are evicted first."""
         for digest in digests:
-            self._sort(self.index.expect(digest))
+            self._requeue(self.index.expect(digest))
 
     def dismiss_reader(self, digests: Iterable[bytes]) -> None:
-        """Take back one `expect_reader`: blocks that have lost their last reader to come are the first to go."""
+        """Unregister one `expect_reader`: blocks without registered readers are evicted first."""
         for digest in digests:
-            self._sort(self.index.dismiss(digest))
+            self._requeue(self.index.dismiss(digest))
 
-    def _sort(self, node: PrefixNode | None) -> None:
+    def _requeue(self, node: PrefixNode | None) -> None:
         if node is not None:
             for pool, block in zip(self.pools, node.blocks, strict=True):
                 if block != NO_BLOCK:
-                    pool.sort(block)
+                    pool.requeue(block)
 
     def free_hits(self, nodes: list[PrefixNode], start: int = 0) -> list[int]:
-        """Per group, how many free blocks taking these hits uses up."""
+        """Return, per group, how many free blocks these hits use."""
         end = start + len(nodes)
         taken = []
         for group, pool in enumerate(self.pools):
@@ -133,11 +132,11 @@ class CacheTables:
         return taken
 
     def held_hits(self, num_blocks: int) -> list[int]:
-        """Per group, the table entries that a sequence holds after hitting its first `num_blocks` blocks."""
+        """Return, per group, the table entries of a sequence after hitting its first `num_blocks` blocks."""
         return [num_blocks - min(num_blocks, self._behind(group, num_blocks)) for group in range(len(self.pools))]
 
     def _behind(self, group: int, num_blocks: int) -> int:
-        """Leading entries of this group's table that are behind the window of position num_blocks * block_size."""
+        """Return the leading table entries of the group behind the window of position num_blocks * block_size."""
         window = self.groups[group].window
         return 0 if window is None else self.first_needed(window, num_blocks * self.block_size)
 
@@ -146,7 +145,7 @@ class CacheTables:
         self.readers_known[row] = readers_known
         root = self.index.extend(None, chain.root_digest, chain.root_key) if self.prefix_caching else None
         if root is None:
-            self.published[row] = _UNNAMED
+            self.published[row] = _UNPUBLISHED
         else:
             self._move_tip(row, root)
 
@@ -175,7 +174,7 @@ class CacheTables:
         return blocks
 
     def release_behind(self, row: int, position: int, confirmed: int) -> None:
-        """Give back the blocks that no query at `position` or later sees (`confirmed`: see `release`)."""
+        """Release the blocks that no query at `position` or later sees (`confirmed`: see `release`)."""
         for group, window in self._windows:
             first, needed = int(self.first[group][row]), self.first_needed(window, position)
             needed = min(needed, int(self.length[row]))
@@ -199,8 +198,8 @@ class CacheTables:
         return True
 
     def shrink(self, row: int, num_blocks: int, confirmed: int) -> None:
-        """Shorten the row's tables to `num_blocks`: what was taken for drafts that did not stay is given back
-        (`confirmed`: see `release`). Blocks with a name hold only known tokens, and stay."""
+        """Shorten the row's tables to `num_blocks`: blocks of rejected drafts are released (`confirmed`: see
+        `release`). Published blocks hold only known tokens, and are not affected."""
         length = int(self.length[row])
         if num_blocks >= length:
             return
@@ -213,7 +212,7 @@ class CacheTables:
         self.length[row] = num_blocks
 
     def publish(self, row: int, chain: HashChain, computed: int) -> None:
-        """Make findable every full block before position `computed`, which the step being planned will reach."""
+        """Publish every full block before position `computed`, which the step being planned will reach."""
         tip = self._tips[row]
         if tip is None:
             return
@@ -221,8 +220,8 @@ class CacheTables:
         for block in range(int(self.published[row]), computed // size):
             token_bytes = tokens[block * size : (block + 1) * size].tobytes()
             tip = self.index.extend(tip, chain.of_block(block, token_bytes), token_bytes)
-            if tip is None:  # another prefix has this digest: what follows can't be named
-                self.published[row] = _UNNAMED
+            if tip is None:  # another prefix has this digest: later blocks can't be published
+                self.published[row] = _UNPUBLISHED
                 return
             self._move_tip(row, tip)
             for pool, table in zip(self.pools, self._tables, strict=True):
@@ -241,7 +240,7 @@ class CacheTables:
 
         Args:
             confirmed: positions before this one led to finite logits. Blocks reaching beyond may hold non-finite
-                values that nothing has shown yet, so they are zeroed before another sequence writes to them.
+                values that were not detected yet, so they are zeroed before another sequence writes to them.
         """
         length = int(self.length[row])
         for group, pool in enumerate(self.pools):
@@ -259,10 +258,10 @@ class CacheTables:
             self.pools[group].suspect(block)
 
     def withdraw(self, row: int) -> None:
-        """Make unfindable all that is cached along the row's prefix: it led to non-finite values."""
+        """Unpublish all blocks of the row's prefix, which led to non-finite values."""
         node = self._tips[row]
         while node is not None:
-            parent = node.parent  # withdrawing may let go of the node
+            parent = node.parent  # withdrawing may remove the node
             for pool, block in zip(self.pools, list(node.blocks), strict=True):
                 if block != NO_BLOCK:
                     pool.suspect(block)
@@ -270,17 +269,17 @@ class CacheTables:
             node = parent
 
     def forget(self) -> None:
-        """Make every cached block unfindable."""
+        """Unpublish every cached block."""
         for pool in self.pools:
             for block, _ in list(pool.named()):
                 pool.withdraw(block)
 
     def take_dirty(self) -> tuple[BlockRef, ...]:
-        """Blocks handed out since the last call that must be zeroed before they are used."""
+        """Take the blocks allocated since the last call that must be zeroed before use."""
         return tuple(BlockRef(group, block) for group, pool in enumerate(self.pools) for block in pool.take_dirty())
 
     def check_integrity(self) -> None:
-        """Add up every block's references over all tables; raises AssertionError with the arithmetic."""
+        """Check every block's references over all tables; raises AssertionError with the arithmetic."""
         holders: dict[int, int] = {}
         for group, pool in enumerate(self.pools):
             table = self._tables[group]

@@ -1,4 +1,4 @@
-"""Where weights come from: a source of named tensors that are read one at a time, straight into their place.
+"""Weight sources: named tensors that are read one at a time, directly into their final memory.
 
 Safetensors files are read in pieces (`engine.checkpoints.chunked_reader`), so loading holds one copy of the model and a
 few pieces; quantized tensors are mapped. Pickled weights are never opened: they can run code.

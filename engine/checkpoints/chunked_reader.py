@@ -1,4 +1,4 @@
-"""Reads a stored tensor straight to the place it is computed from: in pieces, side by side, in bounded memory.
+"""Reads a stored tensor directly into its final memory: in concurrent pieces, with bounded memory.
 
 The file is read, not mapped, so that loading holds one copy of the model and a few pieces. On a GPU a piece goes
 through one of a few page-locked buffers, each of which is read into while others are on their way to the device; what
@@ -104,7 +104,7 @@ class ChunkedReader:
             self._buffers.put(buffer)
 
     def _take(self) -> _Buffer:
-        """A buffer that nobody uses, as soon as there is one."""
+        """Wait for a free buffer."""
         buffer = self._buffers.get()
         if buffer is None:
             return _Buffer(self._piece_bytes, self.device)
@@ -122,7 +122,7 @@ class _Buffer:
         self._sent: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, stored: Tensor, part: Tensor) -> None:
-        """Bring what was read to its place, which may still be going on when this returns."""
+        """Copy a piece to its destination; the copy may still run when this returns."""
         if self._sent is None:
             part.copy_(stored)
             return
@@ -134,7 +134,7 @@ class _Buffer:
             self._sent.record()
 
     def wait(self) -> None:
-        """Until it may be written to again."""
+        """Wait until the buffer may be written to again."""
         if self._sent is not None:
             self._sent.synchronize()
 

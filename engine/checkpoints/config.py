@@ -1,4 +1,4 @@
-"""Reads what a checkpoint says of itself, by transformers' config classes; code that comes with one is never run."""
+"""Reads a checkpoint's config with transformers' config classes; a checkpoint's own code is never run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "vocab_size"), 1 << 24),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (1 << 31) - 1),
 }
-"""Config key -> the most that is believed; far beyond any model, far below what would fill the memory."""
+"""Config key -> maximum accepted value; far beyond any model, far below a size that would fill the memory."""
 
 _HEADS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
@@ -45,16 +45,16 @@ def folder_config(folder: Path) -> Any:
 
 
 def has_head(config: Any) -> bool:
-    """Whether the checkpoint says that it has a language-model head; one that says nothing is taken to have it."""
+    """Whether the checkpoint's config declares a language-model head; without a declaration it is assumed."""
     architectures = config.architectures or []
     return not architectures or any(name.endswith(_HEADS) for name in architectures)
 
 
 def quantization_settings(folder: Path) -> dict[str, Any] | None:
-    """What a folder's config.json says under `quantization_config`, unchecked; None: its weights are not quantized.
+    """Return `quantization_config` of a folder's config.json, unchecked; None: its weights are not quantized.
 
     Raises:
-        UnsupportedModel: the file can't be read, or says no object.
+        UnsupportedModel: the file can't be read, or contains no object.
     """
     with usable(folder / "config.json"):
         raw = json.loads((folder / "config.json").read_bytes())

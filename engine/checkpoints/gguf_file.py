@@ -1,7 +1,7 @@
 """Reads GGUF files (ggml's container, specification version 3): metadata, and tensors dequantized by rows.
 
-Written for the header's speed: vocabularies are hundreds of thousands of strings that no one here needs, so they are
-stepped over instead of being made into objects. Every length is checked against the file before it is believed.
+Written for the header's speed: vocabularies are hundreds of thousands of strings that the engine does not need, so they
+are skipped instead of being made into objects. Every length is checked against the file before it is used.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GGUFFile:
         self._forget(tensor)
 
     def quantized(self, name: str) -> QWeight | None:
-        """A matrix as it is stored; None: it is no matrix, or not quantized, or in a way that is not kept."""
+        """Return a matrix as stored; None: it is no matrix, not quantized, or of a form that is dequantized."""
         tensor = self.tensors[name]
         if len(tensor.shape) != 2:
             return None
@@ -97,7 +97,7 @@ class GGUFFile:
         return stored.reshape(math.prod(tensor.shape[:-1]), -1)
 
     def _forget(self, tensor: GGUFTensor) -> None:
-        """Let go of the pages under a tensor that was read: they would count as this process's memory."""
+        """Release the mapped pages of a tensor that was read: they would count as this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
             if (size := tensor.start + tensor.size - first) > 0:

@@ -1,4 +1,4 @@
-"""Counts what became of a checkpoint's quantized weights, and says it once, when all are loaded."""
+"""Counts which quantized weights of a checkpoint stayed quantized, and logs it once, when all are loaded."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class _Count:
 
 
 class WeightFormatStats:
-    """What stayed quantized, and what was dequantized to which dtype."""
+    """Counts of weights that stayed quantized, and of those dequantized to each dtype."""
 
     def __init__(self) -> None:
         self._kept: defaultdict[str, _Count] = defaultdict(_Count)
         self._dequantized: defaultdict[tuple[str, torch.dtype], _Count] = defaultdict(_Count)
 
-    def kept(self, weight: QWeight, dtype: torch.dtype) -> None:
-        """It stays as it is; `dtype`: of the model."""
+    def count_quantized(self, weight: QWeight, dtype: torch.dtype) -> None:
+        """Count a weight that stays quantized; `dtype`: of the model."""
         self._kept[weight.kind].add(weight, dtype)
 
     def dequantized(self, weight: QWeight, dtype: torch.dtype) -> None:
-        """It becomes a dense weight of `dtype`."""
+        """Count a weight that is dequantized to `dtype`."""
         self._dequantized[weight.kind, dtype].add(weight, dtype)
 
-    def say(self) -> None:
-        """Log both, by form; what was dequantized as a warning, because it takes more memory than the checkpoint."""
+    def log(self) -> None:
+        """Log both, by form; dequantized weights as a warning, because they take more memory than the checkpoint."""
         for form, count in self._kept.items():
             logger.info("weights stay quantized", form=form, **asdict(count))
         for (form, dtype), count in self._dequantized.items():

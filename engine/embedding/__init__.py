@@ -1,1 +1,1 @@
-"""Texts as vectors: encoders, and what a model publishes about how its hidden states become one vector."""
+"""Embeddings of texts: the encoder engine, and the embedder over any engine that pools."""

@@ -1,7 +1,7 @@
-"""Embeddings from any engine that pools: one request for several texts, and what comes behind the pooling.
+"""Embeddings from any engine that pools: one request for several texts, and the head behind the pooling.
 
-Each text is a request of its own to the engine beneath; a request ends when its last text has. One text that fails
-fails its request, and the others of it are dropped.
+Each text is a separate request to the wrapped engine; a request ends with its last text. A text that fails fails its
+request, and the others of the request are cancelled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.scheduler.latency import ClassStats
 from engine.scheduler.resume import ANSWERED
 
 _PART = "\0"
-"""Between a request's name and the number of a text."""
+"""Separator of a request's id and a text's number."""
 
 
 class StepEngine(Protocol):
-    """What is asked of an engine: `Engine`, `EncoderEngine` and `Embedder` are it."""
+    """The engine interface; implemented by `Engine`, `EncoderEngine` and `Embedder`."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -67,7 +67,7 @@ class _Open:
 
 
 class Embedder:
-    """An engine around an engine. Requests that don't pool go through as they are."""
+    """An engine that wraps an engine. Requests without pooling are passed on unchanged."""
 
     def __init__(self, engine: StepEngine, head: EmbeddingHead) -> None:
         self.engine = engine
@@ -77,7 +77,7 @@ class Embedder:
         self._ready: list[Completion] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what the engine's `add` does; then nothing of it is kept."""
+        """Queue a request. Raises as the engine's `add`; then no part of the request is queued."""
         if request.pooling is None:
             self.engine.add(request)
             return
@@ -96,7 +96,7 @@ class Embedder:
         except RequestRefused:
             for part in added:
                 self.engine.cancel(part)
-            self._ready += self._gather(self.engine.take_ended())  # of these nobody is told: the request isn't open
+            self._ready += self._gather(self.engine.take_ended())  # discarded: the request isn't open
             raise
         self._open[name] = _Open(len(prompts), request.dimensions)
 
@@ -113,7 +113,7 @@ class Embedder:
         return True
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
-        """See `Engine.partial`; of vectors there is nothing before they are there."""
+        """See `Engine.partial`; vectors have no partial result."""
         return () if request.pooling is not None else self.engine.partial(request, given)
 
     @property
@@ -123,7 +123,7 @@ class Embedder:
 
     @property
     def num_waiting(self) -> int:
-        """Texts that wait."""
+        """Waiting texts."""
         return self.engine.num_waiting
 
     @property
@@ -152,7 +152,7 @@ class Embedder:
         return self.engine.classes()
 
     def _gather(self, completions: list[Completion]) -> list[Completion]:
-        """Requests whose last text is among these."""
+        """Return the requests whose last text is among these."""
         ended: list[Completion] = []
         while completions:
             failed: list[str] = []
@@ -179,7 +179,7 @@ class Embedder:
                 self.engine.cancel(f"{name}{_PART}{number}")
 
     def _joined(self, name: str, opened: _Open) -> Completion:
-        """One completion of all texts: failed as the first that failed by itself."""
+        """Join the texts' completions; the error is that of the first text that failed itself."""
         parts = [opened.done[number] for number in range(opened.count)]
         reasons = [part.choices[0].finish_reason for part in parts]
         wrong = [reason for reason in reasons if reason not in ANSWERED]

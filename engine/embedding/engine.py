@@ -1,7 +1,7 @@
 """An encoder behind the engine's own interface: requests in, one batch a step, pooled hidden states out.
 
-A text is computed in one step, together with others of about its length; nothing of it is kept between steps, so there
-is no cache, and no request is ever half done.
+A text is computed in one step, batched with others of about its length; no state remains between steps, so there is no
+cache, and no request is ever partially computed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from engine.scheduler.latency import ClassStats, LatencyHistogram
 from engine.scheduler.sequence import CLASSES, class_of
 
 WAITING_PROMPTS: Final = 1024
-"""That whoever feeds the engine should keep waiting: of so many, those of one length fill a batch."""
+"""Recommended number of waiting requests: among so many, those of similar length fill a batch."""
 
 _NO_TOKENS: Final = as_token_ids([])
 
 
 class PoolingModel(Protocol):
-    """What computes a batch (`Encoder` is it)."""
+    """Computes a batch (implemented by `Encoder`)."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -54,7 +54,7 @@ class PoolingModel(Protocol):
 
 
 class EncoderEngine:
-    """One encoder. Only requests with the model's own pooling are taken."""
+    """One encoder. Only requests with the model's own pooling are accepted."""
 
     attention_name = "torch"
     max_num_seqs = WAITING_PROMPTS
@@ -103,7 +103,7 @@ class EncoderEngine:
 
         Raises:
             ContextLengthExceeded: the prompt is longer than the model's positions.
-            RequestRefused: the id is in use, the prompt is empty or leaves the vocabulary, or something else is wanted
+            RequestRefused: the id is in use, the prompt is empty or leaves the vocabulary, or the request needs more
                 than the model's pooling.
         """
         if request.pooling != self._pooling:
@@ -120,7 +120,7 @@ class EncoderEngine:
         self._arrived[request.request_id] = self.clock()
 
     def settle(self, *, more_to_come: bool) -> None:
-        """The order of batches is the same either way."""
+        """Do nothing: the order of batches does not depend on it."""
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
         """End a request, whatever the choice: it has one. Its completion, with reason "cancelled", comes with the next
@@ -131,7 +131,7 @@ class EncoderEngine:
         return True
 
     def partial(self, request: Request, given: Mapping[int, int] | None = None) -> tuple[PartialChoice, ...]:
-        """Nothing is ever half done."""
+        """Return nothing: no request is ever partially computed."""
         return ()
 
     @property
@@ -148,11 +148,11 @@ class EncoderEngine:
         return 0
 
     def step(self) -> list[Completion]:
-        """Compute one batch; the requests that ended with it, failed and cancelled ones included.
+        """Compute one batch; returns the requests that ended with it, failed and cancelled ones included.
 
         Raises:
-            EngineError: it could not be computed. Its requests have ended with reason "error" and come with the next
-                call; the engine can go on.
+            EngineError: it could not be computed. Its requests have ended with reason "error" and the next call
+                returns them; the engine is still usable.
         """
         begun, started = time.perf_counter(), self.clock()
         self._ended += [self._end(late, FinishReason.TIMEOUT) for late in self._waiting.take_late(started)]
@@ -183,7 +183,7 @@ class EncoderEngine:
         return self.take_ended()
 
     def take_ended(self) -> list[Completion]:
-        """Requests that ended outside a step that worked."""
+        """Take the requests that ended outside a successful step."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -231,17 +231,17 @@ class EncoderEngine:
         )
 
     def classes(self) -> tuple[ClassStats, ...]:
-        """How each class of requests fares, the most urgent first. An encoder has no tokens to wait for, and nothing
-        that runs between two steps."""
+        """Latency statistics of each class, the most urgent first. An encoder has no token latencies, and nothing runs
+        between two steps."""
         waiting = self._waiting.by_class()
         return tuple(ClassStats(0, n, whole=whole.counts) for n, whole in zip(waiting, self._whole, strict=True))
 
 
 def check_encoder_config(config: EngineConfig) -> None:
-    """Whether the settings are such that an encoder can follow them.
+    """Check that an encoder supports the settings.
 
     Raises:
-        UnsupportedModel: naming the one that it can't.
+        UnsupportedModel: names the one that it does not support.
     """
     if config.tensor_parallel != 1:
         raise UnsupportedModel("an encoder can't be shared by several devices; leave tensor parallelism out")

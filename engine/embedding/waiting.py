@@ -1,7 +1,7 @@
-"""Prompts that wait for an encoder, and which of them are computed together next.
+"""The waiting queue of an encoder, which selects the next batch.
 
-The oldest of the most urgent class always goes, so nobody waits for ever; beside it go those of its class that are most
-like it in length, so that little is padded.
+The oldest prompt of the most urgent class is always selected, so no prompt starves; the batch is filled with the
+prompts of its class that are closest in length, so that little is padded.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class WaitingPrompts:
         return request_id in self._serials
 
     def by_class(self) -> list[int]:
-        """How many there are of each class (`engine.scheduler.sequence.class_of`)."""
+        """Number of waiting prompts of each class (`engine.scheduler.sequence.class_of`)."""
         counts = [0] * CLASSES
         for priority, waiting in self._classes.items():
             counts[class_of(priority)] += len(waiting.arrived)
         return counts
 
     def add(self, request: Request) -> None:
-        """One more, the youngest."""
+        """Add a prompt as the youngest."""
         serial, self._next = self._next, self._next + 1
         self._requests[serial], self._serials[request.request_id] = request, serial
         waiting = self._classes.setdefault(request.priority, _Class())
@@ -56,7 +56,7 @@ class WaitingPrompts:
             heapq.heappush(self._deadlines, (request.deadline, serial))
 
     def remove(self, request_id: str) -> Request:
-        """Take one out."""
+        """Remove a prompt."""
         serial = self._serials.pop(request_id)
         request = self._requests.pop(serial)
         waiting = self._classes[request.priority]
@@ -67,7 +67,7 @@ class WaitingPrompts:
         return request
 
     def take_late(self, now: float) -> list[Request]:
-        """Take out those whose deadline is over."""
+        """Remove and return the prompts past their deadline."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, serial = heapq.heappop(self._deadlines)
@@ -76,7 +76,7 @@ class WaitingPrompts:
         return late
 
     def take(self, tokens: int, most: int) -> list[Request]:
-        """Take out what is computed next: at most `most` prompts, of at most `tokens` positions when they are padded
+        """Remove and return the next batch: at most `most` prompts, of at most `tokens` positions when they are padded
         (one prompt in any case)."""
         if not self._classes:
             return []

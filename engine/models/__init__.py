@@ -1,1 +1,1 @@
-"""Models: a path becomes something that turns flat batches of token ids into hidden states and logits."""
+"""Models: loads a path as a model that maps flat batches of token ids to hidden states and logits."""

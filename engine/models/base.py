@@ -1,4 +1,4 @@
-"""What the engine knows of a model, whatever its family: shapes, and two functions over flat token batches."""
+"""The model interface of the engine, for all families: shapes, and two functions over flat token batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ModelSpec:
 
     Attributes:
         architecture: the family's name as its config gives it.
-        max_position: tokens of context the model was made for.
+        max_position: context length of the model, tokens.
         windows: per layer, the sliding window in tokens (a query sees itself and window - 1 before it), or None.
         eos_token_ids: the tokens that end an answer (config and generation_config together).
         generates: it has a language-model head.
-        rope_original_max: where rotary frequencies start to depend on a sequence's length (dynamic scaling only).
+        rope_original_max: length from which rotary frequencies depend on a sequence's length (dynamic scaling only).
     """
 
     architecture: str
@@ -45,13 +45,13 @@ class ModelSpec:
 
 
 class CausalModel(Protocol):
-    """A decoder over a flat batch: tokens of many sequences, side by side, without padding."""
+    """A decoder over a flat batch: concatenated tokens of many sequences, without padding."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
-        """Hidden states after the last norm, [T, hidden_size] in the model's dtype.
+        """Compute hidden states after the last norm, [T, hidden_size] in the model's dtype.
 
         Args:
             input_ids, positions: int64 [T].
@@ -61,31 +61,31 @@ class CausalModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, vocab_size] for hidden [S, hidden_size]."""
+        """Return logits float32 [S, vocab_size] for hidden [S, hidden_size]."""
         ...
 
 
 @runtime_checkable
 class WeighedModel(Protocol):
-    """A model that can say what its weights take."""
+    """A model that reports the memory of its weights."""
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes by the form of the weights' elements ("int4", "bfloat16", …), with all that belongs to them."""
+        """Return bytes by the form of the weights' elements ("int4", "bfloat16", …), factors and biases included."""
         ...
 
 
 @runtime_checkable
 class LayeredModel(Protocol):
-    """A `CausalModel` that shows what goes on between its layers."""
+    """A `CausalModel` that returns hidden states between its layers."""
 
     def forward_with_states(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """`CausalModel.forward`, and each token's states before these layers, side by side.
+        """Run `CausalModel.forward`, and return each token's concatenated states before these layers.
 
         Args:
             layers: ascending; `spec.num_layers` means behind the last one, before the last norm. That needs a step
-                in which all tokens are wanted (`AttentionBatch.wanted`).
+                in which all tokens are needed (`AttentionBatch.wanted`).
 
         Returns:
             hidden states as of `forward`, and [T, len(layers) * hidden_size] in the model's dtype.
@@ -94,14 +94,15 @@ class LayeredModel(Protocol):
 
     @property
     def embedding(self) -> Tensor | None:
-        """[vocab_size, hidden_size], before any scaling; None: it is kept in a form that only the model reads."""
+        """[vocab_size, hidden_size], before any scaling; None: it is stored in a form that only the model reads."""
         ...
 
 
 class GreedyModel(CausalModel, Protocol):
-    """A model that can say which token is the likeliest without writing all logits."""
+    """A model that finds the most probable token without writing all logits."""
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """For hidden [S, hidden_size]: the argmax of `logits` (int64 [S], the lowest of equals), and whether the row is
+        """Return, for hidden [S, hidden_size], the argmax of `logits` (int64 [S], the lowest of equals), and whether
+        the row is
         sound: no logit NaN or +inf, and one finite at least (bool [S])."""
         ...

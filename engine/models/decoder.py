@@ -1,6 +1,6 @@
 """The fused decoder: one forward pass for the Llama, Mistral, Qwen2, Qwen3 and Gemma 3 families.
 
-What differs between the families is data (`DecoderSpec`), not code paths of their own. Layers are plain tensors and
+The families differ in data (`DecoderSpec`), not in code paths. Layers are plain tensors and
 `Linear`s in a slotted dataclass: at a handful of tokens per step, dispatch costs as much as arithmetic, so q, k and v
 are one product, gate and up another, and q and k are normed and rotated together.
 """
@@ -25,23 +25,23 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderSpec:
-    """All that tells one family or size from another.
+    """The parameters of a family and size.
 
     Attributes:
         activation: of the gate.
-        qkv_bias, output_bias, mlp_bias: which products carry a bias.
+        qkv_bias, output_bias, mlp_bias: which products have a bias.
         qk_norm: q and k are normed per head before they are rotated.
         norm_offset: norm weights are stored as w and mean 1 + w.
         sandwich_norms: the outputs of attention and MLP are normed before they join the residual.
-        embedding_scale: what embeddings are multiplied by, rounded to the weights' dtype.
-        attention_scale: what q k^T is multiplied by.
+        embedding_scale: factor of the embeddings, rounded to the weights' dtype.
+        attention_scale: factor of q k^T.
         final_softcap: logits become cap * tanh(logits / cap).
         tied: the head is the embedding.
-        headless: the checkpoint has no head; hidden states are all that it is for.
+        headless: the checkpoint has no head; the model returns hidden states only.
         ropes, layer_ropes: the kinds of rotation, and each layer's index among them.
         windows, eos_token_ids, max_position: as in `ModelSpec`.
-        weight_prefixes: where checkpoints of this family keep the decoder ("model."), by preference.
-        ignored_weights: prefixes of tensors that are known and not needed (an image encoder).
+        weight_prefixes: prefixes of the decoder's tensors in checkpoints of this family ("model."), by preference.
+        ignored_weights: prefixes of tensors that are not needed (an image encoder).
     """
 
     architecture: str
@@ -89,7 +89,7 @@ class DecoderSpec:
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
 
     def model_spec(self, dtype: torch.dtype) -> ModelSpec:
-        """What the rest of the engine needs to know."""
+        """The model's shape for the rest of the engine."""
         dynamic = next((rope.dynamic for rope in self.ropes if rope.dynamic), None)
         return ModelSpec(
             architecture=self.architecture,
@@ -144,12 +144,12 @@ class FusedDecoder:
         head: Linear,
         positions: int | None,
     ) -> None:
-        """Takes the weights as they are.
+        """Create the decoder from its weights, without copies.
 
         Args:
             embedding: [vocab_size, hidden_size]; rows of a quantized one are dequantized when they are looked up.
             norm: float32 [hidden_size].
-            positions: rotary positions to tabulate at once (None: as they are met, or all where that is impossible).
+            positions: rotary positions to tabulate at once (None: on first use, or all where that is impossible).
         """
         device = norm.device
         if positions is None and device.type != "cpu":
@@ -170,8 +170,8 @@ class FusedDecoder:
 
     @property
     def recordable(self) -> bool:
-        """Whether `forward` can be recorded as a graph: the host looks at no value in it. (Frequencies that follow a
-        sequence's length are looked for.)"""
+        """Whether `forward` can be captured as a graph: it never reads a value on the host. (Frequencies that follow a
+        sequence's length are read.)"""
         return self._spec.rope_original_max is None
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rope_lengths: Tensor | None) -> Tensor:
@@ -185,8 +185,8 @@ class FusedDecoder:
         states = torch.empty(
             len(input_ids), len(layers), self._spec.hidden_size, dtype=self._spec.dtype, device=input_ids.device
         )
-        places = {layer: states[:, place] for place, layer in enumerate(layers)}
-        return self._forward(input_ids, positions, attend, rope_lengths, places), states.flatten(1)
+        inputs_of = {layer: states[:, i] for i, layer in enumerate(layers)}
+        return self._forward(input_ids, positions, attend, rope_lengths, inputs_of), states.flatten(1)
 
     @property
     def embedding(self) -> Tensor:
@@ -202,13 +202,13 @@ class FusedDecoder:
         rope_lengths: Tensor | None,
         states: Mapping[int, Tensor] | None,
     ) -> Tensor:
-        """As `forward`; states: layer -> where to keep [T, hidden_size] before it."""
+        """Run `forward`; states: layer -> output for its input [T, hidden_size]."""
         spec = self._decoder
         with torch.inference_mode():
             hidden = self._embed(input_ids)
             if self._embedding_scale is not None:
                 hidden *= self._embedding_scale
-            rotations = [rope.look_up(positions, rope_lengths) for rope in self._ropes]
+            rotations = [rope.lookup(positions, rope_lengths) for rope in self._ropes]
             for index, layer in enumerate(self._layers):
                 if states is not None and index in states:
                     states[index].copy_(hidden)
@@ -227,7 +227,7 @@ class FusedDecoder:
             return self._rms_norm(hidden, self._norm)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        """The tokens' rows [T, hidden_size], before any scaling; a new tensor."""
+        """Return the tokens' rows [T, hidden_size], before any scaling; a new tensor."""
         if isinstance(self._embedding, QWeight):
             return self._embedding.take(input_ids).dequantize(self._spec.dtype)
         return self._embedding.index_select(0, input_ids)

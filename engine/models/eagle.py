@@ -1,9 +1,9 @@
 """The head of EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): one decoder layer that reads a model's own states.
 
-States from a low, a middle and a high layer of the model are joined to one vector by `fc`. The layer's attention takes
-that vector at a position side by side with the embedding of the token *behind* it, so its output at position p tells of
-token p + 2. That output stands in for the joined states of the next position, which the model has not computed: so a
-chain of guesses is drawn. It knows a vocabulary of its own, as a rule the model's most frequent tokens.
+States from a low, a middle and a high layer of the model are joined to one vector by `fc`. The layer's attention reads
+that vector at a position concatenated with the embedding of the token *behind* it, so its output at position p predicts
+token p + 2. That output replaces the joined states of the next position, which the model has not computed: so a chain
+of drafts is drawn. The head has its own vocabulary, as a rule the model's most frequent tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.quant.base import Linear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSpec:
-    """What a head's config says.
+    """A head's config.
 
     Attributes:
         decoder: of its layer; its vocabulary is the model's.
         target_hidden_size: of the model that it was trained for.
-        draft_vocab_size: tokens that it can guess.
-        layers: the model's layers before which it wants the states, ascending; None: where the reference has them.
+        draft_vocab_size: tokens that it can draft.
+        layers: the model's layers whose input states it reads, ascending; None: those of the reference.
         norm_before_residual: the joined states enter the residual normed.
     """
 
@@ -39,7 +39,7 @@ class HeadSpec:
     norm_before_residual: bool
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a model that has so many; raises ValueError where it has not enough."""
+        """Return the layers for a model of this depth; raises ValueError where it has too few."""
         layers = self.layers or (2, num_layers // 2, num_layers - 3)
         if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= num_layers:
             raise ValueError(f"states before layers {list(layers)} can't be had from {num_layers} layers")
@@ -75,7 +75,7 @@ class EagleHead:
     """A head, ready to compute.
 
     Attributes:
-        layers: of the model, before which it wants the states.
+        layers: of the model, whose input states it reads.
         targets: int64 [draft_vocab_size], see `HeadWeights`.
     """
 
@@ -97,16 +97,16 @@ class EagleHead:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of its weights."""
         return self._weights.norm.device
 
     def join(self, states: Tensor) -> Tensor:
-        """The model's states [T, layers * target hidden] as one vector each, [T, hidden]."""
+        """Join the model's states [T, layers * target hidden] to one vector each, [T, hidden]."""
         with torch.inference_mode():
             return self._weights.fc(states)
 
     def forward(self, joined: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What stands in for the joined states of the next positions, [T, hidden] in the model's dtype.
+        """Compute the replacement of the next positions' joined states, [T, hidden] in the model's dtype.
 
         Args:
             joined: [T, hidden], of `join`, or of this function for the position before.
@@ -119,8 +119,8 @@ class EagleHead:
             qkv = weights.qkv(torch.cat((embedded, normed), dim=-1))
             qkv = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
             qk, v = qkv.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-            q, k = self._rope.look_up(positions, None).apply(qk).tensor_split((spec.num_heads,), dim=1)
-            # One row's overflow must not stay in blocks that others will own: 0 * NaN = NaN.
+            q, k = self._rope.lookup(positions, None).apply(qk).tensor_split((spec.num_heads,), dim=1)
+            # One row's overflow must not stay in blocks that other rows will own: 0 * NaN = NaN.
             k, v = (x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for x in (k, v))
             hidden = normed if self._normed_residual else joined
             hidden = hidden + weights.output(attend(0, q, k, v, spec.attention_scale).flatten(1))
@@ -129,7 +129,7 @@ class EagleHead:
             return hidden + weights.down(gate.mul_(up))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [S, draft_vocab_size] of what `forward` gave, [S, hidden]."""
+        """Return logits float32 [S, draft_vocab_size] for outputs of `forward`, [S, hidden]."""
         with torch.inference_mode():
             return self._weights.head(self._rms_norm(hidden, self._weights.norm)).float()
 

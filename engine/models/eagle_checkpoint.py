@@ -25,17 +25,17 @@ from engine.quant.base import Linear
 from engine.quant.weight import QWeight
 
 _UNREAD = ("fc_norm", "norm_before_fc", "norm_output", "use_mtp_layernorm", "use_last_layernorm", "parallel_drafting")
-"""Settings of later heads that change what is computed."""
+"""Settings of later heads that change the result."""
 
 _IGNORED = ("t2d", "verifier_lm_head.", "verifier_norm.")
-"""Tensors that training needs: which tokens the head knows, and copies of the model's own."""
+"""Tensors for training only: the head's vocabulary, and copies of the model's own."""
 
 
 def describe_head(folder: Path) -> HeadSpec:
     """Read a head's config.
 
     Raises:
-        ModelNotFound: no config is there.  UnsupportedModel: it is not of a head that can be computed here; says why.
+        ModelNotFound: there is no config.  UnsupportedModel: it is not of a supported head; names the reason.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -90,8 +90,8 @@ def _refuse_unread(raw: dict[str, Any], layer: dict[str, Any], eagle: dict[str, 
 
 
 def _wanted_layers(raw: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
-    """At the top the numbers are of layers whose inputs are wanted (as in vLLM), inside eagle_config of layers whose
-    outputs are (as in SGLang)."""
+    """Read the layers: at the top level the numbers are of layers whose inputs are read (as in vLLM), inside
+    eagle_config of layers whose outputs are (as in SGLang)."""
     name = "eagle_aux_hidden_state_layer_ids"
     top, inner = raw.get(name), eagle.get(name)
     given = top or inner
@@ -109,13 +109,13 @@ def load_head(
     """Load a head for a model.
 
     Args:
-        target: the model.  embedding: the model's, for heads without one; None: it can't be had.
-        dtype: the model's, of weights and states.  max_positions: tokens that no sequence will exceed.
+        target: the model.  embedding: the model's, for heads without one; None: not available.
+        dtype: the model's, of weights and states.  max_positions: maximum length of a sequence.
 
     Raises:
-        ModelNotFound: no head is there.
-        UnsupportedModel: it can't be computed here, or was made for another model; says why.
-        CorruptWeights: a tensor is missing, has another shape, can't be read, or is one too many.
+        ModelNotFound: there is no head.
+        UnsupportedModel: it is not supported, or was trained for another model; names the reason.
+        CorruptWeights: a tensor is missing, has another shape, can't be read, or is unexpected.
     """
     spec = describe_head(folder)
     for what, has, wants in (
@@ -183,7 +183,7 @@ def _read(
 def _targets(
     stored: SafetensorsCheckpoint, reader: WeightReader, spec: HeadSpec, device: torch.device
 ) -> Tensor | None:
-    """Checkpoints store by how much the model's id of a token is beyond the head's."""
+    """Convert the checkpoint's offsets, model id minus head id, to model ids."""
     if not reader.has("d2t"):
         if spec.draft_vocab_size != spec.decoder.vocab_size:
             raise CorruptWeights("tensor d2t is missing from the checkpoint, but the head has a vocabulary of its own")

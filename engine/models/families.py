@@ -1,7 +1,7 @@
-"""From a transformers config to a `DecoderSpec`: the families that the fused decoder computes.
+"""Converts a transformers config to a `DecoderSpec`, for the families that the fused decoder computes.
 
-A family function reads what its config class defines. What would change the result and is not computed here is
-refused by name: a model that answers slightly wrong is worse than one that does not load.
+A family function reads the fields that its config class defines. Settings that would change the result and are not
+implemented are refused by name: a model that answers slightly wrong is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }
-"""Config keys that change what a decoder computes -> the values (beside None) with which they don't."""
+"""Config keys that change a decoder's result -> the values (besides None) with which they don't."""
 
 
 def fused_family(config: Any) -> Family | None:
-    """The family function for a config, or None when the fused decoder does not know its model type."""
+    """Return the family function for a config, or None when the fused decoder does not support its model type."""
     return _FAMILIES.get(config.model_type)
 
 
@@ -123,7 +123,7 @@ _IMAGE_WEIGHTS = tuple(
 
 
 def _decoder(config: Any, *, activation: str | None = None, **differences: Any) -> DecoderSpec:
-    """A Llama-like decoder with `differences`; refuses what no family function has read."""
+    """Return a Llama-like decoder with `differences`; refuses settings that no family function has read."""
     _refuse_unread(config, differences)
     activation = activation or config.hidden_act
     if activation not in _ACTIVATIONS:

@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: llama.cpp's names, layouts and metadata translated back to what transformers means.
+"""GGUF files as checkpoints: converts llama.cpp's names, layouts and metadata to those of transformers.
 
 llama.cpp interleaves the rotary halves of Llama's q and k and adds Gemma's 1 to its norm weights; both are undone
-here. Its metadata is read key by key, and a key that is not understood is refused: it may change the result.
+here. Its metadata is read key by key, and an unknown key is refused: it may change the result.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class GGUFCheckpoint:
     """A GGUF file of one of the fused families, as a `WeightSource` and a transformers config.
 
     Raises:
-        UnsupportedModel: another architecture, a split file, or metadata that is not understood.
-        CorruptWeights: a truncated file, or metadata without which no model can be built.
+        UnsupportedModel: another architecture, a split file, or unknown metadata.
+        CorruptWeights: a truncated file, or missing metadata.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class GGUFCheckpoint:
         return weight.take(torch.arange(weight.n).view(heads, -1, 2).transpose(1, 2).reshape(-1))
 
     def decoder_spec(self) -> DecoderSpec:
-        """The fused decoder's spec, with the end tokens and frequency factors that the file carries."""
+        """Return the fused decoder's spec, with the file's end tokens and frequency factors."""
         family = fused_family(self.config)
         assert family is not None, self.config.model_type
         spec = replace(family(self.config), eos_token_ids=self._end_tokens())
@@ -131,7 +131,7 @@ class GGUFCheckpoint:
         return replace(spec, ropes=tuple(stretched))
 
     def _rotary_heads(self, name: str) -> int | None:
-        """Heads whose rotary halves take turns in this tensor's rows; None: they don't."""
+        """Return the heads whose rotary halves are interleaved in this tensor's rows; None: they aren't."""
         if self._architecture != "llama":
             return None
         if ".self_attn.q_proj." in name:
@@ -176,7 +176,7 @@ class GGUFCheckpoint:
         return built_config(self._file.path, model_type, architectures=[_CLASSES[model_type]], **values)
 
     def _family_values(self, left: dict[str, Any], values: dict[str, Any]) -> str:
-        """Take what only this architecture has from `left` into `values`; returns the transformers model type."""
+        """Move this architecture's own keys from `left` into `values`; returns the transformers model type."""
         model_type = _ARCHITECTURES[self._architecture]
         if model_type == "llama":
             if (window := left.pop("attention.sliding_window", None)) is not None:
@@ -210,7 +210,7 @@ def _rope_scaling(left: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _translate(name: str, inner: dict[str, str]) -> str:
-    """transformers' name of a tensor; names that have none stay, and are then reported as unexpected."""
+    """Return transformers' name of a tensor; names without one are unchanged, and are reported as unexpected later."""
     if name in _OUTER:
         return _OUTER[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)

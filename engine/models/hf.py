@@ -3,7 +3,7 @@
 transformers lets an attention function be registered by name; with a name that its mask builder does not know, no
 mask is built at all. The whole step then runs as one row of tokens. The function finds the step's `attend` in a slot
 that is attached to the attention modules of this one model, because not every architecture forwards keyword
-arguments that far. What can't be right over a flat batch is refused, and the rest is checked once at load.
+arguments that far. Features that can't be right over a flat batch are refused, and the rest is checked once at load.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPEATS_KEYS = ("jetmoe",)
 
 
 class _Slot:
-    """Where one model's attention modules find the `attend` of the running step, and what they have to agree with."""
+    """The slot in which one model's attention modules find the running step's `attend`, and their expected settings."""
 
     __slots__ = ("attend", "spec")
 
@@ -45,7 +45,7 @@ class _Slot:
 
 
 class TransformersModel:
-    """A `CausalModel` around a transformers model whose attention is ours."""
+    """A `CausalModel` around a transformers model with this engine's attention."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self._spec = spec
@@ -92,8 +92,8 @@ def describe_transformers_model(
     weights: WeightSource,
     max_positions: int | None = None,
 ) -> ModelSpec:
-    """The spec of a model that transformers' code will compute, from its config (`check_supported`) and the headers of
-    its weights.
+    """Return the spec of a model that transformers' code computes, from its config (`check_supported`) and the headers
+    of its weights.
 
     Raises:
         UnsupportedModel: its sizes contradict each other.
@@ -143,10 +143,10 @@ def load_transformers_model(
     builder: DecoderBuilder,
 ) -> TransformersModel:
     """Load a model into transformers' code and check it against that code's own attention; then quantize it, if
-    `builder` does, or put back the weights that were stored quantized, where `builder` computes with them.
+    `builder` does, or restore the weights that were stored quantized, where `builder` computes with them.
 
     Raises:
-        UnsupportedModel: the architecture can't be run like this.  CorruptWeights: tensors are missing or too many.
+        UnsupportedModel: the architecture is not supported.  CorruptWeights: tensors are missing or unexpected.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
@@ -155,7 +155,7 @@ def load_transformers_model(
     AttentionInterface.register(_ATTENTION, _attention)
     quantized = not isinstance(weights, SafetensorsCheckpoint)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # so that transformers reads the weights as what they are here: dense
+        del config.quantization_config  # so that transformers reads the weights as dense, which they are here
     with usable(folder):
         model, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
             None if quantized else folder,
@@ -197,7 +197,7 @@ def _dense(weights: WeightSource, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class _Eager:
-    """The same model computed with transformers' own attention, for as long as a call lasts."""
+    """Compute the same model with transformers' own attention, for the duration of a call."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -245,10 +245,10 @@ def _attention(
 
 
 def check_supported(config: Any) -> None:
-    """Whether transformers' code can compute the model here.
+    """Check that transformers' code can compute the model here.
 
     Raises:
-        UnsupportedModel: naming what can't be computed over a flat batch with paged attention.
+        UnsupportedModel: names the feature that can't be computed over a flat batch with paged attention.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
@@ -279,14 +279,14 @@ def check_supported(config: Any) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    """Each layer's window, as transformers' masks would have it."""
+    """Return each layer's window, as in transformers' masks."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _max_position(config: Any, wanted: int | None) -> int:
-    """The context, capped where rotary frequencies would start to depend on the longest sequence of the batch."""
+    """Return the context length, capped where rotary frequencies start to depend on the batch's longest sequence."""
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(v for v in rope.values() if isinstance(v, dict))]:

@@ -1,9 +1,9 @@
-"""Proves, on a few tokens, that an architecture run over a flat batch answers what transformers answers alone.
+"""Checks, on a few tokens, that an architecture over a flat batch gives the same results as transformers alone.
 
 Architectures differ in ways that no list of config keys covers: logits scaled after the head, positions counted from
 the mask, biases on scores. So a model is compared with its own eager forward once, when it is loaded, and refused if
-the two disagree. The check sees the first positions only: what a model computes differently far behind them (scores
-scaled from position 8192 on, say) it can't find, and a forward over so many tokens would take minutes.
+the two disagree. The check covers the first positions only: it can't find differences far behind them (scores
+scaled from position 8192 on, say), and a forward over so many tokens would take minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HALF_TOLERANCE = 0.05
 
 
 class DenseAttend:
-    """`Attend` over whole tensors: remembers keys and values per layer and sequence, and attends with a dense mask.
+    """`Attend` over whole tensors: stores keys and values per layer and sequence, and attends with a dense mask.
 
     Set `ranges` to the positions [start, stop) of each sequence before every forward.
     """
@@ -34,7 +34,7 @@ class DenseAttend:
         self.ranges: list[tuple[int, int]] = []
         self.layers: list[int] = []
         self._windows = windows
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.layers.append(layer)
@@ -44,9 +44,9 @@ class DenseAttend:
             at = rows.stop
             keys, values = k[rows], v[rows]
             if start:
-                before = self._kept[layer, sequence]
+                before = self._cache[layer, sequence]
                 keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
-            self._kept[layer, sequence] = keys, values
+            self._cache[layer, sequence] = keys, values
             query, key = torch.arange(start, stop)[:, None], torch.arange(stop)
             mask = key <= query
             if (window := self._windows[layer]) is not None:
@@ -60,10 +60,10 @@ class DenseAttend:
 
 
 def check_quantized(model: CausalModel, reference: Any) -> None:
-    """As `check_against_eager`, of a model whose layers were replaced: some modules read their weights themselves.
+    """Check a model whose layers were replaced, as `check_against_eager`: some modules read their weights themselves.
 
     Raises:
-        UnsupportedModel: it can't be computed so.
+        UnsupportedModel: its modules don't work with replaced layers.
     """
     try:
         check_against_eager(model, reference, _HALF_TOLERANCE)  # a sum's last bit may round to another whole number
@@ -75,7 +75,7 @@ def check_against_eager(model: CausalModel, reference: Any, tolerance: float | N
     """Compare `model`, in chunks over a flat batch, with `reference(input_ids [1, T]).logits`, one sequence at a time.
 
     Args:
-        tolerance: of the logits, relative; None: what the dtype allows.
+        tolerance: of the logits, relative; None: the dtype's.
 
     Raises:
         UnsupportedModel: they disagree, or layers do not attend once each.

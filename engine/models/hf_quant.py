@@ -1,7 +1,6 @@
-"""Quantizes a model that transformers' code computes: its linear layers are replaced by ours, one at a time.
+"""Quantizes a model that transformers' code computes: replaces its linear layers one at a time.
 
-The head stays as it is, because it decides between neighbouring tokens, and so does what shares its weight with
-another module.
+The head is not quantized, because it decides between neighbouring tokens, nor are modules that share a weight.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _LEAST_SHARE = 0.5
 
 
 class QuantizedModule(nn.Module):
-    """Takes the place of a linear layer.
+    """Replaces a linear layer.
 
     Attributes:
-        linear: what computes its product.
+        linear: computes its product.
     """
 
     def __init__(self, linear: Linear) -> None:
@@ -40,7 +39,7 @@ class QuantizedModule(nn.Module):
 
 
 def quantize_linears(model: Any, builder: DecoderBuilder) -> None:
-    """Replace the linear layers of a transformers model by what `builder` makes of their weights.
+    """Replace the linear layers of a transformers model by the parts that `builder` makes of their weights.
 
     Raises:
         UnsupportedModel: most of its weights are not in linear layers.
@@ -64,11 +63,11 @@ def quantize_linears(model: Any, builder: DecoderBuilder) -> None:
 
 
 def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource) -> None:
-    """Give linear layers of a model that was loaded dense the quantized weights of its checkpoint again, where
-    `builder` computes with them; it is said which stay dense."""
+    """Restore the quantized weights of a checkpoint in linear layers of a model that was loaded dense, where `builder`
+    computes with them; logs which stay dense."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     linears = _linears(model)
-    tally = WeightFormatStats()
+    weight_counts = WeightFormatStats()
     for name in weights.names:
         if (weight := weights.quantized(name)) is None:
             continue
@@ -77,18 +76,18 @@ def restore_quantized(model: Any, builder: DecoderBuilder, weights: WeightSource
         shape = None if module is None else (module.out_features, module.in_features)
         if type(module) is nn.Linear and shape == (weight.n, weight.k) and builder.runs(weight, "linear"):
             dtype, device = module.weight.dtype, module.weight.device
-            tally.kept(weight, dtype)
+            weight_counts.count_quantized(weight, dtype)
             with torch.inference_mode():
                 made = QuantizedModule(builder.linear(weight.to(device), _detached(module.bias)))
             parent, _, last = own.rpartition(".")
             setattr(model.base_model.get_submodule(parent), last, made)
         else:
-            tally.dequantized(weight, next(model.parameters()).dtype)
-    tally.say()
+            weight_counts.dequantized(weight, next(model.parameters()).dtype)
+    weight_counts.log()
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """By name within the base model: linear layers whose weight is nobody else's, without the head."""
+    """Return, by name within the base model, linear layers whose weight is not shared, without the head."""
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)

@@ -1,7 +1,7 @@
-"""The way in: a path becomes a model, or a description of one without its weights.
+"""Loads a model from a path, or describes it without its weights.
 
-A model is a Hugging Face folder (config.json and safetensors) or a GGUF file. Families that the fused decoder knows
-are computed by it, others by transformers' own code with our attention.
+A model is a Hugging Face folder (config.json and safetensors) or a GGUF file. The fused decoder computes the families
+that it supports, transformers' own code with this engine's attention the others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from engine.models.loader import DecoderBuilder, TorchBuilder, build_decoder
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What can be said of a model before its weights are read.
+    """A model's description without its weights.
 
     Attributes:
-        spec: its shape, with the dtype asked for.
+        spec: its shape, with the requested dtype.
         parameter_bytes: of all weights in that dtype.
         fused: whether the fused decoder computes it; otherwise transformers' code does, slower.
     """
@@ -59,12 +59,12 @@ def load_model(
     Args:
         path: a Hugging Face folder or a .gguf file.
         dtype: float32, bfloat16 or float16, of weights and activations.
-        max_positions: tokens that no sequence will exceed. Rotary tables are sized for it; models whose rotary
+        max_positions: maximum length of a sequence. Rotary tables are sized for it; models whose rotary
             frequencies can't follow each sequence's length are accepted only below their original context.
         builder: of a fused decoder's parts, or of the quantized layers of another model; None: torch's operators.
 
     Raises:
-        ModelNotFound: no model is there.  UnsupportedModel: it can't be computed here; says why.
+        ModelNotFound: there is no model.  UnsupportedModel: it is not supported; names the reason.
         CorruptWeights: its files are incomplete or contradict its config.  OutOfMemory: it does not fit.
     """
     path = _existing(path)
@@ -92,7 +92,7 @@ def describe_model(path: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> 
     """Read a model's config and tensor names only.
 
     Raises:
-        ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers tell.
+        ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers show it.
     """
     path = _existing(path)
     if is_encoder(path):
@@ -128,7 +128,7 @@ def open_model(path: str | Path) -> OpenedModel:
     """Open a model to read its weights.
 
     Raises:
-        ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers tell.
+        ModelNotFound, UnsupportedModel, CorruptWeights: as `load_model`, as far as headers show it.
     """
     path = _existing(path)
     config, decoder, source = _open(path)
@@ -140,7 +140,7 @@ def is_encoder(path: str | Path) -> bool:
     of no family that the fused decoder computes.
 
     Raises:
-        ModelNotFound: no model is there.  UnsupportedModel: its config can't be read.
+        ModelNotFound: there is no model.  UnsupportedModel: its config can't be read.
     """
     path = _existing(path)
     if not path.is_dir():
@@ -157,8 +157,8 @@ def _encodes(config: Any) -> bool:
     return bool(both_ways) or fused_family(config) is None
 
 
-def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
-    """What a model's config wants its KV cache quantized to; None: it says nothing.
+def config_kv_dtype(path: str | Path) -> Literal["int8", "fp8"] | None:
+    """Return the KV cache dtype of a model's config; None: not specified.
 
     Raises:
         ModelNotFound, UnsupportedModel: as `load_model`.
@@ -178,7 +178,7 @@ def wanted_cache(path: str | Path) -> Literal["int8", "fp8"] | None:
 
 
 def _existing(path: str | Path) -> Path:
-    """The folder or file that holds the model; a folder of one GGUF file and no config means that file."""
+    """Return the folder or file of the model; a folder with one GGUF file and no config means that file."""
     path = Path(path)
     if not path.exists():
         raise ModelNotFound(f"no model at {path}: give a Hugging Face folder or a .gguf file")
@@ -193,7 +193,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def _open(path: Path) -> tuple[Any, DecoderSpec | None, WeightSource | None]:
-    """The config, the fused decoder's spec (None: transformers' code), and a GGUF file's weights."""
+    """Return the config, the fused decoder's spec (None: transformers' code), and a GGUF file's weights."""
     if path.is_file():
         from engine.models.gguf import GGUFCheckpoint  # noqa: PLC0415 - needs the package gguf, for nothing else
 

@@ -1,8 +1,8 @@
-"""Builds a fused decoder from a weight source: every tensor is read once, into the place it is computed from.
+"""Builds a fused decoder from a weight source: every tensor is read once, into its final memory.
 
-Products are packed layer by layer, so loading never holds more than the model, one layer and one tensor. What a
-checkpoint lacks, holds in another shape, or holds beyond what the model reads, is an error that names the tensor:
-leftovers mean that the config does not say what the weights are.
+Products are packed layer by layer, so loading never holds more than the model, one layer and one tensor. A tensor that
+is missing, has another shape, or is not read by the model is an error that names it: unread tensors mean that the
+config does not describe the weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 _PACKED_HEAD_BYTES = 128 << 20
 """A tied head is packed as a second copy only up to this size: small models gain 10 to 60 % on their largest product,
-large ones would pay gigabytes for little."""
+large ones would take gigabytes for little."""
 
 
 _LONGEST_BIAS = 1 << 24
 
 Use = Literal["linear", "gated", "head", "embedding", "tied"]
-"""What a weight is for. "embedding": its rows are looked up; "tied": it is the head, too."""
+"""The use of a weight. "embedding": its rows are looked up; "tied": it is the head, too."""
 
 
 class DecoderBuilder(Protocol):
@@ -44,11 +44,11 @@ class DecoderBuilder(Protocol):
 
     @property
     def quantize(self) -> Quantize:
-        """What it makes of the weights."""
+        """The quantization of weights at load."""
         ...
 
     def runs(self, weight: QWeight, use: Use) -> bool:
-        """Whether the parts it makes compute with this weight as it is, fast. Others it gets dequantized."""
+        """Whether its parts compute with this weight as stored, fast. Other weights are dequantized for it."""
         ...
 
     def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear: ...
@@ -74,7 +74,7 @@ class TorchBuilder:
 
     Attributes:
         quantize: weights at load, all but the head's, which decides between neighbouring tokens.
-        dtype: of the inputs; None: it is not known, and kernels that are made for one don't serve.
+        dtype: of the inputs; None: unknown, and kernels for one dtype are not used.
     """
 
     quantize: Quantize = "none"
@@ -111,13 +111,13 @@ class TorchBuilder:
 
 
 class WeightReader:
-    """Takes tensors from a source, each once, and knows at the end what was left."""
+    """Reads tensors from a source, each once, and checks at the end that none is left."""
 
     def __init__(self, source: WeightSource, builder: DecoderBuilder, dtype: torch.dtype, device: torch.device) -> None:
         self._source = source
         self._builder = builder
         self._left = set(source.names)
-        self._tally = WeightFormatStats()
+        self._weight_counts = WeightFormatStats()
         self.dtype = dtype
         self.device = device
 
@@ -125,14 +125,14 @@ class WeightReader:
         return name in self._left
 
     def expect(self, name: str, *wanted: int) -> None:
-        """Before memory is taken for it: the tensor is there and has the shape that the config asks for."""
+        """Check, before allocation, that the tensor exists and has the config's shape."""
         if name not in self._left:
             raise CorruptWeights(f"tensor {name} is missing from the checkpoint")
         if (shape := self._source.shape(name)) != wanted:
             raise CorruptWeights(f"tensor {name} has shape {list(shape)}, but the config asks for {list(wanted)}")
 
     def forget(self, name: str) -> None:
-        """Count a tensor as taken that was read elsewhere."""
+        """Count a tensor as read that was read elsewhere."""
         self._left.remove(name)
 
     def fill(self, name: str, into: Tensor) -> None:
@@ -167,10 +167,10 @@ class WeightReader:
             if whole is not None and self._builder.runs(whole := whole.to(self.device), use):
                 assert (whole.n, whole.k) == (sum(rows), columns), names
                 self._left.difference_update(names)
-                self._tally.kept(whole, self.dtype)
+                self._weight_counts.count_quantized(whole, self.dtype)
                 return whole
             for part in stored:
-                self._tally.dequantized(part, self.dtype)
+                self._weight_counts.dequantized(part, self.dtype)
         weight = torch.empty(sum(rows), columns, dtype=self.dtype, device=self.device)
         for index, into in enumerate(torch.split(weight, list(rows))):
             if (quantized := parts[index]) is None:
@@ -192,7 +192,7 @@ class WeightReader:
         if rest:
             more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
             raise CorruptWeights(f"the checkpoint holds tensor {rest[0]}{more}, which this architecture has no use for")
-        self._tally.say()
+        self._weight_counts.log()
 
     def _adds_nothing(self, name: str) -> bool:
         """Whether this is a bias of zeros, as quantizers give to every product that they pack."""
@@ -213,13 +213,13 @@ def build_decoder(
     positions: int | None = None,
     builder: DecoderBuilder | None = None,
 ) -> CausalModel:
-    """Read the weights of `spec` and put them where they will be used.
+    """Read the weights of `spec` into a decoder.
 
     Args:
         builder: of the decoder's parts; None: torch's operators.
 
     Raises:
-        CorruptWeights: a tensor is missing, has another shape, can't be read, or is one too many.
+        CorruptWeights: a tensor is missing, has another shape, can't be read, or is unexpected.
     """
     builder = builder or TorchBuilder()
     reader = WeightReader(source, builder, dtype, device)
@@ -262,7 +262,7 @@ def _layer(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, nam
 
 
 def _head(spec: DecoderSpec, reader: WeightReader, builder: DecoderBuilder, embedding: Tensor | QWeight) -> Linear:
-    """The language-model head. A checkpoint that stores a head unlike the embedding it is tied to means the head."""
+    """Read the language-model head. A stored head that differs from the tied embedding takes precedence."""
     name = next((head for head in _HEADS if reader.has(head)), _HEADS[0])
     if not spec.tied or reader.has(name):
         head = reader.matrix(name, spec.vocab_size, spec.hidden_size, "head")

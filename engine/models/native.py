@@ -34,7 +34,7 @@ from engine.quant.rtn import AT_LOAD, round_to_nearest
 from engine.quant.weight import QWeight
 
 _NORMS = ("input_norm", "mlp_norm", "qk_norm", "output_norm", "down_norm")
-"""Of a layer, in the order of `_norms`."""
+"""Norms of a layer, in the order of `_norms`."""
 
 
 class NativeDecoder:
@@ -115,7 +115,7 @@ class NativeDecoder:
             return logits
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `GreedyModel.greedy`. A soft cap keeps the order, so it needs no place here."""
+        """See `GreedyModel.greedy`. A soft cap preserves the order, so it is not applied."""
         return self._head.argmax(hidden, self._room(len(hidden)))
 
     def spent(self) -> dict[str, float]:
@@ -125,8 +125,8 @@ class NativeDecoder:
         return dict(zip(PARTS, (self._bound.space.spent / 1e9).tolist(), strict=True))
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes that the weights take, by the form of their elements ("int4", "bfloat16", …): factors and biases
-        included with what they belong to, and what serves twice counted once. Norms are float32."""
+        """Return the bytes of the weights, by the form of their elements ("int4", "bfloat16", …), factors and biases
+        included. Shared weights are counted once. Norms are float32."""
         found: Counter[str] = Counter()
         for linear in self._linears():
             found[linear.form] += linear.num_bytes
@@ -156,7 +156,7 @@ class NativeDecoder:
         return bound
 
     def reserve(self, attention: NativeAttention, tokens: int) -> None:
-        """Make room for steps of so many tokens at once, before the first one."""
+        """Allocate buffers for steps of so many tokens, before the first one."""
         self._bind(attention, tokens)
 
     def _make(self, attention: NativeAttention, tokens: int) -> _Bound:
@@ -199,7 +199,7 @@ class NativeBuilder:
     """Makes a decoder's parts for the kernels.
 
     Attributes:
-        quantize: weights at load. int8 serves where the table says that it is faster; the head keeps the model's dtype,
+        quantize: weights at load. int8 is used where the table measured it as faster; the head has the model's dtype,
             because it decides between neighbouring tokens.
     """
 
@@ -208,7 +208,7 @@ class NativeBuilder:
     table: ShapeTable | None = None
 
     def runs(self, weight: QWeight, use: Use) -> bool:
-        """Small weights of any use. Those whose groups the kernels can't follow are better dequantized once."""
+        """Whether the kernels compute with a small weight; unsupported groups are better dequantized once."""
         return runs_small(weight)
 
     def linear(self, weight: Tensor | QWeight, bias: Tensor | None) -> Linear:

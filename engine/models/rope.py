@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, RoFormer, section 3.4) as tables that are looked up once per step.
 
-Frequencies come from transformers' own initialisers, so that every scaling means what its config meant there. With
-"dynamic" scaling they depend on a sequence's length, which must not depend on how the sequence was cut into chunks:
-each token carries the length that it is rotated for, and only tokens past the original context leave the table.
+Frequencies come from transformers' own initialisers, so that every scaling has its meaning there. With
+"dynamic" scaling they depend on a sequence's length, which must not depend on how the sequence was split into chunks:
+each token has the length that it is rotated for, and only tokens past the original context are not in the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RopeSpec:
     Attributes:
         kind: the scaling's name.
         inverse_frequencies: float32 [head_dim / 2].
-        scale: what cos and sin are multiplied by.
+        scale: factor of cos and sin.
         dynamic: set when frequencies depend on the sequence's length.
     """
 
@@ -52,7 +52,7 @@ class RopeSpec:
 
 
 class Rotation(NamedTuple):
-    """cos and sin for the tokens of a step, [T, 1, head_dim]; the first half of `sin` carries the minus sign."""
+    """cos and sin for the tokens of a step, [T, 1, head_dim]; the first half of `sin` is negated."""
 
     cos: Tensor
     sin: Tensor
@@ -91,7 +91,7 @@ def rope_spec(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
 
 
 def context_length(config: Any, rope: RopeSpec) -> int:
-    """Tokens of context that the weights were made for: scalings stretch what the config calls the maximum."""
+    """Return the context length of the weights' training: scalings extend the config's maximum."""
     longest = int(config.max_position_embeddings)
     if rope.dynamic is not None:
         return int(longest * rope.dynamic.factor)
@@ -102,21 +102,22 @@ def context_length(config: Any, rope: RopeSpec) -> int:
 
 
 class RotaryTable:
-    """cos and sin of every position, computed in float32 and kept in the model's dtype as [positions, head_dim].
+    """cos and sin of every position, computed in float32 and stored in the model's dtype as [positions, head_dim].
 
     A row is the cosines and then the sines of half a head; the other half repeats them.
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device, positions: int | None = None) -> None:
-        """Positions beyond `positions` are added when they are first met, except on devices where looking at the
-        positions would stall the queue of kernels: there all of them must be given here."""
+        """Positions beyond `positions` are added on first use, except on devices where reading the positions would
+        stall
+        the queue of kernels: there all of them must be given here."""
         self._spec = spec
         self._dtype = dtype
         self._frequencies = spec.inverse_frequencies.to(device=device, dtype=torch.float32)
         self._grows = device.type == "cpu"
         self._table = self._rows(0, positions or _INITIAL_POSITIONS)
 
-    def look_up(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
+    def lookup(self, positions: Tensor, lengths: Tensor | None) -> Rotation:
         """The rotation of tokens at int64 `positions` [T]; int64 `lengths` [T] are read with dynamic scaling only."""
         cos, sin = self.rows(positions, lengths).chunk(2, dim=-1)
         return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Builds the kernels once, with whatever C++ compiler there is, into a cache keyed by all that decides the result.
+"""Builds the kernels once, with the available C++ compiler, into a cache keyed by all inputs of the build.
 
 The library needs no headers of torch's: it binds by ctypes, and names the two matrix primitives that torch exports.
 That keeps a build at some 20 seconds, and makes a torch without those primitives an error at load, not a crash.
@@ -36,11 +36,11 @@ _SECONDS = 300
 
 
 class NativeUnavailable(Exception):
-    """The native kernels can't serve here; says why, and what would change it."""
+    """Raised when the native kernels can't be used here; names the reason and the remedy."""
 
 
 def default_cache() -> Path:
-    """Where built libraries lie: TOKENMILL_NATIVE_CACHE, or tokenmill/native in the user's cache folder."""
+    """Return the folder of built libraries: TOKENMILL_NATIVE_CACHE, or tokenmill/native in the user's cache folder."""
     if folder := os.environ.get("TOKENMILL_NATIVE_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -48,7 +48,7 @@ def default_cache() -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command: CXX, or the first of g++, c++, clang++ that is there.
+    """Return the C++ compiler's command: CXX, or the first installed one of g++, c++, clang++.
 
     Raises:
         NativeUnavailable: there is none.
@@ -62,7 +62,8 @@ def find_compiler() -> list[str]:
 
 
 def build(cache: Path | None = None) -> Path:
-    """The library's path, built now if it is not in the cache. Without a compiler, what any compiler built will do.
+    """Return the library's path, built now if it is not cached. Without a compiler, any compiler's cached build is
+    used.
 
     Raises:
         NativeUnavailable: this is no x86-64 Linux, there is no compiler, or it fails.
@@ -84,7 +85,7 @@ def build(cache: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
             built = _compile(compiler, Path(folder))
-            built.replace(library)  # whole or not at all, whoever else builds it at the same time
+            built.replace(library)  # atomic, because other processes may build it at the same time
     except OSError as error:
         raise NativeUnavailable(
             f"can't build in {cache}: {error.strerror or error}; set TOKENMILL_NATIVE_CACHE to a folder with room"
@@ -97,7 +98,7 @@ def _sources() -> list[Path]:
 
 
 def _sources_key() -> str:
-    """Of what decides what the library does: sources, flags and torch."""
+    """Return the hash of the build's inputs: sources, flags and torch."""
     sources = (part for source in _sources() for part in (source.name, source.read_text(encoding="utf-8")))
     return _key([*sources, repr(INSTRUCTION_SETS), repr(_COMMON + _DRIVER), torch.__version__])
 

@@ -1,4 +1,4 @@
-"""Whether the native kernels serve an engine, and with which instruction set."""
+"""Decides whether an engine uses the native kernels, and with which instruction set."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NO_FP8_HERE = "kv_dtype 'fp8' needs a GPU of compute capability 8.9 or later; a 
 
 
 def native_library(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> NativeLibrary | None:
-    """The kernels that serve, or None where torch's operators do.
+    """Return the kernels, or None where torch's operators are used.
 
-    With attention "auto" they serve wherever they can, and it is said once if not.
+    With attention "auto" they are used wherever possible; otherwise a warning is logged once.
 
     Raises:
-        EngineError: they were asked for by name, or an option needs them, and they can't serve.
+        EngineError: they were selected by name, or an option needs them, and they can't be used.
     """
     if config.kv_dtype == "fp8" and device.type == "cpu" and config.attention in ("auto", NATIVE):
         raise EngineError(NO_FP8_HERE)

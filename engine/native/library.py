@@ -1,4 +1,4 @@
-"""Loads the built kernels and speaks to them for one instruction set and number of threads."""
+"""Loads the built kernels and calls them for one instruction set and number of threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NativeLibrary:
 
     Attributes:
         path: of the library.
-        name: of the instruction set that serves.
+        name: of the instruction set in use.
         panel: columns of a packed panel; weights are packed for it.
         threads: that a call runs on.
     """
@@ -91,7 +91,7 @@ class NativeLibrary:
     def plan(
         self, cache: structs.CacheShape, heads: int, most_partials: int, groups: ctypes.Array[structs.GroupInput]
     ) -> StepTasks:
-        """Cut a step's attention into tasks."""
+        """Divide a step's attention into tasks."""
         handle = self._library.tm_plan(
             ctypes.byref(cache), heads, self.threads, most_partials, len(groups), ctypes.byref(groups)
         )
@@ -159,10 +159,10 @@ class StepTasks:
 
 
 def load_library(instruction_set: str = "auto", threads: int | None = None) -> NativeLibrary:
-    """The kernels for this machine, built if need be.
+    """Return the kernels for this machine, built if necessary.
 
     Args:
-        instruction_set: one of `CHOICES`; "auto": the most that the processor has.
+        instruction_set: one of `CHOICES`; "auto": the best that the processor supports.
 
     Raises:
         NativeUnavailable: they can't be built or loaded, or the processor lacks the instruction set.

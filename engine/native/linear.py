@@ -80,7 +80,7 @@ class NativeLinear:
         return best, finite
 
     def _operand(self, x: Tensor) -> Tensor:
-        """Rows as the kernels read them: side by side, in whole words of the kind that the weight multiplies.
+        """Return rows in the kernels' layout: contiguous, in whole words of the kind that the weight multiplies.
 
         Raises:
             EngineError: the weight multiplies another dtype.

@@ -1,7 +1,7 @@
 """Weights laid out for the kernels: panels of columns, and for quantized ones their codes and factors as they are.
 
-Nothing the size of a dense weight is made on the way: floats are packed some rows at a time, codes byte by byte, and
-rows that belong side by side (gate and up) are brought there by the map that the packing follows.
+Packing allocates nothing of the size of a dense weight: floats are packed some rows at a time, codes byte by byte, and
+a row map interleaves rows that must be adjacent (gate and up).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PackedWeight:
 
     @property
     def form(self) -> str:
-        """What its elements are called outside: "int4", "bfloat16", …"""
+        """Public name of its elements: "int4", "bfloat16", …"""
         return _NAMES.get(self.kind, "int8")
 
     @property

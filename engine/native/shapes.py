@@ -1,7 +1,7 @@
-"""Which products are faster in int8, shape by shape: measured once on this machine, and kept beside the kernels.
+"""The table of products that are faster in int8, by shape: measured once on this machine, stored with the kernels.
 
-Whether W8A8 beats the model's own dtype depends on the processor (without VNNI it may lose) and on the shape, and a
-table from another machine would be a guess.
+Whether W8A8 beats the model's own dtype depends on the processor (without VNNI it may lose) and on the shape, so a
+table from another machine does not apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.native.structs import KIND_OF, ElementKind
 from engine.native.workspace import KernelWorkspace
 
 ROWS = (1, 16, 128)
-"""Rows of a step at which products are timed: a lone stream, a thin batch, a full one. Each counts the same."""
+"""Rows of a step at which products are timed: a single stream, a small batch, a full one, with equal weights."""
 
 _MOST_COLUMNS = 2048
 """Larger products are measured on so many of their columns; all of them cost the same."""
@@ -36,10 +36,10 @@ Times = dict[str, list[float]]
 
 
 class ShapeTable:
-    """Times of products by shape, read from a file and extended when a new shape is asked for."""
+    """Times of products by shape, read from a file and extended when a new shape is requested."""
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype, folder: Path | None = None) -> None:
-        """`folder`: where the table is kept; None: beside the library."""
+        """`folder`: of the table; None: the library's."""
         self._library = library
         self._dtype = dtype
         name = f"{library.path.stem}-{library.name}-{KIND_OF[dtype].name.lower()}-{_processor()}.json"
@@ -58,11 +58,11 @@ class ShapeTable:
 
     @property
     def times(self) -> dict[str, Times]:
-        """All that was measured: "NxK" -> kind -> seconds at each of ROWS."""
+        """All measurements: "NxK" -> kind -> seconds at each of ROWS."""
         return self._times
 
     def _measure(self, n: int, k: int) -> Times:
-        # One thread: a core that is taken away for a moment must not decide the table.
+        # One thread: a core that is preempted for a moment must not distort the table.
         library = NativeLibrary(self._library.path, self._library.name, 1)
         weight = torch.randn(n, k)
         space = KernelWorkspace.for_linear(library, k, max(ROWS))
@@ -84,7 +84,7 @@ class ShapeTable:
         return table if sound else {}
 
     def _write(self) -> None:
-        """Keep the table; a folder that can't be written to only means measuring again next time."""
+        """Store the table; if the folder is not writable, the next process measures again."""
         try:
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, suffix=".json", delete=False) as file:
                 json.dump(self._times, file)
@@ -103,7 +103,7 @@ def _sound(seconds: object) -> bool:
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
-    """The shortest of some calls: whatever else runs on the machine only ever adds."""
+    """Return the shortest time of some calls: other processes only ever add to it."""
     times = []
     for _ in range(_REPEATS):
         begun = time.perf_counter()

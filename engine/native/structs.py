@@ -23,14 +23,14 @@ class ElementKind(IntEnum):
 
 
 PARTS = ("norm", "product", "rotate", "attention", "quantize", "head")
-"""What time is booked to, in the order of the kernels' counters."""
+"""Categories of time, in the order of the kernels' counters."""
 
 KIND_OF = {torch.float32: ElementKind.F32, torch.bfloat16: ElementKind.BF16}
 """Kinds that activations can have."""
 
 
 class FactorForm(IntEnum):
-    """How a small weight's factors are kept."""
+    """Storage forms of a small weight's factors."""
 
     NONE = 0
     F16 = 1

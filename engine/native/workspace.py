@@ -1,4 +1,4 @@
-"""Buffers that the kernels write between products: made once for the largest step, nothing is allocated inside one."""
+"""Buffers of the kernels between products: allocated once for the largest step, so that steps allocate nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class KernelWorkspace:
     """A `WorkspaceStruct` and the tensors it points to.
 
     Attributes:
-        max_tokens: rows there is room for.
-        spent: int64 [len(PARTS)], nanoseconds booked to each part so far.
+        max_tokens: capacity in rows.
+        spent: int64 [len(PARTS)], nanoseconds of each part so far.
     """
 
     struct: WorkspaceStruct

@@ -1,1 +1,1 @@
-"""Tensor parallelism: one model's weights and cache shared by several devices of one machine, a process each."""
+"""Tensor parallelism: one model's weights and cache sharded over several devices of one machine, a process each."""

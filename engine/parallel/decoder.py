@@ -1,4 +1,4 @@
-"""A rank's decoder: the fused decoder over its part of the weights, with the sums over the ranks in their places."""
+"""A rank's decoder: the fused decoder over its shard of the weights, with the sums over the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.quant.weight import QWeight
 
 
 class SummedLinear:
-    """A product whose input is cut among the ranks: its output is the sum of theirs."""
+    """A row-parallel product: its input is sharded over the ranks, its output is the sum of theirs."""
 
     __slots__ = ("_group", "_part", "in_features", "out_features")
 
@@ -34,8 +34,8 @@ class SummedLinear:
 
 
 class GatheredLinear:
-    """A product whose output is cut among the ranks, each of which gets all of it: `width` features of each rank, and
-    of the last one what is left of `out_features`."""
+    """A column-parallel product whose output is gathered by all ranks: `width` features of each rank, and the remainder
+    of `out_features` of the last one."""
 
     __slots__ = ("_group", "_part", "_width", "in_features", "out_features")
 
@@ -58,7 +58,7 @@ class RankDecoder(FusedDecoder):
     of them.
 
     Attributes:
-        whole: the whole model's spec. `spec` is it but for the heads, which are the rank's own, as its cache is.
+        whole: the whole model's spec. `spec` equals it except for the heads, which are the rank's own, as its cache is.
     """
 
     def __init__(self, share: Share, dtype: torch.dtype, group: RankGroup, **parts: Any) -> None:
@@ -70,7 +70,7 @@ class RankDecoder(FusedDecoder):
         self._group = group
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        """Each token's row lies on one rank; the others add zeros, so nothing is rounded."""
+        """Sum the embeddings: each token's row is on one rank; the others add zeros, so nothing is rounded."""
         here = input_ids - self._tokens.first
         elsewhere = (here < 0) | (here >= self._tokens.end - self._tokens.first)
         hidden = super()._embed(here.masked_fill(elsewhere, 0))

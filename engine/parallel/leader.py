@@ -1,7 +1,7 @@
-"""An engine's model and attention when its ranks compute together: what the scheduler's side of the engine sees.
+"""The leader rank: the model and attention of an engine with several ranks.
 
-Both look like those of one process. What the runner prepares is sent along with each forward pass, so that nothing
-above knows of ranks: one scheduler decides, and one sampler draws.
+Both have the interface of a single process. The runner's prepared batch is sent with each forward pass, so the layers
+above are independent of ranks: one scheduler decides, and one sampler draws.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeaderStep:
-    """A step as the other ranks get it, and as the leader's own attention has prepared it."""
+    """A step as it is sent to the other ranks, and as the leader's own attention has prepared it."""
 
     batch: AttentionBatch
     prepared: Any
 
 
 class LeaderAttention:
-    """The leader's attention over its part of the cache; the others do alike."""
+    """The leader's attention over its shard of the cache; the other ranks do the same."""
 
-    def __init__(self, inner: AttentionBackend, team: RankGroupProcesses) -> None:
+    def __init__(self, inner: AttentionBackend, rank_group: RankGroupProcesses) -> None:
         self.name = inner.name
         self.inner = inner
-        self._team = team
+        self._rank_group = rank_group
 
     def prepare(self, batch: AttentionBatch) -> LeaderStep:
         """See `AttentionBackend.prepare`."""
@@ -68,8 +68,8 @@ class LeaderAttention:
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """See `AttentionBackend.zero`."""
-        with self._team.together():
-            self._team.tell(ZeroBlocks(group, blocks))
+        with self._rank_group.collective():
+            self._rank_group.send(ZeroBlocks(group, blocks))
             self.inner.zero(group, blocks)
 
 
@@ -77,13 +77,15 @@ class LeaderModel:
     """A `CausalModel` that all ranks compute.
 
     Attributes:
-        resident: bytes of memory that loading took on each rank, beyond files that are mapped.
+        resident: bytes of memory that loading took on each rank, without mapped files.
     """
 
-    def __init__(self, model: RankDecoder, team: RankGroupProcesses, spec: ModelSpec, resident: list[int]) -> None:
+    def __init__(
+        self, model: RankDecoder, rank_group: RankGroupProcesses, spec: ModelSpec, resident: list[int]
+    ) -> None:
         self.resident = resident
         self._model = model
-        self._team = team
+        self._rank_group = rank_group
         self._spec = spec
 
     @property
@@ -96,9 +98,9 @@ class LeaderModel:
         assert isinstance(attend, AttentionStep), "ranks attend by steps"
         assert isinstance(attend.prepared, LeaderStep), "the leader's attention has prepared the step"
         inputs = torch.stack((input_ids, positions) if rope_lengths is None else (input_ids, positions, rope_lengths))
-        with self._team.together():
-            self._team.tell(Forward(attend.prepared.batch, len(input_ids), rope_lengths is not None))
-            self._team.group.broadcast(inputs)
+        with self._rank_group.collective():
+            self._rank_group.send(Forward(attend.prepared.batch, len(input_ids), rope_lengths is not None))
+            self._rank_group.group.broadcast(inputs)
             return self._model.forward(input_ids, positions, attend, rope_lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -106,22 +108,22 @@ class LeaderModel:
         if not len(hidden):
             return torch.empty(0, self._spec.vocab_size, device=hidden.device)
         hidden = hidden.contiguous()
-        with self._team.together():
-            self._team.tell(Logits(len(hidden)))
-            return self._model.logits(self._team.group.broadcast(hidden))
+        with self._rank_group.collective():
+            self._rank_group.send(Logits(len(hidden)))
+            return self._model.logits(self._rank_group.group.broadcast(hidden))
 
 
 class LeaderRunner:
-    """A runner whose results count only if all ranks were there to the end."""
+    """A runner whose results are valid only if all ranks completed the step."""
 
-    def __init__(self, inner: StepRunner, team: RankGroupProcesses) -> None:
+    def __init__(self, inner: StepRunner, rank_group: RankGroupProcesses) -> None:
         self._inner = inner
-        self._team = team
+        self._rank_group = rank_group
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """See `StepRunner.execute`. Raises `EngineLost` when a rank ended meanwhile."""
         output = self._inner.execute(plan)
-        self._team.check()
+        self._rank_group.check()
         return output
 
 
@@ -130,8 +132,8 @@ class ParallelModel:
     """A model that is loaded on all ranks.
 
     Attributes:
-        groups: of the cache that is made.  limit: most tokens of a sequence.  device: the leader's.
-        team: of the ranks.
+        groups: of the allocated cache.  limit: maximum tokens of a sequence.  device: the leader's.
+        rank_group: of the ranks.
     """
 
     model: LeaderModel
@@ -139,14 +141,14 @@ class ParallelModel:
     groups: tuple[CacheGroup, ...]
     limit: int
     device: torch.device
-    team: RankGroupProcesses
+    rank_group: RankGroupProcesses
 
 
 def check_parallel(config: EngineConfig) -> None:
-    """Whether the settings are such that several ranks can follow them.
+    """Check that several ranks support the settings.
 
     Raises:
-        EngineError: naming the one that they can't.
+        EngineError: names the one that they do not support.
     """
     several = f"tensor parallelism ({config.tensor_parallel} devices)"
     if config.tensor_parallel < 1:
@@ -169,12 +171,12 @@ def load_parallel(
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
-    team: RankGroupProcesses | None = None,
+    rank_group: RankGroupProcesses | None = None,
 ) -> ParallelModel:
     """Load a model on as many ranks as the settings say, with its cache.
 
     Args:
-        team: ranks that run already; None: some are started, and end with the model.
+        rank_group: running ranks; None: new ranks are started, and end with the model.
 
     Raises:
         EngineError: what `Engine.load` raises; and `EngineLost` when a rank ends meanwhile.
@@ -186,67 +188,69 @@ def load_parallel(
             tensor_parallel=config.tensor_parallel,
         )
     path = Path(path).absolute()
-    own = team is None
-    team = team or RankGroupProcesses(config.tensor_parallel, device, config.threads, config.rank_seconds)
+    own = rank_group is None
+    rank_group = rank_group or RankGroupProcesses(config.tensor_parallel, device, config.threads, config.rank_seconds)
     try:
-        return _load(path, config, dtype, team)
+        return _load(path, config, dtype, rank_group)
     except BaseException:
         if own:
-            team.close()
+            rank_group.close()
         raise
 
 
-def _load(path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupProcesses) -> ParallelModel:
-    own, loaded = _load_shares(path, config, dtype, team)
+def _load(path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses) -> ParallelModel:
+    own, loaded = _load_shares(path, config, dtype, rank_group)
     spec = own.spec
     limit = config.max_model_len or spec.max_position
     if limit > spec.max_position:
         raise UnsupportedModel(f"max_model_len {limit} is beyond the model's context of {spec.max_position}")
     cache = config.cache
-    if team.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
-        cache = _left_by(_measured(own, config, team), cache)
+    if rank_group.group.device.type == "cuda" and cache.memory_bytes is None and cache.num_blocks is None:
+        cache = _left_by(_measured(own, config, rank_group), cache)
     else:
-        cache = _of_each(cache, [one.available for one in loaded], team)
-    groups = plan_cache(spec, cache, config.schedule, limit, team.group.device)
-    team.tell(MakeCache(groups, config.cache.block_size, config.attention))
+        cache = _of_each(cache, [one.available for one in loaded], rank_group)
+    groups = plan_cache(spec, cache, config.schedule, limit, rank_group.group.device)
+    rank_group.send(MakeCache(groups, config.cache.block_size, config.attention))
     try:
         layout = KVLayout(groups, config.cache.block_size, spec.num_kv_heads, spec.head_dim, spec.num_heads)
-        attention = make_backend(config.attention, layout, dtype, team.group.device)
+        attention = make_backend(config.attention, layout, dtype, rank_group.group.device)
     finally:
-        answers = team.answers()
+        answers = rank_group.receive_all()
     _check(answers)
-    model = LeaderModel(own, team, own.whole, [one.resident for one in loaded])
-    logger.info("ranks are loaded", ranks=team.size, resident_mib=[size >> 20 for size in model.resident])
-    return ParallelModel(model, LeaderAttention(attention, team), groups, limit, team.group.device, team)
+    model = LeaderModel(own, rank_group, own.whole, [one.resident for one in loaded])
+    logger.info("ranks are loaded", ranks=rank_group.size, resident_mib=[size >> 20 for size in model.resident])
+    return ParallelModel(
+        model, LeaderAttention(attention, rank_group), groups, limit, rank_group.group.device, rank_group
+    )
 
 
 def _load_shares(
-    path: Path, config: EngineConfig, dtype: torch.dtype, team: RankGroupProcesses
+    path: Path, config: EngineConfig, dtype: torch.dtype, rank_group: RankGroupProcesses
 ) -> tuple[RankDecoder, list[Loaded]]:
-    """The leader's share, and what each rank says of its own."""
-    team.tell(LoadShare(path, dtype, config.quantize, config.max_model_len))
+    """Load the leader's shard, and collect each rank's report of its own."""
+    rank_group.send(LoadShare(path, dtype, config.quantize, config.max_model_len))
     before = resident_bytes()
     try:
-        model = load_share(path, dtype, team.group, quantize=config.quantize, max_positions=config.max_model_len)
+        model = load_share(path, dtype, rank_group.group, quantize=config.quantize, max_positions=config.max_model_len)
     finally:
-        answers = team.answers()  # they answer in any case: the next message must not find an old answer
-    mine = Loaded(available_bytes(team.group.device), resident_bytes() - before)
+        answers = rank_group.receive_all()  # ranks answer in any case: the next message must not read an old answer
+    mine = Loaded(available_bytes(rank_group.group.device), resident_bytes() - before)
     _check(answers)
     return model, [mine, *(answer for answer in answers if isinstance(answer, Loaded))]
 
 
-def _measured(own: RankDecoder, config: EngineConfig, team: RankGroupProcesses) -> list[MemoryUse]:
-    """What the largest step takes of each rank's device; they compute it together."""
-    with team.together():
-        team.tell(Measure(config.schedule))
-        mine = measure(own, config.schedule, team.group.device)
-    answers = team.answers()
+def _measured(own: RankDecoder, config: EngineConfig, rank_group: RankGroupProcesses) -> list[MemoryUse]:
+    """Measure the memory of the largest step on each rank's device; all ranks compute it collectively."""
+    with rank_group.collective():
+        rank_group.send(Measure(config.schedule))
+        mine = measure(own, config.schedule, rank_group.group.device)
+    answers = rank_group.receive_all()
     _check(answers)
     return [mine, *(answer.use for answer in answers if isinstance(answer, MeasuredMemory))]
 
 
 def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
-    """The cache's settings for one rank on a GPU: all have what the one with the least room has left.
+    """Return the cache's settings for one rank on a GPU: all use the free memory of the rank with the least.
 
     Raises:
         OutOfMemory: it has none.
@@ -254,12 +258,12 @@ def _left_by(uses: list[MemoryUse], cache: CacheConfig) -> CacheConfig:
     return replace(cache, memory_bytes=min(cache_budget(use, cache.gpu_memory_utilization) for use in uses))
 
 
-def _of_each(cache: CacheConfig, available: list[int], team: RankGroupProcesses) -> CacheConfig:
-    """The cache's settings for one rank. What was given as bytes is for all ranks together; else, on a CPU, they share
-    what the one with the least memory has left."""
+def _of_each(cache: CacheConfig, available: list[int], rank_group: RankGroupProcesses) -> CacheConfig:
+    """Return the cache's settings for one rank. Configured bytes are the total of all ranks; else, on a CPU, they share
+    the free memory of the rank with the least."""
     if cache.memory_bytes is not None:
-        return replace(cache, memory_bytes=cache.memory_bytes // team.size)
-    return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // team.size)
+        return replace(cache, memory_bytes=cache.memory_bytes // rank_group.size)
+    return replace(cache, memory_bytes=int(min(available) * cache.memory_fraction) // rank_group.size)
 
 
 def _check(answers: list[Answer]) -> None:

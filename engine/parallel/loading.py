@@ -1,4 +1,4 @@
-"""Loading a rank's part of a model; what both sides, the leader and the other ranks, do alike."""
+"""Loads a rank's shard of a model; used by the leader and by the other ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.parallel.weight_slicing import ShareOfWeights
 def load_share(
     path: Path, dtype: torch.dtype, group: RankGroup, *, quantize: Quantize, max_positions: int | None
 ) -> RankDecoder:
-    """Load this rank's part. Quantizing at load rounds each part by itself.
+    """Load this rank's shard. Quantizing at load rounds each shard separately.
 
     Raises:
-        ModelNotFound, UnsupportedModel, CorruptWeights, OutOfMemory: as `load_model`; and where the model can't be cut
-            into so many parts.
+        ModelNotFound, UnsupportedModel, CorruptWeights, OutOfMemory: as `load_model`; and where the model can't be
+            sharded over so many ranks.
     """
     opened = open_model(path)
     if opened.decoder is None:
@@ -49,7 +49,7 @@ def load_share(
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
-    """Where a rank computes: of the GPUs that the process sees, the one with its number."""
+    """Return a rank's device: of the visible GPUs, the one with its number."""
     if kind != "cuda":
         return torch.device(kind)
     device = torch.device("cuda", rank)
@@ -58,7 +58,7 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is its own: without what it maps from files."""
+    """Return the private memory of this process, without mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -1,5 +1,5 @@
-"""What the leader tells the other ranks, and what they answer. They go over a socket pair between processes of one
-engine, pickled; tensors go between the ranks themselves, device to device."""
+"""Messages of the leader to the other ranks, and their answers. They are pickled and sent over a socket pair between
+processes of one engine; tensors are sent between the ranks directly, device to device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.runner.device_memory import MemoryUse
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Meet the others. The first message.
+    """Join the process group. The first message.
 
     Attributes:
         device: its kind.  meeting, timeout: of `RankGroup`.  threads: of each rank; None: torch's choice.
@@ -32,7 +32,7 @@ class JoinGroup:
 
 @dataclass(frozen=True, slots=True)
 class LoadShare:
-    """Load a share of a model, in place of one that was loaded before; answered with `Loaded`."""
+    """Load a shard of a model, which replaces one loaded before; answered with `Loaded`."""
 
     path: Path
     dtype: torch.dtype
@@ -42,14 +42,14 @@ class LoadShare:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Compute the largest step of this schedule, all ranks together; answered with `MeasuredMemory`."""
+    """Compute the largest step of this schedule collectively; answered with `MeasuredMemory`."""
 
     schedule: ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True)
 class MakeCache:
-    """Make the cache; answered with `Done`."""
+    """Allocate the cache; answered with `Done`."""
 
     groups: tuple[CacheGroup, ...]
     block_size: int
@@ -83,15 +83,15 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It went well."""
+    """The command succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The share is loaded.
+    """The shard is loaded.
 
     Attributes:
-        available: bytes that the rank's device has left.  resident: bytes of memory that loading took, beyond files.
+        available: free bytes of the rank's device.  resident: bytes of memory that loading took, without mapped files.
     """
 
     available: int
@@ -100,14 +100,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What the largest step took of the rank's device."""
+    """Memory of the largest step on the rank's device."""
 
     use: MemoryUse
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It could not be done. `reason`: the error's class and message."""
+    """The command failed. `reason`: the error's class and message."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""What ranks do together: sums, broadcasts and gathers of tensors, by NCCL between GPUs and by gloo between CPUs.
+"""Collective operations of ranks: sums, broadcasts and gathers of tensors, by NCCL on GPUs and by gloo on CPUs.
 
-The group is an object, not torch's process-wide default, so that an engine can be dropped and another one made. Ranks
-meet through a file and, with gloo, talk over the loopback interface only.
+The group is an object, not torch's process-wide default, so that an engine can be closed and another one made. Ranks
+rendezvous through a file and, with gloo, communicate over the loopback interface only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RankGroup:
     """The ranks of one engine.
 
     Args:
-        meeting: a file that no group has used before.
-        timeout: seconds in which the others must join in, once one of them waits.
+        meeting: the rendezvous file; no group has used it before.
+        timeout: seconds within which all ranks must join a collective operation.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, meeting: Path, timeout: float) -> None:
@@ -47,25 +47,25 @@ class RankGroup:
             self._group = gloo(store, rank, size, options)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over the ranks, in place; all of them get it."""
+        """Sum over the ranks, in place, on all of them."""
         part = part.contiguous()
         self._group.allreduce([part]).wait()
         return part
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor, in place."""
+        """Broadcast the first rank's tensor, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
-        """[size, *part.shape]: each rank's part, for all of them."""
+        """Gather each rank's part on all ranks: [size, *part.shape]."""
         parts = torch.empty(self.size, *part.shape, dtype=part.dtype, device=part.device)
         self._group.allgather([list(parts.unbind())], [part.contiguous()]).wait()
         return parts
 
     def abort(self) -> None:
-        """Let go of whoever waits for a rank that is gone. gloo notices by itself, by the closed connection."""
+        """Release operations that wait for a rank that has ended. gloo detects it itself, by the closed connection."""
         if self.device.type == "cuda":
             self._group.abort()

@@ -1,7 +1,7 @@
-"""A rank other than the first: a process that computes what the leader tells it, and ends with it.
+"""A rank other than the first: a process that executes the leader's commands, and ends with the leader.
 
-It schedules nothing and samples nothing: it gets each step as attention sees it, and runs the same forward pass over
-its own part of the weights and of the cache.
+It does not schedule or sample: it receives each step's attention batch, and runs the same forward pass over its own
+shard of the weights and of the cache.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from engine.runner.memory import available_bytes
 
 
 class RankWorker:
-    """Does what it is told. A new model takes the place of the one before."""
+    """Executes the leader's commands. A new model replaces the one before."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._loaded: RankDecoder | None = None
         self._attention: AttentionBackend | None = None
 
-    def obey(self, message: Message) -> Answer | None:
-        """Do one thing; None: nobody waits for an answer. Raises what doing it raises."""
+    def execute(self, message: Message) -> Answer | None:
+        """Execute one command; None: it has no answer. Raises as the command."""
         match message:
             case LoadShare():
                 return self._load(message)
@@ -106,7 +106,7 @@ class RankWorker:
 
 
 def serve(connection: Connection) -> None:
-    """Obey until the leader hangs up."""
+    """Execute commands until the leader closes the connection."""
     follower: RankWorker | None = None
     while True:
         try:
@@ -119,9 +119,9 @@ def serve(connection: Connection) -> None:
                 follower, answer = RankWorker(_join(message)), Done()
             else:
                 assert follower is not None, "the first message is to join"
-                answer = follower.obey(message)
+                answer = follower.execute(message)
         except Exception as error:
-            # Whatever it was, this rank is out of step now: it says why, if anybody still listens, and ends.
+            # After any error this rank is out of step: it reports the error, if the leader still reads, and ends.
             if not _answer(connection, Failed(f"{type(error).__name__}: {error}")):
                 return
             raise
@@ -137,7 +137,7 @@ def _join(message: JoinGroup) -> RankGroup:
 
 
 def _answer(connection: Connection, answer: Answer) -> bool:
-    """Whether the leader is there to be told."""
+    """Whether the leader received the report."""
     try:
         connection.send(answer)
     except OSError:
@@ -146,13 +146,13 @@ def _answer(connection: Connection, answer: Answer) -> bool:
 
 
 def _end_with_leader() -> None:
-    """stdin's end means that the leader is gone, or wants no more; also while this rank waits for others on a GPU."""
+    """Exit at the end of stdin: the leader has ended or closed the rank, also while this rank waits on a GPU."""
     sys.stdin.read()
     os._exit(0)
 
 
 def main() -> None:
-    """What the process does; the number of the leader's socket is its one argument."""
+    """Run the process; its one argument is the file descriptor of the leader's socket."""
     only_errors()  # the leader says the rest
     threading.Thread(target=_end_with_leader, daemon=True).start()
     with Connection(int(sys.argv[1])) as connection, torch.inference_mode():

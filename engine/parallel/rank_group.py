@@ -1,7 +1,7 @@
-"""The leader's side: rank processes are started, told what to do, and watched.
+"""The leader's side of the rank group: starts the rank processes, sends commands and monitors them.
 
-The leader is the engine's own process and the first rank. Whatever goes wrong while ranks compute together leaves them
-out of step, so nothing is tried again: the team ends, and so does the engine.
+The leader is the engine's own process and the first rank. Any error during a collective computation leaves the ranks
+out of step, so nothing is retried: the rank group ends, and so does the engine.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from engine.parallel.messages import Answer, Failed, JoinGroup, Message
 from engine.parallel.process_group import RankGroup
 
 LOOK_SECONDS: Final = 0.2
-"""Between two looks at whether a rank that is waited for still lives."""
+"""Seconds between two liveness checks of a rank that is waited for."""
 
 BLAME_SECONDS: Final = 2.0
-"""After ranks lost each other, for a rank to be seen dead, or to say why."""
+"""Seconds after a lost connection for a rank to be found dead, or to report its error."""
 
 END_SECONDS: Final = 5.0
-"""A rank gets so long to end by itself."""
+"""Seconds for a rank to end by itself."""
 
 logger = get_logger(__name__)
 
 
 class Rank:
-    """Another rank's process, and the line to it."""
+    """Another rank's process, and the connection to it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,7 +63,7 @@ class Rank:
 
     @property
     def death(self) -> str | None:
-        """How it ended; None: it lives."""
+        """Description of how it ended; None: it is alive."""
         code = self.process.poll()
         if code is None:
             return None
@@ -71,7 +71,7 @@ class Rank:
         return f"rank {self.number} (process {self.process.pid}) {how}"
 
     def end(self) -> None:
-        """Have it end, and wait for that."""
+        """End the process and wait for it."""
         self.line.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -87,12 +87,12 @@ class RankGroupProcesses:
     gone.
 
     Args:
-        size: how many.  device: the kind; each rank takes the GPU with its number.
-        threads: of all ranks together, on a CPU; None: the processor's cores.
-        timeout: seconds that a rank waits for the others when they compute together.
+        size: number of ranks.  device: the kind; each rank uses the GPU with its number.
+        threads: total of all ranks, on a CPU; None: the processor's cores.
+        timeout: seconds that a rank waits for the others in a collective computation.
 
     Raises:
-        EngineError: there are not so many GPUs, or a rank can't be started.
+        EngineError: there are too few GPUs, or a rank can't be started.
     """
 
     def __init__(self, size: int, device: torch.device, threads: int | None = None, timeout: float = 120.0) -> None:
@@ -109,14 +109,14 @@ class RankGroupProcesses:
         try:
             self._ranks += [Rank(number) for number in range(1, size)]
             for rank in self._ranks:
-                self.answer(rank)
+                self.receive(rank)
             for rank in self._ranks:
                 rank.line.send(JoinGroup(rank.number, size, device.type, folder / "meeting", timeout, threads))
             if threads is not None:
                 torch.set_num_threads(threads)
             self.group = RankGroup(0, size, rank_device(device.type, 0), folder / "meeting", timeout)
             for rank in self._ranks:
-                self.answer(rank)
+                self.receive(rank)
         except BaseException:
             self.close()
             raise
@@ -129,8 +129,8 @@ class RankGroupProcesses:
         """Of the other ranks' processes."""
         return [rank.process.pid for rank in self._ranks]
 
-    def tell(self, message: Message) -> None:
-        """Have all other ranks do something. Raises `EngineLost` when one is gone."""
+    def send(self, message: Message) -> None:
+        """Send a command to all other ranks. Raises `EngineLost` when one has ended."""
         if self._lost is not None:
             raise EngineLost(self._lost)
         try:
@@ -139,12 +139,12 @@ class RankGroupProcesses:
         except OSError as error:
             raise self._lose(error) from error
 
-    def answers(self) -> list[Answer]:
+    def receive_all(self) -> list[Answer]:
         """Of each of the other ranks."""
-        return [self.answer(rank) for rank in self._ranks]
+        return [self.receive(rank) for rank in self._ranks]
 
-    def answer(self, rank: Rank) -> Answer:
-        """What a rank answers, however long it takes. Raises `EngineLost` when it is gone."""
+    def receive(self, rank: Rank) -> Answer:
+        """Wait for a rank's answer, without a time-out. Raises `EngineLost` when the rank has ended."""
         try:
             while not rank.line.poll(LOOK_SECONDS):
                 if rank.death is not None:
@@ -155,17 +155,17 @@ class RankGroupProcesses:
             raise self._lose(error) from error
 
     def check(self) -> None:
-        """All ranks have been there until now. Raises `EngineLost` when one was not.
+        """Check that all ranks are alive. Raises `EngineLost` when one is not.
 
-        On GPUs ranks meet in queues of kernels: the host learns of nothing. When a rank has died the kernels that wait
-        for it are let go, and whatever is computed from what they leave looks like any other result.
+        On GPUs ranks synchronise in kernels, so the host detects nothing by itself. When a rank has died the kernels
+        that wait for it are released, and results computed from their output look like any other result.
         """
         if self._dead.is_set() or any(rank.death is not None for rank in self._ranks):
             raise self._lose(RuntimeError("a rank has ended"))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """While the ranks compute together. Raises `EngineLost` for whatever goes wrong, and from then on."""
+    def collective(self) -> Iterator[None]:
+        """Context of a collective computation. Raises `EngineLost` for any error in it, and from then on."""
         if self._lost is not None:
             raise EngineLost(self._lost)
         try:
@@ -174,7 +174,7 @@ class RankGroupProcesses:
             raise
         except Exception as error:
             raise self._lose(error) from error
-        except BaseException:  # an interrupt of this process, wherever the others are now
+        except BaseException:  # an interrupt of this process, in any state of the other ranks
             self._lost = "the ranks were interrupted in the middle of a step"
             self.close()
             raise
@@ -191,7 +191,7 @@ class RankGroupProcesses:
         return EngineLost(self._lost)
 
     def _blame(self, error: Exception) -> str:
-        """Which rank it was: one that says so itself, else one that is dead, else nobody knows."""
+        """Find the failed rank: one that reports an error, else one that is dead, else unknown."""
         until = time.monotonic() + BLAME_SECONDS
         while True:
             for rank in self._ranks:
@@ -209,7 +209,7 @@ def _last_word(rank: Rank) -> str | None:
             said = rank.line.recv()
             return said.reason if isinstance(said, Failed) else None
     except (EOFError, OSError):
-        pass  # it died without a last word: `Rank.death` has how
+        pass  # it died without a report: `Rank.death` describes how
     return None
 
 
@@ -220,7 +220,7 @@ def _end_all(ranks: list[Rank], folder: Path) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], group: RankGroup, dead: threading.Event) -> None:
-    """Kernels that wait for a dead rank wait for ever, unless they are told; then what they leave is garbage."""
+    """Abort kernels that wait for a dead rank, which would wait for ever; their output is undefined."""
     process.wait()
     dead.set()
     group.abort()

@@ -1,8 +1,8 @@
-"""Which part of a model each rank computes, as Megatron-LM cuts it (Shoeybi et al. 2019, section 3).
+"""Sharding of a model over ranks, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
 Rank r has its heads' rows of q, k and v and the columns of the output product that read them, and a part of the MLP's
-inner dimension likewise, so that a layer needs two sums over the ranks and nothing else. Embedding and head are cut by
-tokens. What is cut is told to the loader as a smaller `DecoderSpec`.
+inner dimension likewise, so that a layer needs two sums over the ranks and nothing else. Embedding and head are sharded
+by tokens. The loader receives a shard as a smaller `DecoderSpec`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A rank's part of a tensor: elements first ... end - 1 along an axis (0: rows)."""
+    """A rank's shard of a tensor: elements first ... end - 1 along an axis (0: rows)."""
 
     axis: int
     first: int
@@ -28,10 +28,10 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of `size` ranks has of a decoder.
+    """The shard of a decoder of one of `size` ranks.
 
     Raises:
-        UnsupportedModel: when it is made, if the model can't be cut so.
+        UnsupportedModel: at creation, if the model can't be sharded so.
     """
 
     spec: DecoderSpec
@@ -48,7 +48,7 @@ class Share:
 
     @property
     def local(self) -> DecoderSpec:
-        """The rank's part as a decoder of its own, which only the sums over the ranks make whole."""
+        """Return the rank's shard as a decoder; the sums over the ranks complete its results."""
         spec = self.spec
         tokens = self.vocabulary
         return replace(
@@ -70,7 +70,7 @@ class Share:
         return TensorShard(0, first, min(first + self.vocabulary_width, self.spec.vocab_size))
 
     def cut(self, name: str) -> TensorShard | None:
-        """The part of the tensor `name` (as transformers calls it); None: all of it."""
+        """Return the shard of the tensor `name` (transformers' name); None: all of it."""
         if _VOCABULARY.search(name):
             return self.vocabulary
         if (match := _LAYER.search(name)) is None:
@@ -89,7 +89,7 @@ class Share:
         return None
 
     def is_added_once(self, name: str) -> bool:
-        """Whether it is a bias of a product that is summed over the ranks: only the first one adds it."""
+        """Whether it is a bias of a product that is summed over the ranks: only the first rank adds it."""
         match = _LAYER.search(name)
         return match is not None and match[1] in ("o_proj", "down_proj") and match[2] == "bias"
 
@@ -107,7 +107,7 @@ class Share:
 
 
 def _uneven(spec: DecoderSpec, size: int) -> str | None:
-    """What of the decoder `size` ranks can't share evenly; None: they can share all of it."""
+    """Return the dimension of the decoder that is not divisible by `size` ranks; None: all are."""
     if spec.num_heads % size:
         return f"{spec.num_heads} attention heads"
     if spec.num_kv_heads % size and size % spec.num_kv_heads:

@@ -1,7 +1,7 @@
-"""A rank's part of a checkpoint: a `WeightSource` that reads only what the rank computes with.
+"""A rank's shard of a checkpoint: a `WeightSource` that reads only the rank's weights.
 
 Of a safetensors file nothing else is read. Where a format stores numbers packed, or the file is GGUF, one tensor at a
-time is unpacked whole and cut; only its part is kept.
+time is unpacked whole and sliced; only the slice is retained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShareOfWeights:
         return self._source.names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the part. The whole is what must have the shape that the config asks for."""
+        """Return the shape of the shard. The whole tensor must have the config's shape."""
         whole = list(self._source.shape(name))
         cut = self._share.cut(name)
         if cut is None:
@@ -79,7 +79,7 @@ def columns(weight: QWeight, first: int, end: int, name: str) -> QWeight:
     factors, so that each element stays what it was.
 
     Raises:
-        UnsupportedModel: its columns are in an order of their own, so that groups can't be told apart by place.
+        UnsupportedModel: its columns are in an order of their own, so that groups can't be separated by position.
     """
     if weight.order is not None:
         raise UnsupportedModel(

@@ -1,4 +1,4 @@
-"""The one seam for matrix products with weights: models call a `Linear` and never ask how its weight is stored.
+"""The interface of matrix products with weights: models call a `Linear`, whatever the storage of its weight.
 
 On CPUs with bfloat16 instructions a plain row-major weight costs a reorder inside every small product, so dense
 weights are laid out for the kernel once, when they are loaded (about 2x at 1 to 16 tokens, 1.1x at 64, equal above).
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Linear(Protocol):
-    """y = x W^T + b, however W is kept."""
+    """y = x W^T + b, for any storage of W."""
 
     @property
     def in_features(self) -> int: ...

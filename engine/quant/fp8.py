@@ -37,9 +37,9 @@ def quantize_rows_fp8(x: Tensor, scale: float | None = None) -> tuple[Tensor, Te
     A row that holds NaN or infinity gets a scale that is not finite, and neither are its products.
     """
     x = x.float()
-    most = x.abs().amax(dim=1, keepdim=True)
-    scales = most / LARGEST if scale is None else torch.full_like(most, scale)
-    scales = scales.masked_fill(~most.isfinite(), torch.nan)
+    peaks = x.abs().amax(dim=1, keepdim=True)
+    scales = peaks / LARGEST if scale is None else torch.full_like(peaks, scale)
+    scales = scales.masked_fill(~peaks.isfinite(), torch.nan)
     whole = x.div(scales).clamp_(-LARGEST, LARGEST).nan_to_num_(nan=0)  # also of rows of zeros
     return whole.masked_fill_(scales == 0, 0).to(FP8), scales
 
@@ -64,7 +64,7 @@ class Fp8Kernel:
 
 
 def multiplies_rowwise(weight: QWeight) -> bool:
-    """Whether the weight, and what its checkpoint wants of inputs, is what the scaled product takes."""
+    """Whether the scaled product supports the weight and its checkpoint's quantization of inputs."""
     if weight.form != "fp8" or weight.activations is None or weight.activations.form != "fp8":
         return False
     plain = weight.groups == 1 and weight.low is None and weight.order is None
@@ -89,7 +89,7 @@ class GroupedFp8Kernel:
 
 
 def multiplies_groups(weight: QWeight) -> bool:
-    """Whether the kernel for groups takes the weight, and what its checkpoint wants of inputs."""
+    """Whether the kernel for groups supports the weight and its checkpoint's quantization of inputs."""
     if weight.form != "fp8" or weight.activations is None or weight.activations.form != "fp8":
         return False
     plain = isinstance(weight.scale, Tensor) and weight.low is None and weight.order is None
@@ -101,7 +101,7 @@ class Fp8Product:
 
     def __init__(self, weight: QWeight, bias: Tensor | None) -> None:
         assert weight.activations is not None
-        self._weight = weight.codes.t()  # the product wants its second operand by columns
+        self._weight = weight.codes.t()  # the product's second operand is column-major
         self._scale = weight.scale.float().reshape(1, -1).contiguous()
         self._input_scale = weight.activations.scale
         self._quantize = quantizer(weight.codes.device)
@@ -117,7 +117,7 @@ class Fp8Product:
 
 
 def quantizer(device: torch.device) -> Callable[[Tensor, float | None], tuple[Tensor, Tensor]]:
-    """What quantizes rows on a device: in one launch on a GPU that has Triton, else by torch's operators."""
+    """Return the function that quantizes rows on a device: one launch on a GPU with Triton, else torch's operators."""
     if device.type != "cuda" or find_spec("triton") is None:
         return quantize_rows_fp8
     from engine.triton_kernels.fp8 import quantize_rows  # noqa: PLC0415 - comes with CUDA's torch

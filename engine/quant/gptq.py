@@ -1,13 +1,13 @@
-"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): rounds a weight column by column, and has the columns that are still to
-come make up for each error, by what inputs they are seen with.
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): rounds a weight column by column; the remaining columns compensate each
+error, according to the inputs' correlations.
 
 As in the paper's algorithm 1 the inverse of H = X^T X enters by its Cholesky factor, and updates are lazy, a block of
-columns at a time. Columns that matter most go first (the authors' "act-order"), but each keeps the group it lies in:
-grids are chosen before, so the result needs no order of its own. A grid may cover less than a group's whole range where
+columns at a time. The most important columns go first (the authors' "act-order"), but each stays in its group:
+grids are chosen before, so the result has no column order. A grid may cover less than a group's whole range where
 that costs less, weighted by the inputs.
 
-The decoder runs once over all calibration text. Each product sees its inputs as the products before it left them,
-quantized ones, quantizes itself to them, and passes on what it then computes.
+The decoder runs once over all calibration text. Each product receives its inputs from the quantized products
+before it, is quantized with them, and passes on its own quantized output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def gptq(weight: Tensor, gram: Tensor, rounding: Rounding, damping: float = DAMP
     order = torch.argsort(seen, descending=True, stable=True)
     factor = _inverse_factor(gram[order][:, order], damping)
     left = weight.float()[:, order]
-    left[:, seen[order] == 0] = 0.0  # nothing ever comes through these
+    left[:, seen[order] == 0] = 0.0  # columns whose inputs are always zero
     groups = (order // group).tolist()
     codes = torch.empty(n, k)
     for first in range(0, k, _BLOCK):
@@ -112,7 +112,7 @@ def _value(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 class _Calibrated:
-    """A product that quantizes itself to the first inputs that it sees, which are all that there are."""
+    """A product that is quantized with its first inputs, which must be all inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, builder: CalibratingBuilder) -> None:
         self.out_features, self.in_features = weight.shape

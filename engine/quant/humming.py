@@ -1,8 +1,8 @@
 """Four-bit weights times float inputs by humming-kernels, a library that compiles its products for the device.
 
-Its codes lie as ours do (the first column in the lowest bits), so that a weight is handed over as it is. Its factors
-are kept in the inputs' dtype, and zeros as whole numbers: other weights stay with our own kernel.
-Not tried on a GPU by us yet: the layout is tested against compressed-tensors' packing, which is the same.
+Its codes have the engine's layout (the first column in the lowest bits), so that a weight is passed unchanged. Its
+factors are stored in the inputs' dtype, and zeros as whole numbers: other weights use the Triton kernel.
+It has not run on a GPU here yet: the layout is tested against compressed-tensors' packing, which is the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIDDLE = 8
 
 
 class HummingKernel:
-    """W4A16, where the library is installed and its demands are met.
+    """W4A16, where the library is installed and its requirements are met.
 
     Args:
         dtype: of the inputs.

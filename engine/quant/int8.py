@@ -1,4 +1,4 @@
-"""int8 weights with torch's operators, for where the native kernels don't serve. Any model, nothing but its weights.
+"""int8 weights with torch's operators, where the native kernels are not used. It needs only the model's weights.
 
 One scale an output column, symmetric, to nearest. W8A8 quantizes each row of the input likewise, as it comes; its
 products are whole numbers, so a row's result does not depend on the rest of the batch.
@@ -33,15 +33,15 @@ def quantize_by(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def multiplies_exactly() -> bool:
     """Whether torch's int8 product is right here: on processors without VNNI it adds pairs in 16 bits, where large ones
     are cut off."""
-    most = torch.full((16, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(most, most.t()) == 64 * 127 * 127).all())
+    largest = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 64 * 127 * 127).all())
 
 
 _ROWS_ON_CUDA = 17
-"""Of a product there, at least."""
+"""Minimum rows of a product on a CUDA device."""
 
 _ALIGNMENT_ON_CUDA = 8
-"""Columns and outputs of a product there come in multiples of it."""
+"""Columns and outputs of a product on a CUDA device are multiples of it."""
 
 _INT8_SINCE = (7, 5)
 """Compute capability from which there are matrix units for int8 (Turing)."""
@@ -54,22 +54,22 @@ def multiplies_int8(n: int, k: int, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _INT8_SINCE
 
 
-def int8_product(rows: Tensor, weight: Tensor, least: int = 1) -> Tensor:
+def int8_product(rows: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
     """rows W^T in whole numbers, int32 [T, n], for int8 rows [T, k] and weight [n, k].
 
     Args:
-        least: rows that the library's product takes; where there are fewer, rows of zeros are added.
+        min_rows: rows that the library's product takes; where there are fewer, rows of zeros are added.
     """
     count = len(rows)
-    if count < least:
-        rows = F.pad(rows, (0, 0, 0, least - count))
+    if count < min_rows:
+        rows = F.pad(rows, (0, 0, 0, min_rows - count))
     return torch._int_mm(rows, weight.t())[:count]
 
 
 class Int8Linear:
     """W8A8: int8 weights times inputs that are quantized row by row."""
 
-    __slots__ = ("_exact", "_input_scale", "_least", "_scale", "_weight", "bias", "in_features", "out_features")
+    __slots__ = ("_exact", "_input_scale", "_min_rows", "_scale", "_weight", "bias", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool | None = None) -> None:
         """Quantizes weight [out_features, in_features]; drop your reference to it.
@@ -99,7 +99,7 @@ class Int8Linear:
         self.out_features, self.in_features = codes.shape
         self._weight, self._scale, self._input_scale = codes, scale, input_scale
         on_cuda = codes.device.type == "cuda"
-        self._least = _ROWS_ON_CUDA if on_cuda else 1
+        self._min_rows = _ROWS_ON_CUDA if on_cuda else 1
         if exact is None:
             exact = (
                 multiplies_int8(self.out_features, self.in_features, codes.device) if on_cuda else multiplies_exactly()
@@ -110,7 +110,7 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         rows, scale = quantize_rows(x) if self._input_scale is None else quantize_by(x, self._input_scale)
         if self._exact:
-            y = int8_product(rows, self._weight, self._least).float()
+            y = int8_product(rows, self._weight, self._min_rows).float()
         else:
             y = F.linear(rows.float(), self._weight.float())
         y = y.mul_(scale).mul_(self._scale)

@@ -1,8 +1,8 @@
-"""Quantized weights as `Linear`s, with torch's operators: what multiplies with which form, best first.
+"""Quantized weights as `Linear`s, with torch's operators: the kernels of each form, best first.
 
-Beside the kernels of a device there is one that is always right: it dequantizes a block of rows at a time, at each
-product. That takes no memory and much time, so a builder chooses it only by name; the usual thing is to dequantize a
-weight once, when it is loaded, and to say so.
+In addition to the kernels of a device there is one that supports every weight: it dequantizes a block of rows at a
+time, at each product. It needs no memory and much time, so a builder uses it only by name; by default a weight is
+dequantized once, when it is loaded, and that is logged.
 """
 
 from __future__ import annotations

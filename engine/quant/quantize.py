@@ -1,4 +1,4 @@
-"""Makes a quantized checkpoint of a model: one tensor at a time, so that memory holds one and a file's worth."""
+"""Writes a quantized checkpoint of a model: one tensor at a time, so that memory holds one and a file's worth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.quant.writing import FILE_BYTES, CheckpointWriter, Scheme, module_te
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """What was made.
+    """The result of quantizing a model.
 
     Attributes:
         modules: quantized linear layers.  kept: linear layers that stay dense, without the head.
@@ -160,7 +160,7 @@ def _linears(opened: OpenedModel, source: WeightSource) -> tuple[frozenset[str],
 
 
 def _refuse_factors(opened: OpenedModel) -> None:
-    """Rotary frequencies that only a GGUF file can say would be lost."""
+    """Refuse rotary frequencies that only a GGUF file can store: they would be lost."""
     family = fused_family(opened.config)
     if opened.decoder is None or family is None:
         return

@@ -1,4 +1,4 @@
-"""Round-to-nearest: a dense weight becomes a `QWeight` with nothing but itself.
+"""Round-to-nearest: quantizes a dense weight to a `QWeight` without calibration data.
 
 Ranges, zeros and rounding are compressed-tensors' (`calculate_qparams`, `quantize`), in float32: a symmetric range of
 b bits is cut into 2^b - 1 steps, so its scale is the largest over 2^(b-1) - 1/2, and zero is always a code.
@@ -47,7 +47,7 @@ AT_LOAD = {
     "int4": Rounding("int4", group=32, symmetric=False, whole_zero=False, scale_dtype=torch.float16),
     "fp8": Rounding("fp8"),
 }
-"""What these values of `quantize` mean for weights: they are rounded when they are loaded."""
+"""Rounding of weights at load, by values of `quantize`."""
 
 
 def at_load(quantize: str, device: torch.device) -> Rounding:
@@ -92,16 +92,16 @@ def integer_grid(columns: Tensor, rounding: Rounding, share: float = 1.0) -> tup
     Args:
         share: of each group's range that the grid covers; what lies beyond is cut off.
     """
-    least, most = _codes(rounding)
+    low_code, high_code = _codes(rounding)
     low, high = columns.amin(2).clamp_(max=0) * share, columns.amax(2).clamp_(min=0) * share
     if rounding.symmetric:
-        return _usable(torch.maximum(-low, high) / ((most - least) / 2), rounding), None
-    scale = _usable((high - low) / (most - least), rounding)
-    return scale, (least - low / scale.float()).clamp_(least, most).round_().nan_to_num_(nan=0)
+        return _usable(torch.maximum(-low, high) / ((high_code - low_code) / 2), rounding), None
+    scale = _usable((high - low) / (high_code - low_code), rounding)
+    return scale, (low_code - low / scale.float()).clamp_(low_code, high_code).round_().nan_to_num_(nan=0)
 
 
 def on_grid(values: Tensor, scale: Tensor, zero: Tensor | None, rounding: Rounding) -> Tensor:
-    """The nearest codes, float32 from -2^(bits - 1); a value is about scale * (code - zero)."""
+    """Return the nearest codes, float32 from -2^(bits - 1); a value is about scale * (code - zero)."""
     codes = values / scale.float()
     if zero is not None:
         codes += zero
@@ -110,15 +110,15 @@ def on_grid(values: Tensor, scale: Tensor, zero: Tensor | None, rounding: Roundi
 
 def from_grid(codes: Tensor, scale: Tensor, zero: Tensor | None, group: int, rounding: Rounding) -> QWeight:
     """The weight with codes [n, k] on a grid."""
-    least, _ = _codes(rounding)
-    whole = (codes - least).to(torch.uint8)
-    zero = None if zero is None else (zero - least).to(torch.int32)
+    low_code, _ = _codes(rounding)
+    whole = (codes - low_code).to(torch.uint8)
+    zero = None if zero is None else (zero - low_code).to(torch.int32)
     bits = 4 if rounding.form == "int4" else 8
     return affine(whole, bits, scale, zero, group, activations=rounding.activations)
 
 
 def _codes(rounding: Rounding) -> tuple[int, int]:
-    """The least and the largest of an integer form."""
+    """Return the smallest and the largest code of an integer form."""
     half = 8 if rounding.form == "int4" else 128
     return -half, half - 1
 
@@ -137,8 +137,8 @@ def _between(columns: Tensor, k: int, rounding: Rounding) -> QWeight:
 
 
 def _usable(scale: Tensor, rounding: Rounding) -> Tensor:
-    """As it is stored, and never zero: what is all zeros is so with any scale. In float32, where the wanted dtype lacks
-    the range (float16)."""
+    """Return the scale as stored, never zero: a group of zeros is exact with any scale. In float32, where the dtype
+    lacks the range (float16)."""
     dtype = rounding.scale_dtype
     stored, eps = scale.to(dtype), torch.finfo(dtype).eps
     if bool(((stored.float() - scale).abs() > scale * eps).any() | (stored.isinf() & scale.isfinite()).any()):

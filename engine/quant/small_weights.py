@@ -1,4 +1,4 @@
-"""Which small weights are multiplied as they are on a GPU."""
+"""Kernels on a GPU for small weights without dequantization in memory."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LEAST = 1e-5
 
 
 class _Noting:
-    """A linear layer that notes its inputs.
+    """A linear layer that records its inputs.
 
     Attributes:
         inputs, weights: float32 [in_features], the largest of each channel.
@@ -60,7 +60,7 @@ class NotingBuilder(TorchBuilder):
 
 
 def run_over(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None:
-    """Compute each sequence by itself; all that is wanted of it is what its layers note."""
+    """Compute each sequence separately, only for its layers' records of inputs."""
     for ids in sequences:
         run_together(model, [ids])
 
@@ -78,7 +78,7 @@ def run_together(model: CausalModel, sequences: Sequence[Sequence[int]]) -> None
 
 
 def factors(spec: DecoderSpec, noted: Sequence[_Noting], prefix: str, strength: float = 0.5) -> dict[str, Tensor]:
-    """What each tensor is to be multiplied by, [channels]: columns of q, k, v, gate and up, and the norms before them.
+    """Return each tensor's factor, [channels]: columns of q, k, v, gate and up, and the norms before them.
 
     Args:
         prefix: of the layers' names ("model.").  strength: the paper's alpha.

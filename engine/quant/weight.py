@@ -1,8 +1,7 @@
-"""A quantized weight as every reader gives it and every kernel takes it, whatever file it came from.
+"""The common form of a quantized weight, which all readers return and all kernels accept.
 
-Readers (`engine.quant.formats`) undo what is a format's own: the order of packed numbers, where zeros are stored, which
-tensors belong together. Kernels lay it out anew for their device. In between there is one form, and nothing is
-rounded on the way into it.
+Readers (`engine.quant.formats`) convert a format's specifics: the order of packed numbers, the storage of zeros, the
+tensors of a weight. Kernels convert the common form to their device's layout. Conversion to it rounds nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Factors = Tensor | TwoLevel
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How a checkpoint wants the inputs of a product quantized.
+    """A checkpoint's quantization of a product's inputs.
 
     Attributes:
         form: to what.
@@ -242,7 +241,7 @@ def _low(weight: QWeight) -> Factors:
 
 
 def _stacked(parts: Sequence[Factors]) -> Factors:
-    """One above the other; in float32 where they are kept unlike each other."""
+    """Stack them; in float32 where their dtypes differ."""
     if all(isinstance(part, TwoLevel) for part in parts):
         levels = [part for part in parts if isinstance(part, TwoLevel)]
         if len({(part.per, part.codes.dtype) for part in levels}) == 1:

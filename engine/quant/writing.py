@@ -1,7 +1,7 @@
 """Writes quantized checkpoints in the format of compressed-tensors, which vLLM, SGLang and transformers read.
 
-Tensors leave memory by files of a bounded size. Nothing is seen under the final names before all is written: files
-are made beside each other in a folder of their own, which the caller renames.
+Tensors are written in files of a bounded size. Nothing has its final name before all is written: the files are made in
+a separate folder, which the caller renames.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKENS = {"strategy": "token", "dynamic": True, "symmetric": True, "num_bits": 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a checkpoint becomes.
+    """The target form of a checkpoint.
 
     Attributes:
         target: W8A8 of int8 or of fp8, or weights of 4 bits alone.
@@ -51,7 +51,7 @@ class Scheme:
 
     @property
     def format(self) -> str:
-        """As compressed-tensors calls it."""
+        """compressed-tensors' name of the format."""
         return {"int8": "int-quantized", "int4": "pack-quantized", "fp8": "float-quantized"}[self.target]
 
     def fits(self, columns: int) -> bool:
@@ -102,14 +102,14 @@ class CheckpointWriter:
         self.num_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor until its file is full."""
+        """Buffer a tensor until its file is full."""
         self._held[name] = tensor.contiguous()
         self.num_bytes += tensor.nbytes
         if sum(held.nbytes for held in self._held.values()) >= self._file_bytes:
             self._write()
 
     def close(self) -> None:
-        """Write what is left, and the index. Raises OSError when a file can't be written."""
+        """Write the remaining tensors and the index. Raises OSError when a file can't be written."""
         if self._held or not self._files:
             self._write()
         if len(self._files) == 1:

@@ -1,14 +1,14 @@
-"""The step loop: one step after the other, or the next one planned while the device computes the last.
+"""The step loop: synchronous, or asynchronous: the next step is planned while the device computes the last one.
 
     one by one     plan n | compute n | take n | plan n+1 | compute n+1 | take n+1
     overlapped     plan n | submit n | plan n+1 | submit n+1 | take n | plan n+2 | submit n+2 | take n+1
                             device:   compute n | compute n+1              | compute n+2
 
-Overlapped, a device that works from a queue is never idle while the host plans, reads tokens and ends sequences. That
-costs one position for every sequence that stops at a token nobody foresaw. The next step is not planned ahead where the
-host must first see what the last one gave (`Scheduler.promise`): then the two take turns, and that is counted.
+Overlapped, a device that works from a queue is never idle while the host plans, reads tokens and ends sequences. The
+cost is one position for every sequence that ends at a stop token. The next step is not planned ahead where the host
+needs the results of the last one first (`Scheduler.promise`): then host and device alternate, and that is counted.
 
-A step for which the device has no memory is nobody's error: its sequences wait again, and steps become smaller.
+A step that runs out of device memory fails no request: its sequences are preempted, and steps become smaller.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class LoopStats:
     """Steps since the start.
 
     Attributes:
-        ahead: planned before the results of the step before were there.
-        awaited: whose results had to be there before the next one was planned, where the loop overlaps them.
-        out_of_memory: for which the device had no room.
+        ahead: planned before the results of the step before.
+        awaited: whose results were needed before the next one could be planned, where the loop overlaps them.
+        out_of_memory: that ran out of device memory.
     """
 
     ahead: int = 0
@@ -48,7 +48,7 @@ class LoopStats:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step that was submitted, and when it was begun (seconds)."""
+    """A submitted step, and its start time (seconds)."""
 
     plan: StepPlan
     submitted: SubmittedStep
@@ -56,19 +56,19 @@ class _Flight:
 
 
 _NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
-"""In what libraries say that allocate by themselves, and when kernels are loaded."""
+"""Messages of libraries that allocate memory themselves, and of loading kernels."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a step failed for want of the device's memory alone."""
+    """Whether a step failed only because the device's memory was exhausted."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
-def health_of(device: torch.device) -> Callable[[], str | None]:
-    """Asks a device whether it will ever compute again: None, or why not. After some errors (an address that is none,
-    an assertion in a kernel) CUDA answers every call of the process with the same error."""
+def make_health_check(device: torch.device) -> Callable[[], str | None]:
+    """Return a health check of a device: None, or why it is unusable. After some errors (an illegal address, an
+    assertion in a kernel) CUDA answers every call of the process with the same error."""
 
-    def trouble() -> str | None:
+    def check_health() -> str | None:
         if device.type != "cuda":
             return None
         try:
@@ -77,7 +77,7 @@ def health_of(device: torch.device) -> Callable[[], str | None]:
             return str(error).partition("\n")[0]
         return None
 
-    return trouble
+    return check_health
 
 
 class StepLoop:
@@ -85,9 +85,9 @@ class StepLoop:
 
     Args:
         clock: seconds.
-        overlapped: plan a step ahead, where the runner can (`AheadRunner`).
-        recover: called when the device had no room for a step.
-        trouble: asked when a step failed otherwise, whether the device is gone (`health_of`).
+        overlapped: plan a step ahead; needs an `AheadRunner`.
+        recover: called when a step ran out of device memory.
+        check_health: health check of the device (`make_health_check`), called when a step failed otherwise.
 
     Attributes:
         step_times: seconds from step to step, while there is work.
@@ -101,7 +101,7 @@ class StepLoop:
         *,
         overlapped: bool = False,
         recover: Callable[[], None] = lambda: None,
-        trouble: Callable[[], str | None] = lambda: None,
+        check_health: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.stats = LoopStats()
         self.step_times = LatencyHistogram()
@@ -110,33 +110,33 @@ class StepLoop:
         self._clock = clock
         self._overlapped = overlapped
         self._recover = recover
-        self._trouble = trouble
+        self._check_health = check_health
         self._flight: _Flight | None = None
         self._taken_at = 0.0
-        self._kept: list[FinishedSequence] = []
+        self._pending: list[FinishedSequence] = []
 
     @property
     def busy(self) -> bool:
-        """A step is under way, or sequences have ended that `step` has not told of."""
-        return self._flight is not None or bool(self._kept)
+        """Whether a step is in flight, or ended sequences were not returned by `step` yet."""
+        return self._flight is not None or bool(self._pending)
 
-    def take_kept(self) -> list[FinishedSequence]:
-        """Sequences that ended with a step behind which another one failed."""
-        kept, self._kept = self._kept, []
-        return kept
+    def take_pending(self) -> list[FinishedSequence]:
+        """Take the sequences that ended with a step whose following step failed."""
+        pending, self._pending = self._pending, []
+        return pending
 
     def step(self, runner: StepRunner) -> list[FinishedSequence]:
-        """Compute one step, or take the results of the one under way.
+        """Compute one step, or take the results of the one in flight.
 
         Returns:
             The sequences that ended with it.
 
         Raises:
             EngineError: it could not be computed; its sequences have ended (`Scheduler.fail`).
-            EngineLost: nor will any other.
+            EngineLost: no other step can be computed either.
         """
         if self._overlapped:
-            assert isinstance(runner, AheadRunner), "only a runner that can be told ahead overlaps its steps"
+            assert isinstance(runner, AheadRunner), "overlapped steps need an AheadRunner"
             return self._overlap(runner)
         begun = time.perf_counter()
         plan = self._scheduler.schedule(self._clock())
@@ -145,10 +145,10 @@ class StepLoop:
         self._collector.begin(plan)
         try:
             output = runner.execute(plan)
-        except BaseException as error:  # noqa: BLE001 - told on, unless it was only a lack of memory
-            self._failed(plan, error)
+        except BaseException as error:  # noqa: BLE001 - raised again, unless memory was exhausted
+            self._handle_failure(plan, error)
             return []
-        return self._take(plan, output, begun)
+        return self._process(plan, output, begun)
 
     def _overlap(self, runner: AheadRunner) -> list[FinishedSequence]:
         flight, self._flight = self._flight, None
@@ -161,28 +161,30 @@ class StepLoop:
             try:
                 flight = _Flight(plan, runner.submit(plan), begun)
             except BaseException as error:  # noqa: BLE001
-                self._failed(plan, error)
+                self._handle_failure(plan, error)
                 return []
-        following, broken = self._follow(runner, flight)
+        following, broken = self._submit_next(runner, flight)
         try:
             output = runner.result(flight.submitted)
         except BaseException as error:  # noqa: BLE001
-            self._failed(flight.plan, error)  # and with it whatever was planned on top of it
+            self._handle_failure(flight.plan, error)  # and the steps planned after it
             return []
-        finished = self._take(flight.plan, output, flight.begun)
+        finished = self._process(flight.plan, output, flight.begun)
         if isinstance(following, _Flight):
             self._collector.begin(following.plan)
             self._flight = following
         elif following is not None and broken is not None:
-            self._kept += finished
+            self._pending += finished
             self._collector.begin(following)
-            self._failed(following, broken)
-            return self.take_kept()
+            self._handle_failure(following, broken)
+            return self.take_pending()
         return finished
 
-    def _follow(self, runner: AheadRunner, flight: _Flight) -> tuple[_Flight | StepPlan | None, BaseException | None]:
-        """Plan and submit the step behind the one under way. A plan that could not be submitted comes with its error,
-        which is told when the step before it is taken."""
+    def _submit_next(
+        self, runner: AheadRunner, flight: _Flight
+    ) -> tuple[_Flight | StepPlan | None, BaseException | None]:
+        """Plan and submit the step after the one in flight. A plan that could not be submitted is returned with its
+        error, which is raised after the step before it was processed."""
         if not self._scheduler.promise():
             self.stats.awaited += 1
             return None, None
@@ -195,11 +197,11 @@ class StepLoop:
             return _Flight(plan, runner.submit(plan), begun), None
         except BaseException as error:  # noqa: BLE001
             if not isinstance(error, Exception):
-                self._failed(flight.plan, error)  # an interrupt of the whole process waits for nothing
+                self._handle_failure(flight.plan, error)  # an interrupt of the process is raised at once
             return plan, error
 
-    def _take(self, plan: StepPlan, output: StepOutput, begun: float) -> list[FinishedSequence]:
-        """Let a step's results be known."""
+    def _process(self, plan: StepPlan, output: StepOutput, begun: float) -> list[FinishedSequence]:
+        """Pass a step's results to the collector and the scheduler."""
         self._collector.take(output)
         finished = self._scheduler.update(
             plan, output.token_ids, output.failed, self._clock(), output.reasons, output.accepted, output.tainted
@@ -208,12 +210,12 @@ class StepLoop:
         seconds = now - max(begun, self._taken_at)
         self._taken_at = now
         self.step_times.add(seconds)
-        self._scheduler.timed(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
+        self._scheduler.record_step_time(plan, seconds, 0 if output.accepted is None else int(output.accepted.sum()))
         return finished
 
-    def _failed(self, plan: StepPlan, error: BaseException) -> None:
-        """A step, the oldest that is not taken, could not be computed. Its sequences wait again if a smaller one can be
-        tried; else they end, and this raises."""
+    def _handle_failure(self, plan: StepPlan, error: BaseException) -> None:
+        """Handle the failure of the oldest step in flight. Its sequences are preempted if a smaller step can be tried;
+        else they end, and this raises."""
         lost = isinstance(error, EngineLost)
         if lacks_memory(error) and not lost:
             self.stats.out_of_memory += 1
@@ -232,12 +234,12 @@ class StepLoop:
             )
         else:
             reason = f"the step failed: {type(error).__name__}: {error}"
-            trouble = self._trouble() if isinstance(error, Exception) and not lost else None
-            if trouble is not None:
-                reason = f"the device computes no more, and neither does this process on it: {trouble}"
+            defect = self._check_health() if isinstance(error, Exception) and not lost else None
+            if defect is not None:
+                reason = f"the device computes no more, and neither does this process on it: {defect}"
                 self._scheduler.fail(plan, reason, self._clock())
                 raise EngineLost(reason) from error
         self._scheduler.fail(plan, reason, self._clock())
         if lost or not isinstance(error, Exception):
-            raise error  # an interrupt of the whole process, or its end; not a failure of the step
+            raise error  # an interrupt or exit of the process; not a failure of the step
         raise EngineError(reason) from error

@@ -1,9 +1,8 @@
-"""Shapes that steps are padded to, so that a graph that was recorded once can be played again.
+"""Shapes that steps are padded to, so that a captured graph can be replayed.
 
-Two kinds: steps in which every row computes one token, by their rows, and mixed steps, by their tokens. A step takes
-the smallest shape that holds it. The finer the sizes, the less is computed for nothing; the coarser, the fewer graphs
-have to be recorded when the engine starts. A step larger than all shapes keeps the device busy for longer than it takes
-to launch it, and runs without a graph.
+There are two kinds: decode-only steps, by their rows, and mixed steps, by their tokens. A step uses the smallest shape
+that holds it. Finer sizes waste less computation on padding; coarser ones need fewer captures when the engine starts.
+A step larger than all shapes takes longer to compute than to launch, and runs without a graph.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from engine.attention.base import AttentionBatch
 from engine.plan import NO_BLOCK
 
 NO_SLOT = -1
-"""Slot of a token that only fills a shape: its keys go nowhere that is ever read."""
+"""Slot of a padding token: its keys are written nowhere that is ever read."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What one graph computes.
+    """The shape of one graph.
 
     Attributes:
         tokens: of the step, padding included.
         sequences: of the step, padding included; in a mixed shape the last one is always padding.
-        decodes: at most so many sequences with a single token.
+        decodes: maximum number of sequences with a single token.
         mixed: whether sequences may have more than one token.
     """
 
@@ -38,19 +37,20 @@ class GraphShape:
     mixed: bool
 
 
-def decode_sizes(most: int) -> list[int]:
-    """Numbers of rows: each up to 2, then by 4 up to 8, by 8 up to 256, by 16 up to 512, by 32 beyond; and `most`."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 1, 32)]
-    return sorted({size for size in sizes if size < most} | {most})
+def decode_sizes(max_size: int) -> list[int]:
+    """Return the row counts: each up to 2, then by 4 up to 8, by 8 up to 256, by 16 up to 512, by 32 beyond; and
+    `max_size`."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_size + 1, 32)]
+    return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
-def mixed_sizes(most: int) -> list[int]:
-    """Numbers of tokens: four to a doubling from 16 on (at most a fifth is padding, where it isn't few tokens)."""
+def mixed_sizes(max_size: int) -> list[int]:
+    """Return the token counts: four to a doubling from 16 on (at most a fifth is padding, except for few tokens)."""
     sizes, size = [], 16
-    while size < most:
+    while size < max_size:
         sizes += [size * quarter // 4 for quarter in (4, 5, 6, 7)]
         size *= 2
-    return sorted({size for size in sizes if size < most} | {most})
+    return sorted({size for size in sizes if size < max_size} | {max_size})
 
 
 class GraphBuckets:
@@ -58,26 +58,26 @@ class GraphBuckets:
 
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
-        most_tokens: of a step that takes a graph.
+        max_tokens: of a step that uses a graph.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int) -> None:
-        most_rows = min(max_num_seqs, max_num_batched_tokens, most_tokens)
-        most_mixed = min(max_num_batched_tokens, most_tokens)
-        self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(most_rows)]
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_tokens: int) -> None:
+        max_rows = min(max_num_seqs, max_num_batched_tokens, max_tokens)
+        max_mixed = min(max_num_batched_tokens, max_tokens)
+        self._decodes = [GraphShape(size, size, size, False) for size in decode_sizes(max_rows)]
         self._mixed = [
-            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(most_mixed)
+            GraphShape(size, max_num_seqs + 1, min(max_num_seqs, size), True) for size in mixed_sizes(max_mixed)
         ]
         self._decode_sizes = [shape.tokens for shape in self._decodes]
         self._mixed_sizes = [shape.tokens for shape in self._mixed]
 
     @property
     def shapes(self) -> list[GraphShape]:
-        """All of them, the largest first: what the first recording takes is enough for the others."""
+        """All shapes, the largest first: the memory of the first capture is enough for the others."""
         return sorted([*self._decodes, *self._mixed], key=lambda shape: (shape.tokens, shape.mixed), reverse=True)
 
     def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
-        """The smallest shape that holds a step of so many rows and tokens; None: there is none."""
+        """Return the smallest shape that holds a step of these sizes; None: there is none."""
         single = num_decodes == rows
         sizes, shapes = (self._decode_sizes, self._decodes) if single else (self._mixed_sizes, self._mixed)
         at = bisect_left(sizes, num_tokens)
@@ -85,8 +85,8 @@ class GraphBuckets:
 
 
 def padded(batch: AttentionBatch, shape: GraphShape) -> AttentionBatch:
-    """The step with as many sequences and tokens as the shape has: those behind its own have no token, no keys, block
-    0 in their tables and `NO_SLOT` to write to."""
+    """Pad the step to the shape's sequences and tokens: padding sequences have no token, no keys, block 0 in their
+    tables, and padding tokens have `NO_SLOT`."""
     sequences = shape.sequences - len(batch.starts)
     tokens = shape.tokens - len(batch.slot_mapping[0])
 

@@ -1,4 +1,4 @@
-"""Joins what steps give, row by row, into completions: choices of one request, log-probabilities along the tokens."""
+"""Collects the results of steps into completions: the choices of a request, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.scheduler.resume import resumed_tokens
 from engine.scheduler.sequence import FinishedSequence
 
 
-class _Line(NamedTuple):
-    """Log-probabilities at one place."""
+class _TokenLogprob(NamedTuple):
+    """Log-probabilities at one position."""
 
     chosen: float
     ids: NDArray[np.int32]
@@ -23,15 +23,15 @@ class _Line(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Track:
-    """What is kept of one choice that asked for more than tokens."""
+class _ChoiceResults:
+    """Results of one choice that requests more than tokens."""
 
-    logprobs: list[_Line] = field(default_factory=list)
-    prompt: dict[int, _Line] = field(default_factory=dict)
+    logprobs: list[_TokenLogprob] = field(default_factory=list)
+    prompt: dict[int, _TokenLogprob] = field(default_factory=dict)
     pooled: NDArray[np.float32] | None = None
 
 
-def _table(lines: list[_Line], top: int) -> TokenLogprobs:
+def _table(lines: list[_TokenLogprob], top: int) -> TokenLogprobs:
     return TokenLogprobs(
         np.array([line.chosen for line in lines], dtype=np.float32),
         np.array([line.ids for line in lines], dtype=np.int32).reshape(len(lines), top),
@@ -40,54 +40,57 @@ def _table(lines: list[_Line], top: int) -> TokenLogprobs:
 
 
 class CompletionCollector:
-    """Gathers the choices of each request until the last one ended."""
+    """Collects the choices of each request until the last one has ended."""
 
     def __init__(self) -> None:
         self._done: dict[str, list[FinishedSequence]] = {}
-        self._tracks: dict[tuple[str, int], _Track] = {}
-        self._at_row: dict[int, _Track] = {}
+        self._results: dict[tuple[str, int], _ChoiceResults] = {}
+        self._at_row: dict[int, _ChoiceResults] = {}
 
     def resume(self, request: Request) -> None:
-        """Take over what came with the request."""
+        """Store the log-probabilities that came with the request."""
         if request.params.logprobs is None:
             return
         for partial in request.partial:
             if (given := partial.logprobs) is not None:
-                lines = [_Line(float(c), i, t) for c, i, t in zip(given.chosen, given.top_ids, given.top, strict=True)]
-                self._tracks[request.request_id, partial.index] = _Track(lines)
+                lines = [
+                    _TokenLogprob(float(c), i, t)
+                    for c, i, t in zip(given.chosen, given.top_ids, given.top, strict=True)
+                ]
+                self._results[request.request_id, partial.index] = _ChoiceResults(lines)
 
     def ended(self, request_id: str) -> list[FinishedSequence]:
-        """Choices that have ended, of a request that has not."""
+        """Return the ended choices of an unfinished request."""
         return self._done.get(request_id, [])
 
     def logprobs(self, request: Request, choice: int, start: int, end: int) -> TokenLogprobs | None:
-        """Log-probabilities along a choice's tokens from `start` up to `end`; None when they are not asked for."""
+        """Return log-probabilities of a choice's tokens from `start` up to `end`; None when not requested."""
         if request.params.logprobs is None:
             return None
-        track = self._tracks.get((request.request_id, choice))
-        return _table([] if track is None else track.logprobs[start:end], request.params.logprobs)
+        results = self._results.get((request.request_id, choice))
+        return _table([] if results is None else results.logprobs[start:end], request.params.logprobs)
 
     def begin(self, plan: StepPlan) -> None:
-        """Learn who owns the rows of this step."""
+        """Register the owners of the step's new rows."""
         for row, request, choice in plan.new_rows:
             self._at_row.pop(row, None)
             params = request.params
             if params.logprobs is not None or params.prompt_logprobs is not None or request.pooling is not None:
-                self._at_row[row] = self._tracks.setdefault((request.request_id, choice), _Track())
+                self._at_row[row] = self._results.setdefault((request.request_id, choice), _ChoiceResults())
 
     def take(self, output: StepOutput) -> None:
-        """Keep what the step gave beside tokens."""
+        """Store the step's log-probabilities and pooled states."""
         for row, lines in output.logprobs.items():
-            self._at_row[row].logprobs += [_Line(*line) for line in lines]
+            self._at_row[row].logprobs += [_TokenLogprob(*line) for line in lines]
         for row, (first, chosen, ids, top) in output.prompt_logprobs.items():
             prompt = self._at_row[row].prompt
             for i in range(len(chosen)):
-                prompt[first + i] = _Line(float(chosen[i]), ids[i], top[i])
+                prompt[first + i] = _TokenLogprob(float(chosen[i]), ids[i], top[i])
         for row, vector in output.pooled.items():
             self._at_row[row].pooled = vector
 
     def finish(self, sequences: list[FinishedSequence], now: float) -> list[Completion]:
-        """Completions of the requests whose last choice is among these."""
+        """Return completions of the requests whose last choice is among these."""
         completions = []
         for sequence in sequences:
             request = sequence.request
@@ -99,16 +102,16 @@ class CompletionCollector:
         return completions
 
     def _completion(self, request: Request, sequences: list[FinishedSequence], now: float) -> Completion:
-        tracks = [self._tracks.pop((request.request_id, s.choice), None) for s in sequences]
+        all_results = [self._results.pop((request.request_id, s.choice), None) for s in sequences]
         choices = tuple(
-            self._choice(request, sequence, track) for sequence, track in zip(sequences, tracks, strict=True)
+            self._choice(request, sequence, results) for sequence, results in zip(sequences, all_results, strict=True)
         )
-        first, track = sequences[0], tracks[0]
+        first, results = sequences[0], all_results[0]
         prompt_logprobs = None
         top = request.params.prompt_logprobs
-        if top is not None and track is not None and first.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            unknown = _Line(float("nan"), np.full(top, -1, np.int32), np.full(top, np.nan, np.float32))
-            lines = [track.prompt.get(i, unknown) for i in range(len(request.prompt_token_ids))]
+        if top is not None and results is not None and first.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            unknown = _TokenLogprob(float("nan"), np.full(top, -1, np.int32), np.full(top, np.nan, np.float32))
+            lines = [results.prompt.get(i, unknown) for i in range(len(request.prompt_token_ids))]
             prompt_logprobs = _table(lines, top)
         return Completion(
             request_id=request.request_id,
@@ -121,16 +124,16 @@ class CompletionCollector:
             preemptions=sum(s.preemptions for s in sequences),
             error=next((s.error for s in sequences if s.error is not None), None),
             prompt_logprobs=prompt_logprobs,
-            pooled=None if track is None else track.pooled,
+            pooled=None if results is None else results.pooled,
             resumed_tokens=resumed_tokens(request),
             drafted_tokens=sum(s.drafted_tokens for s in sequences),
             accepted_tokens=sum(s.accepted_tokens for s in sequences),
         )
 
     @staticmethod
-    def _choice(request: Request, sequence: FinishedSequence, track: _Track | None) -> Choice:
+    def _choice(request: Request, sequence: FinishedSequence, results: _ChoiceResults | None) -> Choice:
         logprobs = None
         if request.params.logprobs is not None:
-            lines = [] if track is None else track.logprobs[: len(sequence.token_ids)]
+            lines = [] if results is None else results.logprobs[: len(sequence.token_ids)]
             logprobs = _table(lines, request.params.logprobs)
         return Choice(sequence.choice, sequence.token_ids, sequence.finish_reason, sequence.stop_token_id, logprobs)

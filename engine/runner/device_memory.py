@@ -1,8 +1,8 @@
-"""How much of a CUDA device's memory the KV cache may take: what is left beside the largest step.
+"""The KV cache's memory on a CUDA device: the remainder after weights and the largest step.
 
-The largest step is run once after the weights are there, with all the tokens that a step may hold, and logits and draws
-for as many rows as there may be; only its attention is left out, whose own needs are small. What that took at its peak,
-with what others hold on the device, comes off the share that the settings give us.
+The largest step is run once after the weights are loaded, with the maximum tokens of a step, and logits and draws for
+the maximum rows; its attention is left out, because it needs little memory. The peak of that run, and the memory of
+other processes on the device, are subtracted from the settings' share.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Of a device, in bytes.
+    """Memory use of a device, in bytes.
 
     Attributes:
-        total: that it has.
-        outside: held by other processes, and by libraries that allocate by themselves.
-        peak: held by our tensors in the largest step, weights included.
+        total: the device's memory.
+        outside: held by other processes, and by libraries that allocate memory themselves.
+        peak: held by this process's tensors in the largest step, weights included.
     """
 
     total: int
@@ -41,11 +41,11 @@ class MemoryUse:
 
 
 def cache_budget(use: MemoryUse, utilization: float) -> int:
-    """Bytes that the cache may take when all that we hold, with what others hold, is to be `utilization` of the device.
+    """Return the bytes of the cache with which this process and all others use `utilization` of the device.
 
     Raises:
         OutOfMemory: weights and the largest step leave nothing.
-        ValueError: `utilization` is no share.
+        ValueError: `utilization` is not a share.
     """
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {utilization}, but must be above 0 and at most 1")
@@ -63,13 +63,13 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f}"
 
 
-def give_back(device: torch.device) -> Callable[[], None]:
-    """Gives memory that is only kept for later back to the device, so that what is free is free in one piece."""
+def make_memory_release(device: torch.device) -> Callable[[], None]:
+    """Return a function that releases the allocator's cached memory to the device, which removes fragmentation."""
     return torch.cuda.empty_cache if device.type == "cuda" else lambda: None
 
 
 def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> None:
-    """Compute as much at once as a step of this schedule ever does, and throw it away."""
+    """Compute a step of the maximum size of this schedule and discard the result."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -81,15 +81,15 @@ def largest_step(model: CausalModel, schedule: ScheduleConfig, device: torch.dev
     for row in rows.tolist():
         sampler.assign(row, request, 0, request.prompt_token_ids, 1)
     with torch.inference_mode():
-        places = torch.zeros(tokens, dtype=torch.int64, device=device)
-        lengths = places if model.spec.rope_original_max is not None else None
-        hidden = model.forward(places, places, attend, lengths)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        lengths = positions if model.spec.rope_original_max is not None else None
+        hidden = model.forward(positions, positions, attend, lengths)
         if model.spec.generates:
             sampler.draw(model.logits(hidden[: len(rows)].clone()), rows, np.ones_like(rows), np.zeros_like(rows))
 
 
 def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) -> MemoryUse:
-    """Run the largest step on a CUDA device, and see what it takes. (On a CPU: run it, and see what is left then.)
+    """Run the largest step on a CUDA device, and measure its memory. (On a CPU: run it, and measure the remainder.)
 
     Raises:
         OutOfMemory: it does not fit.
@@ -111,7 +111,7 @@ def measure(model: CausalModel, schedule: ScheduleConfig, device: torch.device) 
     torch.cuda.synchronize(device)
     use = MemoryUse(total, outside, torch.cuda.max_memory_allocated(device))
     torch.cuda.empty_cache()
-    # Libraries have loaded their kernels by now, which is memory of theirs.
+    # Libraries have loaded their kernels by now, which takes memory outside the allocator.
     free, _ = torch.cuda.mem_get_info(device)
     outside = max(outside, total - free - torch.cuda.memory_reserved(device))
     logger.info("the largest step was run", tokens=schedule.max_num_batched_tokens, peak_gib=_gib(use.peak))

@@ -1,8 +1,8 @@
-"""Forward passes that were recorded once and are played again: no launch costs the host more than one call.
+"""CUDA graphs: forward passes that are captured once and replayed, so that a launch costs the host one call.
 
-A graph reads and writes fixed places in memory. So each shape's tokens, positions and attention ranges live in buffers
-that stay, a step is padded to its shape on the host, before attention's ranges are built from it, and the buffers are
-filled anew before every replay. All graphs share one pool of memory, so what one gives is overwritten by the next one:
+A graph reads and writes fixed addresses. So each shape's tokens, positions and attention ranges have persistent
+buffers. A step is padded to its shape on the host, before attention's ranges are built from it, and the buffers are
+filled before every replay. All graphs share one memory pool, so the next replay overwrites the output of the last one:
 hidden states are read (by kernels queued behind) before another step is launched.
 """
 
@@ -25,19 +25,19 @@ from engine.errors import EngineError, OutOfMemory
 from engine.logs import get_logger
 from engine.models.base import CausalModel
 from engine.runner.buckets import GraphBuckets, GraphShape, padded
-from engine.runner.device_memory import give_back
+from engine.runner.device_memory import make_memory_release
 
 logger = get_logger(__name__)
 
 Replay = Callable[[], Tensor]
-"""Computes again from what the buffers hold now; always the same tensor, until another graph's replay."""
+"""Computes from the buffers' present contents; always returns the same tensor, valid until another graph's replay."""
 
 
 class Recorder(Protocol):
-    """Records what a device is told to do."""
+    """Captures the work of a device."""
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        """Record `run`, which waits for nothing and reads no memory that is given back later. It may be run more than
+        """Capture `run`, which may not synchronise and reads no memory that is released later. It may be run more than
         once."""
         ...
 
@@ -50,15 +50,15 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
-            run()  # compiles kernels and makes the libraries' workspaces, neither of which a recording may do
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side_stream):
+            run()  # compiles kernels and allocates the libraries' workspaces, which a capture may not do
+        torch.cuda.current_stream(self._device).wait_stream(side_stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # What other threads of the process ask of CUDA meanwhile (another model that is loaded, NCCL's watch) is no
-        # part of the recording, and must not end it.
+        # CUDA calls of other threads meanwhile (loading another model, NCCL's watchdog) are not part of the capture,
+        # and must not end it.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
 
@@ -70,10 +70,10 @@ class CudaRecorder:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Of the device.
+    """Return the recorder of a device.
 
     Raises:
-        EngineError: it has no graphs.
+        EngineError: the device does not support graphs.
     """
     if device.type != "cuda":
         raise EngineError(f"cuda_graphs needs a CUDA device, not {device.type}; leave it out")
@@ -92,15 +92,15 @@ class Graphs:
     """The graphs of one model over one attention backend.
 
     Args:
-        model: whose `forward` is recorded; it may not wait for the device.
-        attention: with fixed places for its ranges.
+        model: its `forward` is captured; it may not synchronise with the device.
+        attention: with persistent buffers for its ranges.
         buckets: the shapes.
         table_width: entries of a whole block table.
         recorder: of the device.
 
     Raises:
-        EngineError: the forward pass can't be recorded; the message names the shape.
-        OutOfMemory: the graphs do not fit beside weights and cache.
+        EngineError: the forward pass can't be captured; the message names the shape.
+        OutOfMemory: the graphs do not fit in the memory that weights and cache leave.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Graphs:
         self._model = model
         self._attention = attention
         self._buckets = buckets
-        most = buckets.shapes[0].tokens
-        self._input_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        max_tokens = buckets.shapes[0].tokens
+        self._input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._recorded: dict[GraphShape, _Recorded] = {}
         begun = time.perf_counter()
         for shape in buckets.shapes:
@@ -136,18 +136,18 @@ class Graphs:
                 )
                 raise EngineError(reason) from error
         seconds = round(time.perf_counter() - begun, 2)
-        logger.info("graphs are recorded", graphs=len(self._recorded), most_tokens=most, seconds=seconds)
+        logger.info("graphs are recorded", graphs=len(self._recorded), max_tokens=max_tokens, seconds=seconds)
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def pick(self, rows: int, num_tokens: int, num_decodes: int) -> GraphShape | None:
-        """The shape for a step of so many rows and tokens, with so many single-token rows; None: it takes no graph."""
+        """Return the shape for a step of these sizes (`num_decodes`: single-token rows); None: it uses no graph."""
         return self._buckets.pick(rows, num_tokens, num_decodes)
 
     def forward(self, shape: GraphShape, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """`CausalModel.forward` of a step that `pick` gave this shape: hidden states [T, hidden_size], to be read
-        before the next step is launched.
+        """Run `CausalModel.forward` of a step for which `pick` returned this shape: hidden states [T, hidden_size],
+        valid until the next step is launched.
 
         Args:
             input_ids, positions: int64 [T].
@@ -164,7 +164,7 @@ class Graphs:
     def _record(self, shape: GraphShape, attention: AttentionBackend, width: int, recorder: Recorder) -> _Recorded:
         prepared = self._attention.reserve(shape.tokens, shape.sequences, shape.decodes, shape.mixed, width)
         groups = self._attention.num_groups
-        self._attention.refill(prepared, padded(_nothing(groups), shape))
+        self._attention.refill(prepared, padded(_empty_batch(groups), shape))
         tokens = slice(shape.tokens)
 
         def run() -> Tensor:
@@ -174,15 +174,15 @@ class Graphs:
         return _Recorded(prepared, recorder.record(run))
 
 
-def graphs_of(
+def make_graphs(
     config: EngineConfig, model: CausalModel, attention: AttentionBackend, table_width: int, device: torch.device
 ) -> Graphs | None:
-    """The graphs that the settings want; None: none, or they want them only where they can be had.
+    """Capture the graphs of the settings; None: they are off, or optional and not supported.
 
     Raises:
-        EngineError: they want some, but device, model or attention have none, or a forward pass can't be recorded.
-        OutOfMemory: they want some, and those do not fit.
-        ValueError: `graph_tokens` is no number of tokens.
+        EngineError: they are required, but device, model or attention do not support them, or a capture failed.
+        OutOfMemory: they are required and do not fit.
+        ValueError: `graph_tokens` is below 1.
     """
     if config.graph_tokens < 1:
         raise ValueError(f"EngineConfig.graph_tokens is {config.graph_tokens}, but must be 1 or more")
@@ -207,13 +207,13 @@ def graphs_of(
     except EngineError as error:
         if config.cuda_graphs:
             raise
-        give_back(device)()
+        make_memory_release(device)()
         logger.warning("steps are launched without graphs, which is slower", reason=str(error))
         return None
 
 
-def _nothing(groups: int) -> AttentionBatch:
-    """A step without sequences."""
+def _empty_batch(groups: int) -> AttentionBatch:
+    """Return the batch of a step without sequences."""
     none: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
     table: NDArray[np.int32] = np.zeros((0, 1), dtype=np.int32)
     slots: NDArray[np.int64] = np.zeros(0, dtype=np.int64)

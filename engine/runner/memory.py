@@ -1,6 +1,6 @@
-"""How large the paged cache becomes: from the memory there is, and from the work at hand.
+"""Sizes the paged KV cache by available memory and planned work.
 
-Layers are grouped by sliding window, each group with a pool of its own, because a window's blocks live shortly.
+Layers are grouped by sliding window, each group with its own pool, because blocks behind a window are released soon.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from engine.models.base import ModelSpec
 from engine.plan import CacheGroup
 
 TYPICAL_TOKENS = 2048
-"""Length of a sequence when nothing is known of the work: only the proportion between the pools depends on it."""
+"""Assumed length of a sequence when the work is unknown: only the proportion between the pools depends on it."""
 
 PREFIX_ROOM = 0.25
-"""Blocks beyond what the running batch can hold, as a share of it: room for prefixes that nobody reads just now."""
+"""Blocks beyond the running batch's, as a share of it: room for cached prefixes that no sequence uses."""
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated: the system's estimate, or the control group's limit if that is lower."""
+    """Return the bytes that can still be allocated: the system's estimate, or the control group's limit if that is
+    lower."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     available = _meminfo("MemAvailable")
     if available is None:
-        raise EngineError("can't tell how much memory is free on this system; set the cache's memory_bytes")
+        raise EngineError("the free memory of this system is unknown; set the cache's memory_bytes")
     limit, used = _control_group("memory.max"), _control_group("memory.current")
     if limit is None or used is None:
         return available
@@ -55,7 +56,8 @@ def _control_group(name: str) -> int | None:
 
 
 def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
-    """Bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32 scale."""
+    """Return the bytes of one token's keys and values in one layer; in int8 and fp8 each head's K and V have a float32
+    scale."""
     small = kv_dtype in ("int8", "fp8")
     head = spec.head_dim + torch.float32.itemsize if small else spec.head_dim * spec.dtype.itemsize
     return 2 * spec.num_kv_heads * head
@@ -63,7 +65,7 @@ def layer_token_bytes(spec: ModelSpec, kv_dtype: KVDType = "auto") -> int:
 
 @dataclass(frozen=True, slots=True)
 class _GroupNeed:
-    """Of one group: its layers and window, bytes of a block, and blocks of a typical and of the longest sequence."""
+    """One group: its layers and window, bytes of a block, and blocks of a typical and of the longest sequence."""
 
     layers: tuple[int, ...]
     window: int | None
@@ -81,8 +83,8 @@ def plan_cache(
     kv_dtype: KVDType = "auto",
     draft: ModelSpec | None = None,
 ) -> tuple[CacheGroup, ...]:
-    """Cut the memory into pools, one for each sliding window that the model's layers use. `draft`: of a model that
-    keeps its keys in the blocks of whole sequences, too.
+    """Divide the memory into pools, one for each sliding window of the model's layers. `draft`: of a draft model that
+    stores its keys in the blocks of the full-attention group, too.
 
     Raises:
         OutOfMemory: not even one sequence of `max_model_len` tokens fits.
@@ -97,7 +99,7 @@ def plan_cache(
             token_bytes += draft.num_layers * layer_token_bytes(draft, kv_dtype)
 
         def blocks(tokens: int, window: int | None = window) -> int:
-            # A window's blocks: what its first query reaches back to, the chunk, and one for the uneven edges.
+            # A window's blocks: the window of its first query, the chunk, and one for the unaligned edges.
             held = tokens if window is None else min(tokens, window + chunk + cache.block_size)
             return -(-held // cache.block_size)
 
@@ -117,14 +119,15 @@ def plan_cache(
 def _counts(
     needs: list[_GroupNeed], cache: CacheConfig, schedule: ScheduleConfig, max_model_len: int, device: torch.device
 ) -> list[int]:
-    """Blocks of each pool: as many typical sequences as fit, no more than can run, no less than one longest."""
+    """Return the blocks of each pool: as many typical sequences as fit, no more than can run, at min_bytes one
+    longest."""
     budget = cache.memory_bytes
     if budget is None:
         budget = int(available_bytes(device) * cache.memory_fraction)
-    least = sum(need.longest * need.block_bytes for need in needs)
-    if least > budget:
+    min_bytes = sum(need.longest * need.block_bytes for need in needs)
+    if min_bytes > budget:
         raise OutOfMemory(
-            f"one sequence of {max_model_len} tokens needs {least / 2**20:.0f} MiB of KV cache, but "
+            f"one sequence of {max_model_len} tokens needs {min_bytes / 2**20:.0f} MiB of KV cache, but "
             f"{budget / 2**20:.0f} MiB may be used; lower max_model_len or give the cache more memory"
         )
     sequence_bytes = sum(need.typical * need.block_bytes for need in needs)
@@ -133,7 +136,7 @@ def _counts(
     counts = [max(need.longest, int(sequences * need.typical)) for need in needs]
     excess = sum(count * need.block_bytes for count, need in zip(counts, needs, strict=True)) - budget
     for i in sorted(range(len(needs)), key=lambda i: needs[i].longest - counts[i]):
-        if excess > 0:  # rounding up to one longest sequence in one pool is paid by the pools with room
+        if excess > 0:  # pools with room compensate for rounding up to one longest sequence in another
             give = min(counts[i] - needs[i].longest, -(-excess // needs[i].block_bytes))
             counts[i] -= give
             excess -= give * needs[i].block_bytes

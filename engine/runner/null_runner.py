@@ -1,4 +1,4 @@
-"""A runner without a model: answers at once, so that what remains is the scheduler and whatever feeds it."""
+"""A runner without a model. It answers at once, so that only the scheduler and its callers take time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 
 
 class NullRunner:
-    """Gives each sampled row a token that depends on its position and last token alone, never below `first_token`."""
+    """Samples for each row a token that depends on its position and last token alone, never below `first_token`."""
 
     def __init__(self, rows: RowState, vocab_size: int, first_token: int = 256) -> None:
         self._rows = rows

@@ -1,8 +1,8 @@
-"""From a plan to sampled tokens: row state -> persistent input buffers -> forward -> logits of the rows that need them.
+"""The model runner: row state -> persistent input buffers -> forward -> logits of the rows that need them -> tokens.
 
 The host side is a handful of numpy operations over the whole step, whatever the number of rows. A step has two halves:
-`submit` queues all that the device has to do, `result` waits for what came of it. What was sampled stays on the device
-as well, so that the next step can be submitted before the host knows the tokens that it begins with.
+`submit` queues all work of the device, `result` waits for the output. Sampled tokens stay on the device as well, so
+that the next step can be submitted before the host has the tokens that it begins with.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from engine.models.encoders.pooling import Pooler
 from engine.plan import NO_TOKEN, RowState, StepOutput, StepPlan
 from engine.runner.graphs import Graphs
 from engine.sampling.sampler import NON_FINITE, SampleOutput, Sampler, prompt_logprobs
-from engine.speculative.verify import NO_DRAFTED, Drafted, Line, Verifier
-from engine.transfer import Download, transfer_of
+from engine.speculative.verify import NO_DRAFT_ID, Drafted, Line, Verifier
+from engine.transfer import Download, make_transfer
 
 LOGITS_ROWS = 128
-"""Prompt positions whose logits are held at once when prompt log-probabilities are asked for."""
+"""Prompt positions whose logits are held at once when prompt log-probabilities are requested."""
 
 
 class StepRunner(Protocol):
-    """Computes steps. The model runner is one, the null runner (no model) another."""
+    """Computes steps. Implemented by the model runner and by the null runner (no model)."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's positions and sample the next tokens of the rows that are complete."""
@@ -39,36 +39,37 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step that the device has been told to compute.
+    """A step that was submitted to the device.
 
     Attributes:
         plan: of the step.
-        output: what it gave, where the host had to look already.
-        places: int64 [S], rows of the plan that sample.  packed: what they sampled, as `Sampler.pack` has it.
+        output: its results, where the host needed them at once.
+        indices: int64 [S], indices of the plan's rows that sample.  packed: their samples, as `Sampler.pack` returns
+            them.
     """
 
     plan: StepPlan
     output: StepOutput | None = None
-    places: NDArray[np.int64] | None = None
+    indices: NDArray[np.int64] | None = None
     packed: Download | None = None
 
 
 @runtime_checkable
 class AheadRunner(StepRunner, Protocol):
-    """A runner whose steps can be told to the device before the results of the last one are known."""
+    """A runner whose steps can be submitted to the device before the host has the results of the last one."""
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Let the device compute the plan. Its rows that are `ahead` go on from what the step before samples."""
+        """Submit the plan to the device. Its rows that are `ahead` start from the samples of the step before."""
         ...
 
     def result(self, submitted: SubmittedStep) -> StepOutput:
-        """What came of it; waits until it is there, and not for steps submitted later. Once for each, in order."""
+        """Wait for the step's output, not for steps submitted later. Called once for each step, in order."""
         ...
 
 
 def flatten(plan: StepPlan, rows: RowState) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows, positions and token ids of the step's tokens, each int64 [T], in plan order. For a token that is not known
-    yet (`StepPlan.ahead`) stands -1 - row."""
+    """Return rows, positions and token ids of the step's tokens, each int64 [T], in plan order. The id of a token that
+    is not known yet (`StepPlan.ahead`) is -1 - row."""
     if plan.num_decodes == len(plan.rows):
         at_row, positions = plan.rows.astype(np.int64), plan.starts.astype(np.int64)
     else:
@@ -89,7 +90,7 @@ def step_batch(
     positions: NDArray[np.int64],
     wanted: NDArray[np.int32] | None,
 ) -> AttentionBatch:
-    """The step as attention sees it; at_row, positions: of `flatten`."""
+    """Build the attention batch of a step; at_row, positions: of `flatten`."""
     block, offset = positions // rows.block_size, positions % rows.block_size
     width = int(block.max()) + 1
     tables, slots = [], []
@@ -101,15 +102,15 @@ def step_batch(
 
 @runtime_checkable
 class StateReader(Protocol):
-    """Reads what goes on between a model's layers, step by step."""
+    """Reads hidden states between a model's layers in each step."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Before which layers, as `LayeredModel.forward_with_states` takes them."""
+        """Layers whose inputs it reads, as `LayeredModel.forward_with_states` takes them."""
         ...
 
     def read(self, plan: StepPlan, states: Tensor) -> None:
-        """A step's states [T, len(layers) * hidden_size], in the plan's order; nothing has been sampled yet."""
+        """Read a step's states [T, len(layers) * hidden_size], in the plan's order, before sampling."""
         ...
 
 
@@ -117,10 +118,10 @@ class ModelRunner:
     """Runs the steps of one model on one device.
 
     Args:
-        graphs: the model's forward passes for steps of some shapes, recorded; None: all are launched anew.
+        graphs: captured forward passes for steps of some shapes; None: all steps run eagerly.
 
     Attributes:
-        graph_steps: steps that took a graph.
+        graph_steps: steps that replayed a graph.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ModelRunner:
     ) -> None:
         self.graph_steps = 0
         self._graphs = graphs
-        self._transfer = transfer_of(device)
+        self._transfer = make_transfer(device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # each row's latest token
         self._model = model
         self._attention = attention
@@ -147,8 +148,8 @@ class ModelRunner:
         self._reader: StateReader | None = None
         self._prompt_logprobs: dict[int, int] = {}
 
-    def show(self, reader: StateReader) -> None:
-        """Let `reader` read each step's states from now on; the model must be a `LayeredModel`."""
+    def set_reader(self, reader: StateReader) -> None:
+        """Set the reader of each step's states; the model must be a `LayeredModel`."""
         self._reader = reader
 
     @torch.inference_mode()
@@ -157,53 +158,53 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """See `AheadRunner`. A step of which the host must see more than tokens is over when this returns."""
+        """See `AheadRunner`. A step of which the host needs more than tokens is complete when this returns."""
         hidden = self._forward(plan)
-        places = np.flatnonzero(plan.samples)
-        rows = plan.rows[places]
+        indices = np.flatnonzero(plan.samples)
+        rows = plan.rows[indices]
         seen = plan.drafts is not None or self._scores(plan) or self._pooler.concerns(plan.rows)
         if seen or self._sampler.awaited(rows).any():
             output = self._outputs(plan, hidden)
-            if len(places):  # whoever plans the next step need not know which way this one went
-                self._keep(rows, *self._transfer.up(output.token_ids[places].astype(np.int64)))
+            if len(indices):  # the next step reads its tokens from the same buffer in both cases
+                self._store_sampled(rows, *self._transfer.up(output.token_ids[indices].astype(np.int64)))
             return SubmittedStep(plan, output)
-        if not len(places):
-            return SubmittedStep(plan, self._nothing(plan))
-        packed = self._draw(self._last_hidden(plan, hidden, places), rows, (plan.starts + plan.counts)[places])
-        self._keep(rows, packed[0])
-        return SubmittedStep(plan, None, places, self._transfer.down(packed))
+        if not len(indices):
+            return SubmittedStep(plan, self._empty_output(plan))
+        packed = self._draw(self._last_hidden(plan, hidden, indices), rows, (plan.starts + plan.counts)[indices])
+        self._store_sampled(rows, packed[0])
+        return SubmittedStep(plan, None, indices, self._transfer.down(packed))
 
-    def _keep(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
-        """Let the next step find what these rows sampled, int64 [S]."""
+    def _store_sampled(self, rows: NDArray[np.int32], tokens: Tensor) -> None:
+        """Store the tokens that these rows sampled, int64 [S], for the next step."""
         (at,) = self._transfer.up(rows.astype(np.int64))
-        # What a row draws from values that are not finite is no token, and is never looked at; but it is looked up.
+        # A draw from non-finite values is not a token. Its row fails, but the next step still embeds it: clamp it.
         self._sampled.index_copy_(0, at, tokens.clamp(0, self._model.spec.vocab_size - 1))
 
     def result(self, submitted: SubmittedStep) -> StepOutput:
         """See `AheadRunner`."""
         if submitted.output is not None:
             return submitted.output
-        assert submitted.places is not None
+        assert submitted.indices is not None
         assert submitted.packed is not None
-        output = self._nothing(submitted.plan)
-        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.places])
-        output.token_ids[submitted.places] = sampled.token_ids
-        output.failed[submitted.places] = sampled.failed
+        output = self._empty_output(submitted.plan)
+        sampled = self._sampler.unpack(submitted.packed.numpy(), submitted.plan.rows[submitted.indices])
+        output.token_ids[submitted.indices] = sampled.token_ids
+        output.failed[submitted.indices] = sampled.failed
         output.reasons.update((row, why) for row, why in sampled.reasons.items() if why != NON_FINITE)
         return output
 
     @staticmethod
-    def _nothing(plan: StepPlan) -> StepOutput:
-        """A step in which no row samples."""
+    def _empty_output(plan: StepPlan) -> StepOutput:
+        """Return the output of a step in which no row samples."""
         rows = len(plan.rows)
         return StepOutput(np.full(rows, NO_TOKEN, dtype=np.int32), np.zeros(rows, dtype=np.bool_), {}, {}, {})
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """The step's last hidden states [T, hidden_size], valid until the next step's."""
-        self._take_rows(plan)
+        """Compute the step's last hidden states [T, hidden_size], valid until the next step's."""
+        self._load_rows(plan)
         at_row, positions, token_ids = flatten(plan, self._rows)
-        batch = step_batch(plan, self._rows, at_row, positions, self._wanted(plan))
-        input_ids, places = self._transfer.up(token_ids, positions)
+        batch = step_batch(plan, self._rows, at_row, positions, self._logit_tokens(plan))
+        input_ids, device_positions = self._transfer.up(token_ids, positions)
         if plan.ahead is not None:
             input_ids = torch.where(input_ids < 0, self._sampled[(-1 - input_ids).clamp(min=0)], input_ids)
         lengths = self._rope_lengths(at_row, positions)
@@ -211,37 +212,37 @@ class ModelRunner:
             shape = self._graphs.pick(len(plan.rows), plan.num_tokens, plan.num_decodes)
             if shape is not None:
                 self.graph_steps += 1
-                return self._graphs.forward(shape, input_ids, places, batch)
-        inputs = input_ids, places, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
+                return self._graphs.forward(shape, input_ids, device_positions, batch)
+        inputs = input_ids, device_positions, AttentionStep(self._attention, self._attention.prepare(batch)), lengths
         if self._reader is None:
             return self._model.forward(*inputs)
-        assert isinstance(self._model, LayeredModel), "states are read of models that show them"
+        assert isinstance(self._model, LayeredModel), "only a LayeredModel returns its states"
         hidden, states = self._model.forward_with_states(*inputs, self._reader.layers)
         self._reader.read(plan, states)
         return hidden
 
     def _recordable(self, plan: StepPlan) -> bool:
-        """Whether all that is wanted of a step is what a graph gives. Prompts that are scored or pooled come in long
-        chunks, which would seldom find one, and their hidden states are wanted for longer than until the next step."""
+        """Whether a graph's output suffices for the step. Prompts that are scored or pooled come in long chunks, which
+        seldom match a graph, and their hidden states are needed for longer than until the next step."""
         return self._reader is None and not self._pooler.concerns(plan.rows) and not self._scores(plan)
 
     def _scores(self, plan: StepPlan) -> bool:
-        """Whether log-probabilities of prompt tokens are wanted of this step."""
+        """Whether log-probabilities of prompt tokens are needed from this step."""
         wanted = self._prompt_logprobs
         if not wanted:
             return False
         in_prompt = plan.rows[plan.starts < self._rows.prompt_len[plan.rows] - 1]
         return any(row in wanted for row in in_prompt.tolist())
 
-    def _last_hidden(self, plan: StepPlan, hidden: Tensor, places: NDArray[np.int64]) -> Tensor:
-        """Of these rows of the plan, the hidden states of their last tokens [S, hidden_size]."""
-        if len(places) == plan.num_tokens:
+    def _last_hidden(self, plan: StepPlan, hidden: Tensor, indices: NDArray[np.int64]) -> Tensor:
+        """Return the hidden states of the last tokens of these rows of the plan [S, hidden_size]."""
+        if len(indices) == plan.num_tokens:
             return hidden
-        (last,) = self._transfer.up(np.cumsum(plan.counts)[places] - 1)
+        (last,) = self._transfer.up(np.cumsum(plan.counts)[indices] - 1)
         return hidden.index_select(0, last)
 
     def _draw(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> Tensor:
-        """As `_sample`, left on the device: int64 [3, S] of `Sampler.pack`."""
+        """Sample as `_sample`, with the result on the device: int64 [3, S] of `Sampler.pack`."""
         num_outputs = at - self._rows.prompt_len[rows]
         plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
         if self._greedy is None or not plain.any():
@@ -256,8 +257,8 @@ class ModelRunner:
             packed[:, to_rest] = self._sampler.draw(logits, rows[rest], at[rest], num_outputs[rest])
         return packed
 
-    def _take_rows(self, plan: StepPlan) -> None:
-        """Zero what must be zeroed and load the parameters of rows with a new owner."""
+    def _load_rows(self, plan: StepPlan) -> None:
+        """Zero the plan's blocks and load the parameters of rows with a new owner."""
         for group in {ref.group for ref in plan.zero_blocks}:
             self._attention.zero(group, [ref.block for ref in plan.zero_blocks if ref.group == group])
         rows = self._rows
@@ -269,8 +270,8 @@ class ModelRunner:
             if request.params.prompt_logprobs is not None and choice == 0:
                 self._prompt_logprobs[row] = request.params.prompt_logprobs
 
-    def _wanted(self, plan: StepPlan) -> NDArray[np.int32] | None:
-        """Tokens whose last hidden states `_outputs` will read; None: all."""
+    def _logit_tokens(self, plan: StepPlan) -> NDArray[np.int32] | None:
+        """Return the tokens whose last hidden states `_outputs` will read; None: all."""
         total = int(plan.num_logits.sum())
         if self._reader is not None and self._reader.layers[-1] == self._model.spec.num_layers:
             return None
@@ -305,11 +306,11 @@ class ModelRunner:
             logprobs = {row: [line] for row, line in out.logprobs.items()}
             reasons = out.reasons
         if plan.drafts is not None:
-            places = np.flatnonzero(plan.drafts)
-            verified = self._verifier.verify(hidden, self._drafted(plan, ends, places))
+            indices = np.flatnonzero(plan.drafts)
+            verified = self._verifier.verify(hidden, self._drafted(plan, ends, indices))
             accepted = np.zeros(len(plan.rows), dtype=np.int32)
-            accepted[places] = verified.accepted
-            token_ids[places], failed[places] = verified.token_ids, verified.failed
+            accepted[indices] = verified.accepted
+            token_ids[indices], failed[indices] = verified.token_ids, verified.failed
             logprobs |= verified.logprobs
             reasons, tainted = reasons | verified.reasons, frozenset(verified.tainted)
         reasons = {row: reason for row, reason in reasons.items() if reason != NON_FINITE}
@@ -322,21 +323,21 @@ class ModelRunner:
             pooled = self._pooler.take(plan, hidden, ends, self._rows, failed)
         return StepOutput(token_ids, failed, logprobs, scored, pooled, reasons, accepted, tainted)
 
-    def _drafted(self, plan: StepPlan, ends: NDArray[Any], places: NDArray[np.intp]) -> Drafted:
-        """The rows with drafts, `places` of the plan."""
+    def _drafted(self, plan: StepPlan, ends: NDArray[Any], indices: NDArray[np.intp]) -> Drafted:
+        """Return the rows with drafts, at `indices` of the plan."""
         assert plan.drafts is not None
-        rows, counts = plan.rows[places], plan.drafts[places]
-        at = plan.starts[places] + plan.counts[places] - counts  # the first draft's position
+        rows, counts = plan.rows[indices], plan.drafts[indices]
+        at = plan.starts[indices] + plan.counts[indices] - counts  # the first draft's position
         columns = np.arange(int(counts.max()))
-        guesses = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
-        guesses = np.where(columns < counts[:, None], guesses, NO_DRAFTED).astype(np.int32)
-        first = (ends[places] - counts - 1).astype(np.int64)
-        return Drafted(rows, first, guesses, counts, at, at - self._rows.prompt_len[rows])
+        drafts = self._rows.token_ids[rows[:, None], at[:, None] + np.minimum(columns, counts[:, None] - 1)]
+        drafts = np.where(columns < counts[:, None], drafts, NO_DRAFT_ID).astype(np.int32)
+        first = (ends[indices] - counts - 1).astype(np.int64)
+        return Drafted(rows, first, drafts, counts, at, at - self._rows.prompt_len[rows])
 
     def _sample(self, hidden: Tensor, rows: NDArray[np.int32], at: NDArray[np.int32]) -> SampleOutput:
-        """The next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].
+        """Sample the next tokens of `rows`, at positions `at`, from their last hidden states [S, hidden_size].
 
-        Where the model can, rows that take the likeliest token and nothing else never get all their logits written.
+        Where the model supports it, plain greedy rows never have all their logits written.
         """
         num_outputs = at - self._rows.prompt_len[rows]
         plain = np.zeros(len(rows), dtype=np.bool_) if self._greedy is None else self._sampler.plain(rows)
@@ -357,7 +358,7 @@ class ModelRunner:
     def _score(
         self, plan: StepPlan, hidden: Tensor, ends: NDArray[Any], failed: NDArray[np.bool_]
     ) -> dict[int, tuple[int, NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
-        """Log-probabilities of the prompt tokens that follow this step's positions."""
+        """Compute log-probabilities of the prompt tokens that follow this step's positions."""
         scored = {}
         for i, row in enumerate(plan.rows.tolist()):
             top = self._prompt_logprobs.get(row)

@@ -1,11 +1,11 @@
-"""The draws of one step, grouped by the cheapest way to make them.
+"""The draws of one step, grouped by the cheapest method.
 
 - No filter but min_p: one pass over the line, no order needed.
-- top_k: only a list of the largest logits is looked at.
+- top_k: only a list of the largest logits is searched.
 - top_p: one pass for the total, then a list; where the list is too short or ends in a tie, the line is sorted.
-- top_k and top_p where asking for a list's outcome would stop the host: radix selection (`select`).
+- top_k and top_p on a device where reading a list's outcome would stall the host: radix selection (`select`).
 
-The device and the parameters alone decide the way; all ways for the same parameters give the same token.
+The device and the parameters alone decide the method; all methods give the same token for the same parameters.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SPARE = 16  # entries listed beyond top_k, so that ties at its end are seen
 
 @dataclass(frozen=True, slots=True)
 class DrawBatch:
-    """The lines of a step that draw (n of its S lines), and where their tokens go.
+    """The lines of a step that draw (n of its S lines), and the output for their tokens.
 
     Attributes:
         logits: float32 [S, vocab].  peak: float32 [S, 1], each line's maximum.
-        alive: bool [S], lines whose maximum is finite; what the others draw is meaningless and harmless.
-        tokens: int64 [S], written here.
+        alive: bool [S], lines whose maximum is finite; the draws of the others are ignored.
+        tokens: int64 [S], the output.
         lines: int64 [n], the drawing lines.  filters, u, inner: of these, [n, 1] each and float64 [n].
-        transfer: to where the logits are.
-        asks: the host may look at what the device found before it goes on.
+        transfer: to the logits' device.
+        may_synchronize: the host may read the device's results before it continues.
     """
 
     logits: Tensor
@@ -50,15 +50,15 @@ class DrawBatch:
     inner: Tensor
     space: DrawWorkspace
     transfer: Transfer
-    asks: bool
+    may_synchronize: bool
 
     def run(self, top_k: NDArray[np.int64], top_p: NDArray[np.float64], min_p: NDArray[np.float32]) -> None:
-        """Draw for all lines; the host's copies of the filters (each [n]) say which way each one goes."""
+        """Draw for all lines; the host's copies of the filters (each [n]) select the method of each one."""
         listed = (top_k > 0) & (top_k <= MAX_LIST)
         nucleus = (top_k == 0) & (top_p < 1)
         ranked = top_k > MAX_LIST
         self._from_whole_line(np.flatnonzero(~(listed | nucleus | ranked)), bool(min_p.any()))
-        if not self.asks:
+        if not self.may_synchronize:
             self._from_selected(np.flatnonzero(listed | nucleus | ranked))
             return
         width = -(-(int(top_k[listed].max(initial=0)) + _SPARE) // 64) * 64
@@ -66,15 +66,15 @@ class DrawBatch:
         self._from_list(np.flatnonzero(nucleus), NUCLEUS_WIDTHS, with_total=True)
         self._from_sorted(np.flatnonzero(ranked))
 
-    def _index(self, places: NDArray[np.int64]) -> Tensor | slice:
-        """An index for ascending places; without gaps between them one that copies nothing."""
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 == len(places):
+    def _index(self, lines: NDArray[np.int64]) -> Tensor | slice:
+        """Return an index for ascending lines; a slice, which copies nothing, where they are consecutive."""
+        first, last = int(lines[0]), int(lines[-1])
+        if last - first + 1 == len(lines):
             return slice(first, last + 1)
-        return self.transfer.up(places)[0]
+        return self.transfer.up(lines)[0]
 
     def _take(self, part: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor | slice]:
-        """Logits and peaks of some of the drawing lines, and their index into the step's lines."""
+        """Return logits and peaks of some of the drawing lines, and their index into the step's lines."""
         index = self._index(self.lines[part])
         return self.logits[index], self.peak[index], index
 
@@ -94,14 +94,14 @@ class DrawBatch:
             logits, peak, index = self._take(part)
             filters, u = self._settings(part)
             self.tokens[index], settled = draw_from_largest(logits, peak, filters, total, u, width)
-            # The one question of a list that the host must ask the device.
+            # The only synchronisation of a list: the host reads which lines are not settled.
             open_ = (~settled & self.alive[index]).nonzero()[:, 0]
             total = None if total is None else total[open_]
             part = part[open_.cpu().numpy()]
         self._from_sorted(part)
 
     def _total(self, part: NDArray[np.int64]) -> Tensor:
-        """Weight of whole lines, int64 [len(part), 1]."""
+        """Return the weight of whole lines, int64 [len(part), 1]."""
         totals = []
         for i in range(0, len(part), self.space.lines):
             logits, peak, _ = self._take(part[i : i + self.space.lines])

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: masks, held-back end tokens, bias, penalties; in this order."""
+"""The logits processors, in this order: masks, held-back end tokens, bias, penalties."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.sampling.rows import NO_SLOT, RowParams
 from engine.transfer import Transfer
 
 LINES_AT_ONCE = 16
-"""Masked lines that are written in one go, so that they stay in a core's cache."""
+"""Masked lines that are written in one operation, so that they stay in a core's cache."""
 
 _BIAS_OF_BYTE = np.where((np.arange(256)[:, None] >> np.arange(8)) & 1, np.float32(0), np.float32("-inf"))
-"""float32 [256, 8]: what eight tokens get, by the byte of a mask that speaks of them."""
+"""float32 [256, 8]: bias of eight tokens, by their byte of a mask."""
 
 
 def modified_lines(params: RowParams, rows: NDArray[np.int32], num_outputs: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Indices into `rows` (int32 [S]) whose logits the chain changes in this step, int64 [m]."""
+    """Return indices into `rows` (int32 [S]) whose logits the chain changes in this step, int64 [m]."""
     changed = (params.penalty_slot[rows] != NO_SLOT) | (params.min_tokens[rows] > num_outputs)
     for lines in (params.bias, params.masks):
         if lines:
@@ -36,15 +36,15 @@ def modify(
     lines: NDArray[np.int64],
     transfer: Transfer,
 ) -> None:
-    """Apply the chain up to the choice, in place.
+    """Apply the chain before sampling, in place.
 
     Args:
         logits: float32 [S, vocab].  rows, num_outputs: int32 [S].
         lines: int64 [m], from `modified_lines`.
-        transfer: to where the logits are.
+        transfer: to the logits' device.
     """
     _mask(params, logits, rows, lines, transfer)
-    _hold_back(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
+    _ban_end_tokens(params, logits, rows, lines[params.min_tokens[rows[lines]] > num_outputs[lines]], transfer)
     _bias(params, logits, rows, lines, transfer)
     slots = params.penalty_slot[rows[lines]]
     penalised = lines[slots != NO_SLOT]
@@ -78,7 +78,7 @@ def _mask(
 
 
 def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32], transfer: Transfer) -> None:
-    """Add -inf to what the words (int32 [n, ceil(vocab / 32)]) don't allow, in these lines; 0 to the rest.
+    """Add -inf to the tokens that the words (int32 [n, ceil(vocab / 32)]) exclude, in these lines; 0 to the rest.
 
     Bytes are looked up, eight tokens each: unlike a fill under a condition that takes the same time for any mask.
     """
@@ -91,32 +91,32 @@ def _ban(logits: Tensor, lines: NDArray[np.int64], words: NDArray[np.int32], tra
 
 
 def fill_masks(masks: Sequence[TokenMask], words: NDArray[np.int32]) -> dict[int, Exception]:
-    """Fill a line of `words` (int32 [masks, ceil(vocab / 32)], zeros) for each mask, those with one filler together.
-    Returns what they raised, by place: a mask is one request's own code, and costs that request alone."""
+    """Fill a line of `words` (int32 [masks, ceil(vocab / 32)], zeros) for each mask, in one call for those with the
+    same filler. Returns their exceptions by index: a mask is one request's own code, and fails that request alone."""
     failed: dict[int, Exception] = {}
-    together: dict[int, tuple[MaskFiller, list[int]]] = {}
+    by_filler: dict[int, tuple[MaskFiller, list[int]]] = {}
     for at, mask in enumerate(masks):
         filler: MaskFiller | None = getattr(mask, "filler", None)
         if filler is not None:
-            together.setdefault(id(filler), (filler, []))[1].append(at)
+            by_filler.setdefault(id(filler), (filler, []))[1].append(at)
             continue
         try:
             mask.fill(words[at])
         except Exception as error:  # noqa: BLE001 - it becomes this row's result
             failed[at] = error
-    for filler, places in together.values():
-        part = words if len(places) == len(words) else np.zeros((len(places), words.shape[1]), dtype=np.int32)
+    for filler, indices in by_filler.values():
+        part = words if len(indices) == len(words) else np.zeros((len(indices), words.shape[1]), dtype=np.int32)
         try:
-            found = filler.fill([masks[at] for at in places], part)
+            found = filler.fill([masks[at] for at in indices], part)
         except Exception as error:  # noqa: BLE001 - it becomes these rows' result
-            failed.update(dict.fromkeys(places, error))
+            failed.update(dict.fromkeys(indices, error))
             continue
-        words[places] = part
-        failed.update({places[i]: error for i, error in found.items()})
+        words[indices] = part
+        failed.update({indices[i]: error for i, error in found.items()})
     return failed
 
 
-def _hold_back(
+def _ban_end_tokens(
     params: RowParams, logits: Tensor, rows: NDArray[np.int32], lines: NDArray[np.int64], transfer: Transfer
 ) -> None:
     ends = [params.end_tokens[int(rows[line])] for line in lines]

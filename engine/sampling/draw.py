@@ -1,9 +1,10 @@
-"""Drawing a token by inverse CDF, with sums that come out the same in whatever order they are made.
+"""Draws a token by inverse CDF, with sums that are the same in any order of summation.
 
-Each token's probability relative to the likeliest one is held as an integer in units of 2^-40. Integers add exactly,
+Each token's probability relative to the most probable one is stored as an integer in units of 2^-40. Integers add
+exactly,
 so totals, prefix sums and thresholds do not depend on batch size, thread count, block layout or on which path (a short
-list of the largest logits, or the whole vocabulary) found them. A token less than 2^-40 times as likely as the
-likeliest one is never drawn.
+list of the largest logits, or the whole vocabulary) found them. A token less than 2^-40 times as probable as the
+most probable one is never drawn.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _NARROW_BLOCK = 32
 
 
 def scale_of_temperature(temperature: float) -> np.float32:
-    """log2(e) / temperature as float32, kept where neither 0 * inf nor inf * 0 can occur."""
+    """Return log2(e) / temperature as float32, clamped so that neither 0 * inf nor inf * 0 can occur."""
     return np.float32(math.log2(math.e) / min(max(temperature, 1e-30), 1e30))
 
 
 def relative(logits: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
-    """Probabilities relative to the likeliest token, float32 [n, m], for peak and scale float32 [n, 1]."""
-    # Subtract before scaling: the likeliest token's weight is then 1 exactly. exp2 is several times faster than exp.
+    """Return probabilities relative to the most probable token, float32 [n, m], for peak and scale float32 [n, 1]."""
+    # Subtract before scaling: the largest weight is then 1 exactly. exp2 is several times faster than exp.
     return torch.sub(logits, peak).mul_(scale).exp2_()
 
 
@@ -126,7 +127,7 @@ def _target(total: Tensor, u: Tensor) -> Tensor:
 class DrawWorkspace:
     """Buffers for passes over the whole vocabulary, a few lines at a time, and the passes."""
 
-    __slots__ = ("_fixed", "_float", "_keep", "_vocab", "lines")
+    __slots__ = ("_fixed", "_float", "_mask", "_vocab", "lines")
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         padded = -(-vocab_size // BLOCK) * BLOCK
@@ -134,7 +135,7 @@ class DrawWorkspace:
         self.lines = max(1, chunk // padded)
         self._vocab = vocab_size
         self._float = torch.empty(self.lines, vocab_size, dtype=torch.float32, device=device)
-        self._keep = torch.empty_like(self._float)
+        self._mask = torch.empty_like(self._float)
         # The columns behind the vocabulary stay zero, so that blocks are whole.
         self._fixed = torch.zeros(self.lines, padded, dtype=torch.int64, device=device)
 
@@ -157,9 +158,9 @@ class DrawWorkspace:
         weights = torch.sub(logits, peak, out=self._float[:n]).mul_(scale).exp2_()
         # Multiplying by a comparison kept as float32 is vectorised; a boolean mask is not, and takes ten times longer.
         if min_weight is not None:
-            weights.mul_(torch.ge(weights, min_weight, out=self._keep[:n]))
+            weights.mul_(torch.ge(weights, min_weight, out=self._mask[:n]))
         if min_logit is not None:
-            weights.mul_(torch.ge(logits, min_logit, out=self._keep[:n]))
+            weights.mul_(torch.ge(logits, min_logit, out=self._mask[:n]))
         fixed = self._fixed[:n]
         fixed[:, : self._vocab] = weights.mul_(UNITS)
         return fixed
@@ -177,10 +178,10 @@ class DrawWorkspace:
         return (block * BLOCK + torch.clamp(token, max=BLOCK - 1))[:, 0]
 
     def pick_apart(self, weights: Tensor, u: Tensor, inner: Tensor) -> Tensor:
-        """A token of each line from `weigh`: the block by `u`, then the token inside it by a uniform of its own.
+        """Draw a token of each line from `weigh`: the block by `u`, then the token inside it by a separate uniform.
 
-        Whoever computes the logits again in another batch gets them with an error in their last digits. One running sum
-        over the whole vocabulary would carry that error to every token behind it, and most tokens are narrower than it.
+        Logits that are computed again in another batch differ in their last digits. One running sum over the whole
+        vocabulary would propagate that error to every token behind it, and most tokens' intervals are narrower than it.
         Inside a block only the block's own error counts, relative to the block.
 
         Args:

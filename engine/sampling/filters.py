@@ -1,12 +1,12 @@
-"""top_k, top_p and min_p: how many of the likeliest tokens stay in play, and a draw among them.
+"""The filters top_k, top_p and min_p: the number of most probable tokens that remain, and a draw among them.
 
-All three keep a prefix of one order of the vocabulary: probability descending, then token id ascending. So the chain
+All three retain a prefix of one order of the vocabulary: probability descending, then token id ascending. So the chain
 is a minimum of three lengths:
 
 - top_k keeps the first k.
 - top_p keeps the shortest prefix whose probability reaches p, of the distribution renormalised after top_k (as in
   transformers and vLLM); at least one token (Holtzman et al. 2020, "The curious case of neural text degeneration").
-- min_p keeps tokens with at least min_p times the probability of the likeliest one (Nguyen et al. 2024, "Turning up
+- min_p keeps tokens with at least min_p times the probability of the most probable one (Nguyen et al. 2024, "Turning up
   the heat"). It comes last, so top_p does not renormalise after it; a ratio of two probabilities is the same before
   and after renormalising.
 
@@ -39,7 +39,8 @@ class Filters:
 
 
 def prefix_length(ordered: Tensor, peak: Tensor, filters: Filters, total: Tensor | None) -> Tensor:
-    """How many of the likeliest tokens stay, int64 [n, 1]; m: that many or more, unless the list is the whole line.
+    """Return how many of the most probable tokens remain, int64 [n, 1]; m: m or more, unless the list is the whole
+    line.
 
     Args:
         ordered: float32 [n, m], the m largest logits, descending.  peak: float32 [n, 1], the largest.
@@ -54,7 +55,7 @@ def prefix_length(ordered: Tensor, peak: Tensor, filters: Filters, total: Tensor
     wanted = (mass.double() * filters.top_p).ceil_().to(torch.int64)
     reached = torch.searchsorted(sums, wanted) + 1
     length = torch.where(filters.top_p < 1, torch.minimum(length, reached), length)
-    # What weighs nothing can't be drawn, so it is not kept either.
+    # Tokens of weight zero can't be drawn, so they are excluded too.
     above = torch.searchsorted(-weights, -filters.min_p.clamp(min=1 / UNITS), right=True)
     return torch.minimum(length, above).clamp_(min=1)
 
@@ -73,12 +74,12 @@ def draw_from_largest(
     width = ordered.shape[1]
     length = prefix_length(ordered, peak, filters, total)
     last = ordered.gather(1, length - 1)
-    # Where the prefix reaches the list's end, or ends in a tie that does, more of it may stand outside the list.
+    # Where the prefix, or a tie at its end, reaches the list's end, more of it may lie outside the list.
     settled = (last > ordered[:, -1:]) | (width == vocab)
     above = values > last
     ties = values == last
-    kept = above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
-    weights = units(relative(values, peak, filters.scale)).mul_(kept)
+    retained = above | (ties & (ties.cumsum(-1) <= length - above.sum(-1, keepdim=True)))
+    weights = units(relative(values, peak, filters.scale)).mul_(retained)
     return ids.gather(1, pick(weights, u)[:, None])[:, 0], settled[:, 0]
 
 
@@ -88,7 +89,7 @@ def draw_from_sorted(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, 
     length = prefix_length(ordered, peak, filters, None)
     last = ordered.gather(1, length - 1)
     weights = space.weigh(logits, peak, filters.scale, min_logit=last)
-    # All tokens equal to the last one are in; those with the highest ids may have to go.
+    # All tokens equal to the last one are included; those with the highest ids may have to be removed.
     following = ordered.gather(1, length.clamp(max=logits.shape[1] - 1))
     excess = (following == last) & (length < logits.shape[1])
     for line in excess[:, 0].nonzero()[:, 0].tolist():

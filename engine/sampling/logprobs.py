@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution: of given tokens, and of the likeliest ones."""
+"""Log-probabilities of the model's own distribution: of given tokens, and of the most probable ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RawDistribution:
 
     @classmethod
     def of(cls, logits: Tensor, space: DrawWorkspace) -> RawDistribution:
-        """Normalise lines [n, vocab], a few at a time; the logits are kept as they are, not copied."""
+        """Normalise lines [n, vocab], a few at a time; the logits are referenced, not copied."""
         peak = logits.amax(-1, keepdim=True)
         parts = [
             space.log_partition(logits[i : i + space.lines], peak[i : i + space.lines])
@@ -77,7 +77,7 @@ def prompt_logprobs(
     Args:
         logits: float32 [c, vocab]; not modified.
         targets: int32 [c], the token that follows each position.
-        k: how many of the likeliest tokens to give beside it (0: none).
+        k: number of most probable tokens to return as well (0: none).
 
     Returns:
         float32 [c] of the targets, then ids int32 [c, k] and log-probabilities float32 [c, k], descending. A line with

@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) enciphers a counter
 under a key. Here the key is the seed, the counter is (position, choice, lane, 0), so there is no stream to advance,
-save or restore: preemption, batch mates and other workers cannot change a draw.
+save or restore: preemption, other rows of the batch and other workers cannot change a draw.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def philox4x32(
     round_keys = (np.stack((key & _LOW, key >> _WORD)) + _KEY_STEPS) & _LOW
     for round_key in round_keys:
         product = even * _MULTIPLIERS
-        # The high half of each product lands beside the other pair's odd word.
+        # The high half of each product is combined with the other pair's odd word.
         even = (product >> _WORD)[::-1] ^ odd ^ round_key
         odd = (product & _LOW)[::-1]
     return np.stack((even[0], odd[0], even[1], odd[1]))

@@ -1,7 +1,7 @@
 """Row-indexed sampling parameters: one array per parameter, so that a step selects and computes without a loop.
 
-What only some rows have (bias, end tokens to hold back, masks, penalty slots) is kept beside, and visited for these
-rows alone.
+Parameters that only some rows have (bias, end tokens to hold back, masks, penalty slots) are stored separately, and
+only these rows are visited for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse what can only be judged beside a vocabulary; for `Engine.add`.
+    """Check parameters against the vocabulary; for `Engine.add`.
 
     Raises:
         RequestRefused: a token of logit_bias or stop_token_ids outside the vocabulary, more log-probabilities than it
@@ -57,10 +57,10 @@ class RowParams:
         repetition, frequency, presence: float32 [R].  penalty_slot: int64 [R], or `NO_SLOT`.
         seed: uint64 [R] (folded).  choice: int64 [R].
         min_tokens: int64 [R].  logprobs: int64 [R], `OFF` or k.
-        special: bool [R], rows that need anything beside temperature and filters; the fast paths look only here.
-        awaited: bool [R], of them those that the host must see token by token (`Request.awaited`).
+        special: bool [R], rows that need more than temperature and filters; the fast paths check only this.
+        awaited: bool [R], of them those whose tokens the host needs one by one (`Request.awaited`).
         bias: row -> (token ids int64, values float32).  end_tokens: row -> int64.  masks: row -> its mask.
-        broken: row -> what its mask raised; the row fails when it is sampled next.
+        broken: row -> its mask's exception; the row fails when it is sampled next.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -88,7 +88,7 @@ class RowParams:
         self.broken: dict[int, str] = {}
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
-        """As `Sampler.assign`."""
+        """See `Sampler.assign`."""
         self.release(row)
         params = request.params
         self.greedy[row] = params.greedy
@@ -119,7 +119,7 @@ class RowParams:
         self.awaited[row] = request.awaited
 
     def release(self, row: int) -> None:
-        """Forget the row's sequence."""
+        """Release the state of the row's sequence."""
         if self.penalty_slot[row] != NO_SLOT:
             self.penalties.release(int(self.penalty_slot[row]))
             self.penalty_slot[row] = NO_SLOT
@@ -131,7 +131,7 @@ class RowParams:
         self.greedy[row] = True
 
     def record(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Tell penalties and masks which token each of these special rows took; int32 [n] each."""
+        """Update penalties and masks with the tokens of these special rows; int32 [n] each."""
         slots = self.penalty_slot[rows]
         penalised = slots != NO_SLOT
         if penalised.any():
@@ -145,7 +145,7 @@ class RowParams:
                         self.break_mask(row, error)
 
     def break_mask(self, row: int, error: Exception) -> None:
-        """A mask is one request's own code: what it raises costs that row, and no other."""
+        """Fail one row: a mask is one request's own code, so its exception does not affect other rows."""
         self.masks.pop(row, None)
         self.broken[row] = f"{MASK_FAILED}: {type(error).__name__}: {error}"
 

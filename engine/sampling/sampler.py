@@ -1,11 +1,11 @@
 """The batched sampler: logits in, one token per row out.
 
-A step's rows are split by what they need, so a greedy row costs one pass over its logits and no row pays for its
-neighbours. Every operation works on a row alone and every sum that decides a draw is exact (see sampling/draw.py), so
-the same logits, parameters, choice and position give the same token in any batch, bit for bit.
+A step's rows are grouped by their parameters, so a greedy row costs one pass over its logits and no row pays for other
+rows' parameters. Every operation works on a row alone and every sum that decides a draw is exact (see
+sampling/draw.py), so the same logits, parameters, choice and position give the same token in any batch, bit for bit.
 
 A row fails when the model's logits hold NaN or +inf, or nothing finite (single tokens at -inf are a model's right),
-when the chain leaves it no token to choose, and when its mask raises; the other rows go on.
+when the chain excludes all tokens, and when its mask raises; the other rows are not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.sampling.filters import Filters
 from engine.sampling.logprobs import RawDistribution, prompt_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.rows import OFF, RowParams, check_params
-from engine.transfer import transfer_of
+from engine.transfer import make_transfer
 
 __all__ = ["SampleOutput", "Sampler", "check_params", "prompt_logprobs"]
 
@@ -41,9 +41,9 @@ class SampleOutput:
     Attributes:
         token_ids: int32 [S], or `NO_TOKEN`.
         failed: bool [S].
-        reasons: row -> why it failed.
+        reasons: row -> reason of its failure.
         logprobs: row -> (chosen token's log-probability, top ids int32 [k], their log-probabilities float32 [k]),
-            for rows that asked and did not fail.
+            for rows that request them and did not fail.
     """
 
     token_ids: NDArray[np.int32]
@@ -54,19 +54,19 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Lines (int64 [n]) that want log-probabilities, and the distribution before the chain touched it."""
+    """Lines (int64 [n]) with log-probabilities, and the distribution before the chain modified it."""
 
     lines: NDArray[np.int64]
     raw: RawDistribution
 
 
 class Sampler:
-    """Chooses tokens for the rows of the running batch.
+    """Samples tokens for the rows of the running batch.
 
     Args:
         max_num_seqs: rows.  vocab_size: tokens in a line of logits.
         eos_token_ids: the model's end tokens, held back by min_tokens.
-        device: where the logits are.
+        device: of the logits.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class Sampler:
         self._params = RowParams(max_num_seqs, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._device = device
-        self._transfer = transfer_of(device)
-        self._asks = device.type == "cpu"  # elsewhere the host would have to wait for the answer
+        self._transfer = make_transfer(device)
+        self._may_synchronize = device.type == "cpu"  # elsewhere reading the result would stall the host
         self._buffers: DrawWorkspace | None = None
 
     def assign(self, row: int, request: Request, choice: int, known: NDArray[np.int32], prompt_len: int) -> None:
-        """Give a row to a sequence.
+        """Assign a row to a sequence.
 
         Args:
-            choice: which of the request's choices.
-            known: int32 [tokens], all its tokens so far; after a preemption there is output among them, which
-                penalties count again and a new mask is led through.
-            prompt_len: how many of them are the prompt.
+            choice: index of the request's choice.
+            known: int32 [tokens], all its tokens so far; after a preemption they include output, which penalties
+                count again and a new mask is advanced by.
+            prompt_len: number of prompt tokens among them.
         """
         self._params.assign(row, request, choice, known, prompt_len)
 
     def release(self, row: int) -> None:
-        """Drop what is kept for the row's sequence; `assign` does it too."""
+        """Release the state of the row's sequence; `assign` does it too."""
         self._params.release(row)
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class Sampler:
         positions: NDArray[np.int32],
         num_outputs: NDArray[np.int32],
     ) -> SampleOutput:
-        """Choose the next token of each row, and count it for penalties and masks.
+        """Sample the next token of each row, and update penalties and masks.
 
         Args:
             logits: float32 [S, vocab]; may be modified.
@@ -133,8 +133,8 @@ class Sampler:
         positions: NDArray[np.int32],
         num_outputs: NDArray[np.int32],
     ) -> Tensor:
-        """As `sample`, of rows that the host need not see (`awaited`): int64 [3, S] on the device, for `unpack`.
-        Nothing here waits for the device."""
+        """Sample rows whose results the host does not need at once (not `awaited`): int64 [3, S] on the device, for
+        `unpack`. Never blocks on the device."""
         assert not self.awaited(rows).any(), "what the host must see is sampled by `sample`"
         return self.pack(*self._take(logits, rows, positions, num_outputs))
 
@@ -145,7 +145,7 @@ class Sampler:
         positions: NDArray[np.int32],
         num_outputs: NDArray[np.int32],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64 [S]; bool [S] where there was one to choose; bool [S] where the logits are finite."""
+        """Return tokens int64 [S]; bool [S], lines with a token to choose; bool [S], lines with finite logits."""
         peaks = block_max(logits)
         if not self._params.special[rows].any():
             tokens, alive = self._choose(logits, peaks, rows, positions)
@@ -160,29 +160,31 @@ class Sampler:
         return tokens, alive & sound, sound
 
     def plain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [S]: rows that take the likeliest token, and ask for nothing else of their logits."""
+        """Return bool [S]: greedy rows that need nothing else of their logits."""
         return np.asarray(self._params.greedy[rows] & ~self._params.special[rows])
 
     def special(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [S]: rows whose next token depends on more than their logits, their temperature and their filters. They
-        are sampled one position after the other."""
+        """Return bool [S]: rows whose next token depends on more than logits, temperature and filters. They are sampled
+        one position after the other."""
         return np.asarray(self._params.special[rows])
 
     def awaited(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [S]: rows whose next token can't be drawn before the host has seen the last one, or with whose token the
-        host wants more than it (penalties, masks, log-probabilities)."""
+        """Return bool [S]: rows whose next token needs the last one on the host first, or of which the host needs more
+        than the token (penalties, masks, log-probabilities)."""
         return np.asarray(self._params.awaited[rows])
 
     def accept(self, tokens: Tensor, alive: Tensor, rows: NDArray[np.int32]) -> SampleOutput:
-        """The output of `plain` rows whose likeliest tokens (int64 [S]) are known already; alive: bool [S]."""
+        """Return the output of `plain` rows whose most probable tokens (int64 [S]) are known already; alive: bool
+        [S]."""
         return self.unpack(self.pack(tokens, alive, alive).cpu().numpy(), rows)
 
     def _choose(
         self, logits: Tensor, peaks: Tensor, rows: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [S], and bool [S] where there was one to choose; peaks float32 [S, blocks] from `block_max`."""
+        """Return tokens int64 [S], and bool [S], lines with a token to choose; peaks float32 [S, blocks] from
+        `block_max`."""
         peak = peaks.amax(-1)
-        # amax carries NaN and +inf along, and is -inf only where nothing is finite: one number tells all.
+        # amax propagates NaN and +inf, and is -inf only where no logit is finite, so it is the only check needed.
         alive = torch.isfinite(peak)
         greedy = self._params.greedy[rows]
         if greedy.all():
@@ -211,19 +213,19 @@ class Sampler:
         drawn = [uniforms(params.seed[row], params.choice[row], at, lane) for lane in (0, 1)]
         u, inner, *columns = self._transfer.up(*drawn, params.scale[row], top_k, top_p, min_p)
         filters = Filters(*(column[:, None] for column in columns))
-        space, asks = self._space(), self._asks
-        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, asks)
+        space, may_synchronize = self._space(), self._may_synchronize
+        draws = DrawBatch(logits, peak, alive, tokens, lines, filters, u, inner, space, self._transfer, may_synchronize)
         draws.run(top_k, top_p, min_p)
 
     @staticmethod
     def pack(tokens: Tensor, alive: Tensor, sound: Tensor) -> Tensor:
-        """int64 [3, S], one small tensor to bring to the host: tokens int64 [S]; alive bool [S], lines with a token;
-        sound bool [S], with finite logits."""
+        """Pack int64 [3, S], one small tensor to copy to the host: tokens int64 [S]; alive bool [S], lines with a
+        token; sound bool [S], with finite logits."""
         return torch.stack((tokens, alive.long(), sound.long()))
 
     @staticmethod
     def unpack(packed: NDArray[np.int64], rows: NDArray[np.int32]) -> SampleOutput:
-        """What `pack` made, on the host."""
+        """Unpack the result of `pack` on the host."""
         failed = packed[1] == 0
         token_ids = np.where(failed, NO_TOKEN, packed[0]).astype(np.int32)
         reasons = {int(rows[i]): NOTHING_LEFT if packed[2, i] else NON_FINITE for i in np.flatnonzero(failed)}

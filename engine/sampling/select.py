@@ -1,10 +1,10 @@
-"""Which tokens top_k, top_p and min_p keep, found without sorting and without asking the device anything.
+"""Radix selection for top_k, top_p and min_p: finds the last retained token without sorting or synchronising.
 
-On a CPU a short list of the largest logits settles most draws, and where it doesn't the host goes on with the line
-sorted. To a device that question costs more than the answer: the host would wait until everything before it is done.
-Here each line's last kept logit is found by radix selection instead: in three rounds, 11 or 10 bits each, the amounts
-of all tokens are added up by the next bits of their logits. The amounts are integers, so the sums are exact in
-whatever order a device makes them, and the tokens are those of the other ways, bit for bit.
+On a CPU a short list of the largest logits settles most draws, and otherwise the host sorts the line. On a device that
+check costs more than its result: the host would wait until all earlier work is done. Here each line's last retained
+logit is found by radix selection instead: in three rounds, 11 or 10 bits each, the amounts of all tokens are summed by
+the next bits of their logits. The amounts are integers, so the sums are exact in any order, and the tokens are those of
+the other methods, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def order_keys(logits: Tensor) -> Tensor:
 
 
 def leading(keys: Tensor, amounts: Tensor, wanted: Tensor) -> Tensor:
-    """bool [n, m]: of each line the shortest prefix, by key descending and then index ascending, whose amounts reach
-    `wanted`, or all of it where they don't; at least one token with an amount.
+    """Return bool [n, m]: of each line the shortest prefix, by key descending and then index ascending, whose amounts
+    reach `wanted`, or all of it where they don't; at least one token with an amount.
 
     Args:
         keys: int64 [n, m], from `order_keys`.  amounts: int64 [n, m], 0 or more.  wanted: int64 [n, 1].
@@ -49,7 +49,7 @@ def leading(keys: Tensor, amounts: Tensor, wanted: Tensor) -> Tensor:
 
 
 def draw_from_selected(logits: Tensor, peak: Tensor, filters: Filters, u: Tensor, space: DrawWorkspace) -> Tensor:
-    """Draw among the tokens that the filters keep, tokens int64 [n].
+    """Draw among the tokens that the filters retain, tokens int64 [n].
 
     Args:
         logits: float32 [n, vocab], n at most `space.lines`.  peak: float32 [n, 1].  u: float64 [n].

@@ -1,7 +1,8 @@
-"""How long requests wait in an engine: for their first token, from token to token, and to their end.
+"""Latency histograms of an engine's requests: time to first token, between tokens, and end to end.
 
-Counted by class and in fixed buckets, so that what several engines have counted can be added up. A step that brings a
-token to each of many rows costs a few microseconds here: most often all of them had their last one at the same moment.
+Samples are counted by class in fixed buckets, so that the counts of several engines can be added up. A step that
+samples a token for each of many rows costs a few microseconds here: most often all rows had their last token at the
+same time.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _BOUNDS = np.array(BOUNDS)
 
 @dataclass(frozen=True, slots=True)
 class LatencyCounts:
-    """Samples of a time since the start.
+    """Counts of a latency's samples since the start.
 
     Attributes:
         counts: by bucket; one more than there are `BOUNDS`.
-        seconds: of all samples together.
+        seconds: sum of all samples.
     """
 
     counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
@@ -39,7 +40,7 @@ class LatencyCounts:
 
 
 class LatencyHistogram:
-    """Counts samples of a time."""
+    """Counts samples of a latency in fixed buckets."""
 
     __slots__ = ("_counts", "_seconds")
 
@@ -48,12 +49,12 @@ class LatencyHistogram:
         self._seconds = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """So many samples of this time."""
+        """Add `times` samples of the same value."""
         self._counts[bisect_left(BOUNDS, seconds)] += times
         self._seconds += seconds * times
 
     def add_each(self, seconds: NDArray[np.float64]) -> None:
-        """One sample each of these times."""
+        """Add one sample of each value."""
         for bucket, times in enumerate(np.bincount(np.searchsorted(_BOUNDS, seconds)).tolist()):
             self._counts[bucket] += times
         self._seconds += float(seconds.sum())
@@ -65,14 +66,14 @@ class LatencyHistogram:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """One class of requests; counts since the start.
+    """Statistics of one class of requests; counts since the start.
 
     Attributes:
         running, waiting: sequences now.
-        first_token: from a request's arrival in the engine to the first token of each of its choices that came here.
-        between_tokens: from a token of a choice to its next one. Guessed tokens that were right come together with the
-            one behind them, and count with it as one.
-        whole: from arrival to the end of the last choice, of requests that were answered.
+        first_token: from a request's arrival in the engine to the first token of each of its choices sampled here.
+        between_tokens: from a token of a choice to its next one. Accepted drafts arrive in one step with the token
+            behind them, and count with it as one.
+        whole: from arrival to the end of the last choice, of answered requests.
     """
 
     running: int = 0
@@ -83,18 +84,18 @@ class ClassStats:
 
 
 class Latencies:
-    """Counts what the scheduler tells, by class (`engine.scheduler.sequence.class_of`).
+    """Records the latencies of the scheduler's requests by class (`engine.scheduler.sequence.class_of`).
 
     Args:
-        batch: when each row's latest token came.
+        batch: holds the time of each row's latest token.
     """
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
         self._first, self._between, self._whole = ([LatencyHistogram() for _ in range(CLASSES)] for _ in range(3))
 
-    def sampled(self, rows: NDArray[np.int32], now: float) -> None:
-        """These rows have a new token.
+    def record_tokens(self, rows: NDArray[np.int32], now: float) -> None:
+        """Record that these rows have a new token.
 
         Args:
             rows: int32 [B].  now: seconds.
@@ -116,12 +117,12 @@ class Latencies:
             owner = batch.owner(row)
             self._first[class_of(owner.request.priority)].add(now - owner.arrived_at)
 
-    def answered(self, sequence: Sequence, now: float) -> None:
-        """The last choice of a request has come to its natural end."""
+    def record_answer(self, sequence: Sequence, now: float) -> None:
+        """Record that the last choice of a request has come to its natural end."""
         self._whole[class_of(sequence.request.priority)].add(now - sequence.arrived_at)
 
     def stats(self, waiting: list[int]) -> tuple[ClassStats, ...]:
-        """All classes, the most urgent first. `waiting`: sequences that wait, by class."""
+        """Return the statistics of all classes, the most urgent first. `waiting`: waiting sequences by class."""
         return tuple(
             ClassStats(running, queued, first.counts, between.counts, whole.counts)
             for running, queued, first, between, whole in zip(

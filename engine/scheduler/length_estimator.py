@@ -1,4 +1,4 @@
-"""What admission goes by: a queue in which items can die, and how long answers are expected to get."""
+"""Inputs of admission: a heap with lazy deletion, and the estimator of answer lengths."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PRIOR_TOKENS = 256
 """Answer length assumed before any answer has been seen, tokens."""
 
 PRIOR_WEIGHT = 4
-"""Answers that the assumption is worth."""
+"""Weight of the assumption, in answers."""
 
 MAX_GROUPS = 1024
-"""Prefix groups whose answer lengths are remembered."""
+"""Prefix groups whose answer lengths are tracked."""
 
 
 class LazyHeap(Generic[T, K]):
-    """A heap whose items can die inside it: `discard` is O(1), the dead are dropped when they surface or when
-    they are the majority. Push and pop are O(log n).
+    """A heap with lazy deletion: `discard` is O(1); dead items are removed when they reach the top or are the majority.
+    Push and pop are O(log n).
 
     Args:
         alive: whether an item still counts.
@@ -39,7 +39,7 @@ class LazyHeap(Generic[T, K]):
         self._dead = 0
 
     def __len__(self) -> int:
-        """Living items."""
+        """Number of live items."""
         return len(self._heap) - self._dead
 
     def push(self, order: K, serial: int, item: T) -> None:
@@ -47,7 +47,7 @@ class LazyHeap(Generic[T, K]):
         heapq.heappush(self._heap, ((order, serial), item))
 
     def peek(self) -> T | None:
-        """The first living item, left in place."""
+        """Return the first live item without removing it."""
         while self._heap:
             item = self._heap[0][1]
             if self._alive(item):
@@ -57,21 +57,21 @@ class LazyHeap(Generic[T, K]):
         return None
 
     def first_order(self) -> K | None:
-        """The `order` of the first living item."""
+        """Return the `order` of the first live item."""
         return None if self.peek() is None else self._heap[0][0][0]
 
     def drain(self) -> list[tuple[K, T]]:
-        """Take out all living items, in order, each with its `order`."""
+        """Remove and return all live items, in order, each with its `order`."""
         entries = sorted(self._heap, key=lambda entry: entry[0])
         self._heap, self._dead = [], 0
         return [(key[0], item) for key, item in entries if self._alive(item)]
 
     def pop(self) -> T:
-        """Take the item that `peek` showed."""
+        """Remove and return the item that `peek` returned."""
         return heapq.heappop(self._heap)[1]
 
     def discard(self) -> None:
-        """Note that one item in the heap has just died."""
+        """Count one item of the heap as dead."""
         self._dead += 1
         if self._dead > 32 and self._dead * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if self._alive(entry[1])]
@@ -80,30 +80,30 @@ class LazyHeap(Generic[T, K]):
 
 
 class _Mean:
-    """A running mean of a ratio that forgets: beyond `MEMORY` the past counts half."""
+    """A running mean of a ratio with decay: sums beyond `MEMORY` are halved."""
 
-    __slots__ = ("of", "per")
+    __slots__ = ("count", "total")
 
     MEMORY = 1 << 20
 
-    def __init__(self, of: float, per: float) -> None:
-        self.of = of
-        self.per = per
+    def __init__(self, total: float, count: float) -> None:
+        self.total = total
+        self.count = count
 
-    def add(self, of: float, per: float) -> None:
-        self.of += of
-        self.per += per
-        if self.of > self.MEMORY:
-            self.of /= 2
-            self.per /= 2
+    def add(self, total: float, count: float) -> None:
+        self.total += total
+        self.count += count
+        if self.total > self.MEMORY:
+            self.total /= 2
+            self.count /= 2
 
     @property
     def value(self) -> float:
-        return self.of / self.per
+        return self.total / self.count
 
 
 class _Group:
-    """What is known of a prefix group's answers: their mean length, and how hints of it turned out."""
+    """Statistics of a prefix group's answers: their mean length, and their ratio to the hinted lengths."""
 
     __slots__ = ("hinted", "lengths")
 
@@ -113,11 +113,11 @@ class _Group:
 
 
 class LengthEstimator:
-    """Expected answer length, never above max_tokens.
+    """Estimates the length of answers, never above max_tokens.
 
-    A request's own hint is scaled by how hinted answers have turned out so far. Without one it is the mean of
-    finished answers. Either counts for its prefix group where there are some (drawn towards everybody's while they are
-    few).
+    A request's own hint is scaled by the ratio of hinted answers to their hints so far. Without a hint the estimate is
+    the mean of finished answers. Either is taken over the request's prefix group where it has finished answers (drawn
+    towards the overall mean while they are few).
     """
 
     __slots__ = ("_all", "_groups", "_hinted")
@@ -128,7 +128,7 @@ class LengthEstimator:
         self._groups: OrderedDict[int, _Group] = OrderedDict()
 
     def observe(self, request: Request, tokens: int) -> None:
-        """Learn from an answer of `tokens` tokens that came to its natural end."""
+        """Record an answer of `tokens` tokens that came to its natural end."""
         if request.params.max_tokens == 0:
             return
         group = _Group() if request.prefix_group is None else self._group(request.prefix_group)
@@ -146,7 +146,7 @@ class LengthEstimator:
         return group
 
     def expect(self, request: Request) -> int:
-        """Tokens that the answer is expected to have."""
+        """Return the expected number of tokens of the answer."""
         if request.params.max_tokens == 0:
             return 0
         group = None if request.prefix_group is None else self._groups.get(request.prefix_group)
@@ -155,11 +155,11 @@ class LengthEstimator:
             expected = hint * self._hinted.value
             if group is not None:
                 weight = PRIOR_WEIGHT * hint
-                expected = hint * (group.hinted.of + PRIOR_WEIGHT * expected) / (group.hinted.per + weight)
+                expected = hint * (group.hinted.total + PRIOR_WEIGHT * expected) / (group.hinted.count + weight)
         else:
             expected = self._all.value
             if group is not None:
-                expected = (group.lengths.of + PRIOR_WEIGHT * expected) / (group.lengths.per + PRIOR_WEIGHT)
+                expected = (group.lengths.total + PRIOR_WEIGHT * expected) / (group.lengths.count + PRIOR_WEIGHT)
         return min(ceil(expected), request.params.max_tokens)
 
     @staticmethod

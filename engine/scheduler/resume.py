@@ -1,8 +1,8 @@
-"""Going on with requests that were interrupted: tokens that were sampled before are known tokens from the start.
+"""Resumes interrupted requests: tokens that were sampled before are known tokens from the start.
 
-Nothing else has to be told. Draws depend on (seed, choice, position), penalties and masks are led through the known
-tokens whenever a sequence takes a row, and a watcher is shown them when it is made: the same way back as after a
-preemption.
+No other state is needed. Draws depend on (seed, choice, position). Penalties and masks are replayed over the known
+tokens whenever a sequence takes a row. A watcher receives them when it is created. A preempted sequence resumes in the
+same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def check_partial(request: Request) -> None:
-    """Refuse what can't be the beginning of this request's answer; raises `RequestRefused`."""
+    """Check that `partial` can be the beginning of this request's answer; raises `RequestRefused`."""
     params, seen = request.params, set[int]()
     if request.partial and not params.max_tokens:
         raise RequestRefused(f"request {request.request_id!r}: only scores its prompt, so there is no partial answer")
@@ -50,12 +50,12 @@ def _check_logprobs(request: Request, partial: PartialChoice, where: str) -> Non
 
 
 def resumed_tokens(request: Request) -> int:
-    """Tokens that came with the request, end tokens included."""
+    """Count the tokens that came with the request, end tokens included."""
     return sum(len(partial.token_ids) + (partial.stop_token_id is not None) for partial in request.partial)
 
 
 def end_of(request: Request, partial: PartialChoice) -> FinishReason | None:
-    """How a choice had ended already; None: it goes on."""
+    """Return how a choice had ended already; None: it continues."""
     if partial.finish_reason is None and len(partial.token_ids) == request.params.max_tokens:
         return FinishReason.LENGTH
     return partial.finish_reason

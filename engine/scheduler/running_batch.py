@@ -1,7 +1,7 @@
-"""The running batch: which sequence has which row, and everything that is indexed by row.
+"""The running batch: the sequence of each row, and all state that is indexed by row.
 
-Taking a row (`seat`) and giving it up (`vacate`) happen here and nowhere else, so rows, block tables, stop rules and
-owners can't fall apart.
+Only this module assigns a row (`seat`) and frees it (`vacate`), so rows, block tables, stop rules and owners stay
+consistent.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ class RunningBatch:
     """Rows and their owners.
 
     Attributes (R rows):
-        rows: what the runner reads too.
+        rows: state that the runner reads too.
         owners: per row its sequence, or None.
-        epoch: int64 [R], counts the row's owners; tells a step's late results from those of its present owner.
+        epoch: int64 [R], number of the row's owner; separates late results of a former owner from the present one's.
         priority, serial: int64 [R], of the owner.
         expected: int32 [R], known tokens the owner is expected to end with.
         confirmed: int32 [R], positions before this one led to finite outputs.
-        promised: int32 [R], 1 where a step that is under way will give a token that the row goes on from; else 0.
-            The planner counts it as known, though nobody on the host can name it.
+        promised: int32 [R], 1 where a step in flight will sample a token that the row's next step starts from; else 0.
+            The planner counts it as known, though the host does not have its value yet.
         promises: whether steps are planned ahead, so that there may be such rows.
-        awaited: bool [R], the host must see what a step gives the row before the next one can be planned
-            (`Request.awaited`).
-        scores_prompt: bool [R], logits of all prompt positions are wanted.
+        awaited: bool [R], the host needs the row's results before the next step can be planned (`Request.awaited`).
+        scores_prompt: bool [R], logits of all prompt positions are needed.
         watched: bool [R], the owner has a `TokenWatcher`.
-        last_token_at: float64 [R], when the owner's latest token was sampled (seconds); NaN: none was here.
-        latency_class: int64 [R], what the owner is counted to (`class_of`).
-        by_class: rows that are taken, by that class.
-        only_class: of all of them; None: they are of several, or there are none.
+        last_token_at: float64 [R], time of the owner's latest token (seconds); NaN: none was sampled here.
+        latency_class: int64 [R], the owner's class in latency statistics (`class_of`).
+        by_class: occupied rows, by that class.
+        only_class: the class of all occupied rows; None: they have several, or there are none.
     """
 
     def __init__(self, rows: RowState, cache: CacheTables, stops: StopTable) -> None:
@@ -76,19 +75,19 @@ class RunningBatch:
         return sequence
 
     def known(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """int32 [len(rows)], tokens that each row can compute: those it knows, and one that is promised."""
+        """Return int32 [len(rows)], tokens that each row can compute: its known ones, and a promised one."""
         known = self.rows.num_known[rows]
         return np.asarray(known + self.promised[rows]) if self.promises else known
 
     def order(self) -> NDArray[np.int32]:
-        """Occupied rows, int32: highest class first, within a class by arrival."""
+        """Return occupied rows, int32: highest class first, within a class by arrival."""
         if self._order is None:
             rows = np.flatnonzero(self._occupied)
             self._order = rows[np.lexsort((self.serial[rows], self.priority[rows]))].astype(np.int32)
         return self._order
 
     def seat(self, sequence: Sequence, chain: HashChain, hits: list[PrefixNode], expected: int) -> int:
-        """Give the sequence a free row with its known tokens and the blocks it hits; returns the row."""
+        """Assign a free row to the sequence, with its known tokens and the blocks it hits; returns the row."""
         row = self._free.pop()
         rows, params, tokens = self.rows, sequence.request.params, sequence.token_ids
         rows.token_ids[row, : len(tokens)] = tokens
@@ -119,10 +118,10 @@ class RunningBatch:
         return row
 
     def vacate(self, sequence: Sequence, state: SequenceState, *, poisoned: bool = False) -> None:
-        """Take the row away: the sequence keeps its known tokens, its blocks are given back.
+        """Free the sequence's row: its known tokens are copied to the sequence, its blocks are released.
 
         Args:
-            poisoned: it met non-finite values; nothing of its prefix stays findable, its blocks will be zeroed.
+            poisoned: it had non-finite values; its prefix is withdrawn from the cache, its blocks will be zeroed.
         """
         row, rows = sequence.row, self.rows
         sequence.token_ids = rows.token_ids[row, : rows.num_known[row]].copy()
@@ -148,8 +147,8 @@ class RunningBatch:
         self.only_class = taken[0] if len(taken) == 1 else None
 
     def expected_positions(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """int32 [len(rows)], positions each row is expected to be computed to. A row that has outlived its guess is
-        expected to go on for a quarter of what it has generated, or a block."""
+        """Return int32 [len(rows)], the expected final position of each row. A row beyond its estimate is expected to
+        generate a quarter of its answer so far again, or a block."""
         known = self.known(rows)
         more = np.maximum((known - self.rows.prompt_len[rows]) // 4, self.rows.block_size)
         expected = np.where(self.expected[rows] > known, self.expected[rows], known + more)

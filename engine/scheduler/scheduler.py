@@ -1,7 +1,7 @@
-"""The scheduler: what each step computes, and when a sequence ends.
+"""The scheduler decides what each step computes, and when a sequence ends.
 
-There is no prefill phase and no decode phase. Every sequence has tokens known and tokens computed, and each step lets
-computed catch up with known, for as many sequences as one token budget allows (the rule is vLLM v1's):
+Prefill and decode are one phase. Every sequence has known tokens and computed tokens. Each step advances the computed
+tokens towards the known ones, for as many sequences as one token budget allows (the rule is vLLM v1's):
 
     a chunk of a prompt, a prefix hit, the next token of an answer, the return after preemption
     are all   num_computed += count,   count <= num_known - num_computed
@@ -9,31 +9,30 @@ computed catch up with known, for as many sequences as one token budget allows (
     0           hit            num_computed     num_known           max_known
     |- in the cache -|- computed ---|- pending -----|- to be sampled ---|
 
-Guesses at the next tokens are computed behind the known ones, and taken back where they were wrong: `num_computed` is
-lowered again (speculative/drafting.py).
+Draft tokens are computed behind the known ones. Rejected drafts lower `num_computed` again (scheduler/drafting.py).
 
-`num_computed` advances when a step is planned, `num_known` when its tokens come back; so a second step can be planned
-while the first one computes. Rows that sample in the first one are in the second one too when they are promised their
-token (`promise`): it is planned as if it were known, and only the device can tell which it is. A row that turns out to
-have ended with it has computed one position for nothing; its results come back to nobody, as those of any row whose
-owner has left (`RunningBatch.epoch`). Blocks that the step will fill are published when it is planned: keys are written
-before they are read, so a sequence admitted later in the same step already hits them. A block with a promised token in
-it has no name before that token is known, and is published with the row's next step.
+`num_computed` advances when a step is planned, `num_known` when the step's tokens arrive. So a second step can be
+planned while the first one computes. A row that samples in the first step is part of the second one when its token is
+promised (`promise`): the step is planned as if the token were known, and only the device has its value. A row that ends
+with that token has computed one position in vain. Its results are discarded, as those of any row whose owner has left
+(`RunningBatch.epoch`). Blocks that the step will fill are published when it is planned: keys are written before they
+are read, so a sequence admitted later in the same step already hits them. A block that contains a promised token has no
+digest before that token is known; it is published with the row's next step.
 
-One step, highest class first, within a class by arrival (or as the waiting queue orders it, owners in turn in class 0,
-see waiting.py):
-1. running sequences take their pending tokens; one that needs a block when none is free makes the newest sequence of
-   the lowest class give way, in class 0 that of the owner with the most rows (its blocks are freed, its known tokens
-   kept, and it waits at its place by arrival);
-2. then the head of the waiting queue is admitted, while rows, budget and expected blocks allow: what the running
-   sequences of its class and above are expected to take at any time until their ends, and its own need, must be free,
-   counting what lower classes, and in class 0 owners with more rows, would have to give back. They are preempted only
-   when rows or blocks are needed now;
-3. then the running sequences of the next class, and so on. The first head that can't be admitted ends admission.
+One step runs from the highest class down. Within a class the order is arrival, or the waiting queue's dispatch order,
+which rotates over owners in class 0 (waiting_queue.py):
+1. Running sequences take their pending tokens. If a sequence needs a block and none is free, the newest sequence of the
+   lowest class is preempted, in class 0 that of the owner with the most rows: its blocks are freed, its known tokens
+   are retained, and it waits again in arrival order.
+2. The head of the waiting queue is then admitted, while rows, budget and expected blocks allow. Two amounts must be
+   free, counting what lower classes, and in class 0 owners with more rows, would release: what the running sequences of
+   its class and above are expected to take at any time until their ends, and its own need. Those others are preempted
+   only when rows or blocks are needed now.
+3. The running sequences of the next class follow, and so on. The first head that can't be admitted ends admission.
 
-A sequence that was put back gets no row before another sequence has ended, so nothing thrashes.
+A preempted sequence gets no row before another sequence has ended, so there is no thrashing.
 The oldest sequence of the highest class can take every block from all others, and alone fits the pool (`add` refuses
-what doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
+a sequence that doesn't), so it always advances: there is no deadlock and, within a class, no starvation.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ from engine.speculative.trial_budget import TrialBudget
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 NEVER = -1
-"""How many endings had been counted when a sequence was put back, where that keeps it from nothing."""
+"""`Sequence.num_ended_at_preemption` of a sequence that may be admitted again at once."""
 
 Ended = dict[int, FinishedSequence]
-"""Sequences that end with a step, by their place in the plan."""
+"""Sequences that end with a step, by their index in the plan."""
 
 
 class Scheduler:
@@ -87,10 +86,10 @@ class Scheduler:
         prefix_caching: share blocks between sequences with the same leading tokens and salt.
         eos_token_ids: end tokens of the model.
         rope_original_max: the model's rotary frequencies depend on a sequence's length beyond this.
-        digest: names prefixes; only tests give another one.
+        digest: hashes prefixes; only tests replace it.
 
     Attributes:
-        rows: row-indexed state, read by the runner; the scheduler alone writes it.
+        rows: row-indexed state; only the scheduler writes it, the runner reads it.
     """
 
     def __init__(
@@ -119,10 +118,10 @@ class Scheduler:
         self._demand = BlockDemand(self._cache, min(budget, config.max_chunk_tokens or budget), max_model_len)
         self._waiting = WaitingQueue(self._cache, self._lengths, rope_original_max, config.max_num_seqs)
         self._latencies = Latencies(self._batch)
-        self._pace = None if config.pace is None else SloController(config.pace, self._batch, budget)
+        self._slo = None if config.pace is None else SloController(config.pace, self._batch, budget)
         self._budget = TokenBudget(budget)
         self._planner = StepPlanner(
-            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, pace=self._pace
+            self._batch, self._waiting, self._lengths, self._demand, budget=self._budget, slo=self._slo
         )
         self._promised = False
         self._drafting: Drafting | None = None
@@ -131,11 +130,11 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, NDArray[np.int64], StepContents | None]] = deque()
         self._finished: list[FinishedSequence] = []
         self._next_serial = 0
-        self._now = 0.0  # the latest time told; `cancel` is told none
+        self._now = 0.0  # the latest time passed in; `cancel` takes none
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, or has ended and was not taken yet."""
+        """Whether a sequence waits, runs, or has ended and was not taken yet."""
         return bool(self._requests or self._finished)
 
     @property
@@ -168,12 +167,12 @@ class Scheduler:
             oldest_waiting=None if head is None else head.arrived_at,
             generated_tokens=counters.generated_tokens,
             speculation=SpeculationStats() if self._drafting is None else self._drafting.stats,
-            pace=None if self._pace is None else self._pace.stats,
+            pace=None if self._slo is None else self._slo.stats,
         )
 
     @property
     def classes(self) -> tuple[ClassStats, ...]:
-        """How each class fares, the most urgent first."""
+        """Latency statistics of each class, the most urgent first."""
         return self._latencies.stats(self._waiting.by_class)
 
     def add(self, request: Request, now: float) -> None:
@@ -181,8 +180,8 @@ class Scheduler:
 
         Raises:
             ContextLengthExceeded: prompt + max_tokens fit neither the context nor the whole pool.
-            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], pooling is asked for together
-                with an answer, or `partial` can't be the beginning of one.
+            RequestRefused: the id is in use, the prompt is empty or not int32 [tokens], pooling is combined with
+                an answer, or `partial` can't be the beginning of one.
         """
         self._now = now
         prompt, params = request.prompt_token_ids, request.params
@@ -209,18 +208,19 @@ class Scheduler:
                 self._finished.append(ended)
 
     def speculate(self, proposer: Proposer, lengths: DraftLengths, budget: TrialBudget | None = None) -> None:
-        """Let `proposer` guess tokens from the next step on, as many as `lengths` says, while `budget` allows it."""
+        """Enable speculation from the next step on: `proposer` drafts tokens, `lengths` says how many, `budget` bounds
+        the cost of trials."""
         self._drafting = Drafting(self._batch, proposer, lengths, self._demand.max_chunk, budget)
         self._planner.drafting = self._drafting
 
     def settle(self, *, more_to_come: bool) -> None:
-        """Say whether more requests may be added. If none will, the end of the run can be seen, and answers that would
-        outlast it are started before their turn (`WaitingQueue`)."""
+        """Set whether more requests may be added. If none will, the end of the run is predictable, and answers that
+        would outlast it are started early (`WaitingQueue`)."""
         self._waiting.settled = not more_to_come
 
     def sampled(self, request_id: str) -> list[tuple[int, NDArray[np.int32]]]:
-        """The choices of a request that have not ended, each with what it has sampled so far (int32 [tokens], a view
-        that the next step may change)."""
+        """Return the unfinished choices of a request, each with its sampled tokens so far (int32 [tokens], a view that
+        the next step may change)."""
         found = []
         for sequence in self._requests.get(request_id, ()):
             if sequence.state is SequenceState.RUNNING:
@@ -231,35 +231,34 @@ class Scheduler:
         return found
 
     def cancel(self, request_id: str, choice: int | None = None) -> bool:
-        """End all choices that have not ended yet (or this one alone) and free what they hold; False when there are
-        none."""
+        """End all unfinished choices (or this one alone) and free their rows and blocks; False when there are none."""
         return self._end_request(request_id, FinishReason.CANCELLED, choice)
 
     def take_finished(self) -> list[FinishedSequence]:
-        """Sequences that ended without a step since the last call: cancelled ones and those past their deadline."""
+        """Take the sequences that ended without a step since the last call: cancelled ones, those past their
+        deadline."""
         finished, self._finished = self._finished, []
         return finished
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step; None when nothing can be computed now. Requests past their deadline end first.
 
-        Every plan must come back through `update`, in order; the next one may be asked for before that.
+        Every plan must be passed to `update`, in order; the next one may be planned before that.
         """
         self._now = now
         while (deadline := self._deadlines.first_order()) is not None and deadline <= now:
             siblings = self._deadlines.pop()
             self._end_request(siblings[0].request.request_id, FinishReason.TIMEOUT)
-            if self._pace is not None and siblings[0].request.priority == URGENT:
-                self._pace.dropped()
+            if self._slo is not None and siblings[0].request.priority == URGENT:
+                self._slo.record_missed_deadline()
         plan = self._planner.plan(now)
         if plan is not None:
-            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.paced))
+            self._in_flight.append((plan, self._batch.epoch[plan.rows], self._planner.step_contents))
         return plan
 
     def promise(self) -> bool:
-        """Count on the tokens that the step under way will give, so that the next one can be planned before they are
-        here. False: what comes of it must be seen first, because a row of it is `awaited`, it holds drafts, or the next
-        one may."""
+        """Promise the tokens of the step in flight, so that the next one can be planned before they arrive. False: its
+        results are needed first, because a row of it is `awaited`, it holds drafts, or the next one may."""
         ((plan, epochs, _),) = self._in_flight
         if plan.drafts is not None or (self._drafting is not None and not self._drafting.idle):
             return False
@@ -267,7 +266,7 @@ class Scheduler:
         if batch.awaited[plan.rows].any():
             return False
         rows = plan.rows[plan.samples & (batch.epoch[plan.rows] == epochs)]
-        # Whose last token this is needs none computed; who stops at it, nobody knows yet.
+        # A row whose max_tokens ends with this token needs no next position; stop tokens are not known yet.
         batch.promised[rows[self.rows.num_known[rows] + 1 < self._stops.max_known[rows]]] = 1
         batch.promises = self._promised = True
         return True
@@ -282,32 +281,32 @@ class Scheduler:
         accepted: NDArray[np.int32] | None = None,
         tainted: frozenset[int] = frozenset(),
     ) -> list[FinishedSequence]:
-        """Take a step's results.
+        """Process a step's results.
 
         Args:
             plan: the oldest plan not yet updated.
             token_ids: int32 [B], the sampled tokens where `plan.samples`, each behind its row's accepted drafts.
             failed: bool [B], rows whose sequences end in `ERROR`, behind their accepted drafts.
             reasons: row -> why it failed; of a failed row without one, non-finite values are the cause.
-            accepted, tainted: as in `StepOutput`; what became of `plan.drafts`.
+            accepted, tainted: as in `StepOutput`; the outcome of `plan.drafts`.
 
         Returns:
             The sequences that ended with this step, in the plan's order.
         """
         self._now = now
-        expected_plan, epochs, paced = self._in_flight.popleft()
-        assert expected_plan is plan, "plans come back in the order they were made"
-        self._keep_promises()
-        self._budget.worked()
+        expected_plan, epochs, contents = self._in_flight.popleft()
+        assert expected_plan is plan, "plans must be updated in the order they were made"
+        self._clear_promises()
+        self._budget.record_success()
         good = self._batch.epoch[plan.rows] == epochs  # else the owner has left since: cancelled or preempted
-        if self._pace is not None and paced is not None:
-            self._pace.note(plan, good & plan.samples & ~failed, paced, now)
+        if self._slo is not None and contents is not None:
+            self._slo.note(plan, good & plan.samples & ~failed, contents, now)
         ended: Ended = {}
         ends = plan.starts + plan.counts
         if plan.drafts is not None and self._drafting is not None:
-            assert accepted is not None, "a plan with drafts comes back with what was accepted of them"
+            assert accepted is not None, "the results of a plan with drafts include `accepted`"
             ends = ends - plan.drafts + accepted
-            self._latencies.sampled(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
+            self._latencies.record_tokens(plan.rows[good & plan.samples & (~failed | (accepted > 0))], now)
             # Behind a draft that failed its row, all others of the row did as well.
             self._drafting.settle(plan, accepted, good, tainted.union(plan.rows[failed].tolist()))
             self._accept(plan, accepted, good, ended)
@@ -323,20 +322,20 @@ class Scheduler:
         chosen = np.flatnonzero(good & plan.samples)
         if chosen.size:
             rows = plan.rows[chosen]
-            if plan.drafts is None:  # else some may have ended by now, and all are counted
-                self._latencies.sampled(rows, now)
+            if plan.drafts is None:  # else some may have ended by now, and all are recorded above
+                self._latencies.record_tokens(rows, now)
             self._append(rows, token_ids[chosen], chosen, ended)
         for i in np.flatnonzero(self._batch.epoch[plan.rows] == epochs).tolist() if tainted else ():
             if (row := int(plan.rows[i])) in tainted:
                 self._batch.owner(row).may_draft = False
-                self._planner.put_back(self._batch.owner(row))
+                self._planner.preempt(self._batch.owner(row))
         return [ended[i] for i in sorted(ended)]
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> None:
-        """Take back a step that could not be computed: its sequences end in `ERROR` (see `take_finished`).
+        """Discard a step that could not be computed: its sequences end in `ERROR` (see `take_finished`).
 
-        Steps planned after it built on it, so they are taken back as well; and since nobody knows what was written,
-        nothing stays in the prefix cache.
+        Steps planned after it depend on it, so they are discarded as well. The content of the blocks is undefined, so
+        the prefix cache is cleared.
         """
         self._now = now
         assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
@@ -345,16 +344,16 @@ class Scheduler:
                 sequence = self._batch.owner(row)
                 self._finished.append(self._finish(sequence, FinishReason.ERROR, error=reason, poisoned=True))
         self._in_flight.clear()
-        self._keep_promises()
+        self._clear_promises()
         self._cache.forget()
 
     def retract(self, plan: StepPlan, now: float) -> bool:
-        """Take back a step that the device had no room for, and plan smaller ones from now on: its sequences, and those
-        of steps planned after it, wait again with all that they know. What they have published was not computed, so
-        nothing stays in the prefix cache.
+        """Discard a step that the device had no memory for, and plan smaller ones from now on. Its sequences, and those
+        of steps planned after it, are preempted and retain their known tokens. Their published blocks were not
+        computed, so the prefix cache is cleared.
 
         Returns:
-            False: steps are as small as can be, and nothing was done.
+            False: steps have the minimum size already, and nothing was done.
         """
         self._now = now
         assert self._in_flight[0][0] is plan, "plans come back in the order they were made"
@@ -363,42 +362,43 @@ class Scheduler:
         for lost, epochs, _ in self._in_flight:
             for row in lost.rows[self._batch.epoch[lost.rows] == epochs].tolist():
                 sequence = self._batch.owner(row)
-                self._planner.put_back(sequence)
-                sequence.put_back_at = NEVER  # smaller steps are what keeps this from happening again
+                self._planner.preempt(sequence)
+                # It need not wait for another sequence's end: smaller steps prevent a repetition.
+                sequence.num_ended_at_preemption = NEVER
         self._in_flight.clear()
-        self._keep_promises()
+        self._clear_promises()
         self._cache.forget()
         return True
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a step, now."""
+        """Current token budget of a step."""
         return self._budget.tokens
 
-    def _keep_promises(self) -> None:
-        """What was promised is here, or will never be."""
+    def _clear_promises(self) -> None:
+        """Clear all promises: the tokens have arrived, or never will."""
         if self._promised:
             self._batch.promised[:] = 0
             self._promised = False
 
-    def timed(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
-        """Say how long a step took, from before it was planned until after its update, and how many of its drafts
-        stayed."""
+    def record_step_time(self, plan: StepPlan, seconds: float, accepted: int = 0) -> None:
+        """Record how long a step took, from before it was planned until after its update, and how many of its drafts
+        were accepted."""
         if self._drafting is not None:
             drafted = 0 if plan.drafts is None else int(plan.drafts.sum())
-            self._drafting.timed(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
+            self._drafting.record_step(len(plan.rows), plan.num_tokens, drafted, accepted, seconds)
 
     def _accept(self, plan: StepPlan, accepted: Ints, good: Flags, ended: Ended) -> None:
-        """Make accepted drafts known, one after the other: each may end its row, as any token may."""
-        for place in range(int(accepted[good].max(initial=0))):
-            open_rows = [i for i in np.flatnonzero(good & (accepted > place)).tolist() if i not in ended]
+        """Append accepted drafts one after the other: each may end its row, as any token may."""
+        for offset in range(int(accepted[good].max(initial=0))):
+            open_rows = [i for i in np.flatnonzero(good & (accepted > offset)).tolist() if i not in ended]
             if open_rows:
                 chosen = np.array(open_rows, dtype=np.intp)
                 rows = plan.rows[chosen]
                 self._append(rows, self.rows.token_ids[rows, self.rows.num_known[rows]], chosen, ended)
 
     def _end_scored(self, plan: StepPlan, ends: Ints, good: Flags, ended: Ended) -> None:
-        """Confirm what led to finite values, and end the rows that had only a prompt to compute."""
+        """Confirm positions that led to finite values, and end the rows that had only a prompt to compute."""
         seen = good & (plan.num_logits > 0)
         self._batch.confirmed[plan.rows[seen]] = ends[seen]
         for i in np.flatnonzero(good & ~plan.samples).tolist():
@@ -411,8 +411,8 @@ class Scheduler:
             sequence.prompt_computed = True
             ended[i] = self._finish(sequence, FinishReason.LENGTH)
 
-    def _append(self, rows: Ints, tokens: Ints, places: NDArray[np.intp], ended: Ended) -> None:
-        """Make the sampled tokens known and end the rows for which they are the last."""
+    def _append(self, rows: Ints, tokens: Ints, indices: NDArray[np.intp], ended: Ended) -> None:
+        """Append the sampled tokens and end the rows for which they are the last."""
         if (tokens < 0).any():
             row = int(rows[np.argmax(tokens < 0)])
             raise EngineError(f"row {row}: the step gave no token and did not fail; the runner must mark it as failed")
@@ -421,20 +421,20 @@ class Scheduler:
         stopped, full = self._stops.check(rows, tokens, known)
         done = stopped | full
         grown = ~stopped
-        kept = rows[grown]
-        self.rows.token_ids[kept, known[grown]] = tokens[grown]
-        self.rows.num_known[kept] += 1
+        growing = rows[grown]
+        self.rows.token_ids[growing, known[grown]] = tokens[grown]
+        self.rows.num_known[growing] += 1
         for i in np.flatnonzero(grown & self._batch.watched[rows]).tolist():
             sequence = self._batch.owner(int(rows[i]))
             may_stop = bool(known[i] + 1 >= self._stops.min_known[rows[i]])
             if (end := sequence.watch(int(tokens[i]), may_stop)) is not None:
-                ended[int(places[i])] = self._finish(sequence, end.reason, error=end.error)
+                ended[int(indices[i])] = self._finish(sequence, end.reason, error=end.error)
                 done[i] = False
         for i in np.flatnonzero(done).tolist():
             sequence = self._batch.owner(int(rows[i]))
             stop = int(tokens[i]) if stopped[i] else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            ended[int(places[i])] = self._finish(sequence, reason, stop_token_id=stop)
+            ended[int(indices[i])] = self._finish(sequence, reason, stop_token_id=stop)
 
     def _end_request(self, request_id: str, reason: FinishReason, choice: int | None = None) -> bool:
         siblings = [s for s in self._requests.get(request_id, ()) if s.state is not SequenceState.FINISHED]
@@ -452,10 +452,10 @@ class Scheduler:
         error: str | None = None,
         poisoned: bool = False,
     ) -> FinishedSequence:
-        """End a sequence wherever it stands; its row and blocks are free at once (`poisoned`: see `vacate`)."""
+        """End a sequence in any state and free its row and blocks at once (`poisoned`: see `vacate`)."""
         if sequence.state is SequenceState.RUNNING:
             self._batch.vacate(sequence, SequenceState.FINISHED, poisoned=poisoned)
-            self._waiting.gave_up_row(sequence)
+            self._waiting.release_row(sequence)
         else:
             sequence.state = SequenceState.FINISHED
             self._waiting.discard(sequence)
@@ -472,7 +472,7 @@ class Scheduler:
             if not self._requests:
                 self._waiting.forget_groups()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._latencies.answered(sequence, self._now)
+                self._latencies.record_answer(sequence, self._now)
         return FinishedSequence(
             request=request,
             choice=sequence.choice,
@@ -490,7 +490,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Add up every block's references, rows and queues; raises AssertionError with the arithmetic."""
+        """Check the sums of block references, rows and queues; raises AssertionError with the arithmetic."""
         self._batch.check_integrity()
         states = [sequence.state for siblings in self._requests.values() for sequence in siblings]
         running, waiting = states.count(SequenceState.RUNNING), states.count(SequenceState.WAITING)

@@ -1,7 +1,7 @@
-"""A sequence: one choice of one request on its way through the scheduler.
+"""A sequence: one choice of one request in the scheduler.
 
-Its tokens live in `RowState` while it has a row; without one (waiting, or preempted) it carries them itself. There
-is one object per choice and none per token.
+`RowState` holds its tokens while it has a row; without one (waiting, or preempted) the sequence holds them itself.
+There is one object per choice and none per token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.cache.prefix import HashChain
 from engine.request import FinishReason, Request, TokenWatcher
 
 CLASSES: Final = 3
-"""Classes that are told apart in what is counted."""
+"""Number of classes that statistics distinguish."""
 
 
 def class_of(priority: int) -> int:
-    """The class that requests of this priority are counted to."""
+    """Return the class that requests of this priority are counted in."""
     return min(max(priority, 0), CLASSES - 1)
 
 
@@ -43,38 +43,38 @@ class Sequence:
     """One choice of one request.
 
     Attributes:
-        request, choice: whose answer this is, and which.
+        request, choice: the request, and the index of its choice.
         siblings: all choices of the request, this one included; they share the prompt's digests.
-        serial: place in arrival order, unique; decides within a class, before and after preemption.
-        state: where it stands.  row: its row while running, else -1.
+        serial: number in arrival order, unique; the order within a class, before and after preemption.
+        state: waiting, running or finished.  row: its row while running, else -1.
         token_ids: int32 [known], known tokens while it has no row.
-        chain: digests of its full blocks; None until its first look into the prefix cache.
-        watcher: made with the first sampled token, kept through preemption.
+        chain: digests of its full blocks; None until its first lookup in the prefix cache.
+        watcher: created with the first sampled token, retained through preemption.
         cached_tokens: prompt tokens hit before any preemption.
-        awaited: digests of the blocks that it will read, while it waits.
-        put_back_at: endings that had been counted when it was put back last.
-        high_water: most positions that were ever computed.
-        drafted_tokens, accepted_tokens: guesses at its tokens, and those that were right.
-        may_draft: guesses are welcome; not after one left non-finite values in its cache.
-        prompt_computed: its whole prompt went through a finished step.
+        digests_to_read: digests of the blocks that it will read, while it waits.
+        num_ended_at_preemption: number of ended sequences at its latest preemption.
+        high_water: highest number of positions that were ever computed.
+        drafted_tokens, accepted_tokens: drafts of its tokens, and the accepted ones.
+        may_draft: it may have drafts; false after one left non-finite values in its cache.
+        prompt_computed: its whole prompt was computed in finished steps.
         arrived_at, started_at: `add` and first admission, in seconds.
-        last_token_at: when its latest token was sampled, while it has no row; NaN: none was here.
+        last_token_at: time of its latest token, while it has no row; NaN: none was sampled here.
     """
 
     __slots__ = (
         "accepted_tokens",
         "arrived_at",
-        "awaited",
         "cached_tokens",
         "chain",
         "choice",
+        "digests_to_read",
         "drafted_tokens",
         "high_water",
         "last_token_at",
         "may_draft",
+        "num_ended_at_preemption",
         "preemptions",
         "prompt_computed",
-        "put_back_at",
         "request",
         "row",
         "serial",
@@ -94,8 +94,8 @@ class Sequence:
         self.row = -1
         self.token_ids = request.prompt_token_ids
         self.chain: HashChain | None = None
-        self.awaited: list[bytes] = []
-        self.put_back_at = 0
+        self.digests_to_read: list[bytes] = []
+        self.num_ended_at_preemption = 0
         self.watcher: TokenWatcher | None = None
         self.cached_tokens = 0
         self.high_water = 0
@@ -122,13 +122,14 @@ class Sequence:
 
     @property
     def max_positions(self) -> int:
-        """Positions computed when it runs to its end: the last sampled token is never computed."""
+        """Positions that a complete run computes: the last sampled token is never computed."""
         return max(self.prompt_len, self.max_known - 1)
 
     def watch(self, token_id: int, may_stop: bool) -> WatchedEnd | None:
-        """Show the next sampled token to the watcher; None to go on.
+        """Pass the next sampled token to the watcher; None to continue.
 
-        A watcher is one request's own code: when it raises, that request ends in `ERROR` and its batch mates go on.
+        A watcher is one request's own code: when it raises, that request ends in `ERROR`, and other rows are not
+        affected.
         """
         try:
             stop = self._push(token_id)
@@ -148,22 +149,22 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether blocks computed by others will do: not when every prompt position's output is asked for."""
+        """Whether it may use cached blocks: false when the output of every prompt position is requested."""
         return self.request.params.prompt_logprobs is None and self.request.pooling in (None, "last")
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """The end of a sequence; each one gets exactly one.
+    """The result of a sequence; each one has exactly one.
 
     Attributes:
         token_ids: int32 [generated], without the stop token.
         stop_token_id: the token that ended it, when one did.
         cached_tokens: prompt tokens taken from the prefix cache before any preemption.
-        prompt_computed: the prompt went through the model (false when it ended before that).
+        prompt_computed: the model computed the whole prompt (false when it ended before that).
         started_at, finished_at: first admission (the end, when it was never admitted) and end, in seconds.
-        error: what failed, when the reason is `ERROR`.
-        drafted_tokens, accepted_tokens: guesses at its tokens, and those that were right.
+        error: the failure, when the reason is `ERROR`.
+        drafted_tokens, accepted_tokens: drafts of its tokens, and the accepted ones.
     """
 
     request: Request

@@ -1,18 +1,18 @@
-"""Pacing: what a step may hold beside the rows of somebody who waits for each token.
+"""SLO control: limits the tokens of other work in a step, so that interactive requests meet their latency objectives.
 
-Class 0 is urgent: somebody reads along. Its rows come first in every step, but they also wait for the whole step, so
-what else is in it costs them time. Two limits bound that, each in tokens of a step:
+Class 0 is urgent: its requests are interactive. Its rows come first in every step, but they also wait for the whole
+step, so other work in it costs them time. Two limits bound that, each in tokens of a step:
 
-- beside streams (urgent rows that are answering): their own next tokens always go; then come chunks of other urgent
-  prompts, then all other classes, up to the limit that keeps the time between two tokens (ITL);
-- beside prompts (urgent rows without a first token): other classes up to the limit that keeps the time to the first
-  token (TTFT).
+- with streams (urgent rows that are answering): their own next tokens are always planned; then chunks of other urgent
+  prompts, then all other classes, up to the limit that meets the inter-token latency (ITL);
+- with prompts (urgent rows without a first token): other classes up to the limit that meets the time to first token
+  (TTFT).
 
-Where no urgent row is, there is no limit.
+A step without urgent rows has no limit.
 
-No model of step times is needed: each limit follows what was measured. A step that was too slow lowers it to a little
-less than that step held; one that was in time while something was held back raises it, by so much less that at rest
-the wanted share of the samples is in time. (A stochastic approximation of a quantile, Robbins and Monro 1951: steps
+No model of step times is needed: each limit follows measurements. A step that was too slow lowers it to a little less
+than that step held. A step that was in time while work was held back raises it, by so much less that at equilibrium the
+objective's share of the samples is in time. (A stochastic approximation of a quantile, Robbins and Monro 1951: steps
 along the subgradient of the objective in `PaceStats.objective`, on a logarithmic scale.)
 """
 
@@ -29,43 +29,44 @@ from engine.plan import StepPlan
 from engine.scheduler.running_batch import RunningBatch
 
 URGENT = 0
-"""The class whose requests somebody waits for."""
+"""The class of interactive requests."""
 
 GAIN = 0.2
-"""How far one sample moves a limit."""
+"""Step size of a limit, per sample."""
 
 RECENT = 0.995
-"""Weight of the past in what is reported of the latest samples."""
+"""Decay, per step, of the averages that are reported."""
 
-LEAST_CHUNK = 128
-"""Prompt tokens that urgent rows may compute beside streams, however tight it is: or a first token never came."""
+MIN_CHUNK_TOKENS = 128
+"""Minimum of prompt tokens that urgent rows may compute in a step with streams: with none, no first token would ever
+be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContents:
-    """What a planned step held.
+    """The contents of a planned step.
 
     Attributes:
         streams, prompts: urgent rows that were answering; that had yet to begin, those that wait for a row included.
-        beside: tokens beside those of the streams.  others: of them, of other classes.
-        held: something had to be left out that would have had room.
+        other_tokens: all but those of the streams.  other_class_tokens: of them, of other classes.
+        is_limited: a limit excluded work that the budget had room for.
     """
 
     streams: int
     prompts: int
-    beside: int
-    others: int
-    held: bool
+    other_tokens: int
+    other_class_tokens: int
+    is_limited: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PaceTerms:
-    """One number for each term of the objective, w1 to w4 or what they weigh.
+    """One number for each term of the objective: the weights w1 to w4, or the terms' values.
 
     Attributes:
-        ttft, itl: what is followed of each, as a multiple of its promise.
-        utilisation: share of the latest paced steps from which something was held back.
-        drops: requests of class 0 that ran into their deadline, as a share of all.
+        ttft, itl: the tracked quantile of each, as a multiple of its objective.
+        utilisation: share of the latest limited steps from which work was held back.
+        drops: requests of class 0 that missed their deadline, as a share of all.
     """
 
     ttft: float = 0.0
@@ -74,23 +75,23 @@ class PaceTerms:
     drops: float = 0.0
 
     def weighed(self, by: PaceTerms) -> float:
-        """The sum of all terms, each times its weight."""
+        """Return the sum of all terms, each times its weight."""
         return by.ttft * self.ttft + by.itl * self.itl + by.utilisation * self.utilisation + by.drops * self.drops
 
 
 @dataclass(frozen=True, slots=True)
 class PaceStats:
-    """How class 0 fares. Counts since the start; seconds.
+    """SLO statistics of class 0. Counts since the start; seconds.
 
     Attributes:
-        first_tokens, late_first_tokens: and those that missed the objective.
+        first_tokens, late_first_tokens: all, and those that missed the objective.
         later_tokens, late_tokens: times between two tokens of a row, and those that missed the objective.
-        drops: requests of class 0 that ran into their deadline.
-        ttft, itl: the objectives' quantile of late samples, followed (nan: no sample yet).
+        drops: requests of class 0 that missed their deadline.
+        ttft, itl: the tracked quantile of each objective (nan: no sample yet).
         beside_streams, beside_prompts: the limits, in tokens of a step.
-        utilisation: of latest paced steps, those from which nothing was held back.
-        others: of the tokens in latest paced steps, those of other classes.
-        weights, terms: of the objective, and what they weigh now.
+        utilisation: share of the latest limited steps from which no work was held back.
+        others: share of other classes in the tokens of the latest limited steps.
+        weights, terms: of the objective, and the present values.
     """
 
     first_tokens: int = 0
@@ -109,40 +110,40 @@ class PaceStats:
 
     @property
     def objective(self) -> float:
-        """weight_ttft * ttft / its promise + weight_itl * itl / its promise + weight_utilisation * (1 - utilisation) +
-        weight_drops * drops per request: what pacing lowers."""
+        """The function that the controller minimises: weight_ttft * ttft / its objective + weight_itl * itl / its
+        objective + weight_utilisation * (1 - utilisation) + weight_drops * drops per request."""
         return self.terms.weighed(self.weights)
 
 
 class Limit:
-    """A number of tokens that is kept as large as the objective allows.
+    """A limit in tokens, as large as the objective allows.
 
     Args:
-        least, most: its bounds.
+        min_tokens, max_tokens: its bounds.
         quantile: share of the samples that should be in time.
-        weight: of samples.  pull: of having nothing held back.
+        weight: of samples.  pull: weight of steps from which no work is held back.
     """
 
-    def __init__(self, least: int, most: int, quantile: float, weight: float, pull: float) -> None:
-        self._least, self._most = least, most
+    def __init__(self, min_tokens: int, max_tokens: int, quantile: float, weight: float, pull: float) -> None:
+        self._min_tokens, self._max_tokens = min_tokens, max_tokens
         self._down = exp(-GAIN * weight * quantile)
         self._up = exp(GAIN * (1 - quantile) * (weight + pull))
-        self._value = float(most)
+        self._value = float(max_tokens)
 
     @property
     def tokens(self) -> int:
         return int(self._value)
 
-    def note(self, *, late: bool, used: int, held: bool) -> None:
-        """A sample from a step with so many tokens under this limit, from which something was held back or not."""
+    def note(self, *, late: bool, used: int, is_limited: bool) -> None:
+        """Record a sample from a step with `used` tokens under this limit. `is_limited`: work was held back from it."""
         if late and used > 0:
-            self._value = max(self._least, min(self._value, used) * self._down)
-        elif held and not late:
-            self._value = min(self._most, self._value * self._up)
+            self._value = max(self._min_tokens, min(self._value, used) * self._down)
+        elif is_limited and not late:
+            self._value = min(self._max_tokens, self._value * self._up)
 
 
 class Quantile:
-    """Follows a quantile of positive samples, by the same rule."""
+    """Tracks a quantile of positive samples by the same rule."""
 
     def __init__(self, quantile: float) -> None:
         self._quantile = quantile
@@ -156,22 +157,22 @@ class Quantile:
 
 
 class SloController:
-    """The limits of one engine's steps, and what they follow.
+    """Controls the limits of one engine's steps by measured latencies.
 
     Args:
         config: the objectives.
         batch: rows and their owners.
-        budget: most tokens of a step.
+        budget: maximum tokens of a step.
     """
 
     def __init__(self, config: SloConfig, batch: RunningBatch, budget: int) -> None:
-        least = min(config.least_tokens, budget)
+        min_tokens = min(config.least_tokens, budget)
         self._config = config
         self._batch = batch
-        self._streams = Limit(least, budget, config.quantile, config.weight_itl, config.weight_utilisation)
-        self._prompts = Limit(least, budget, config.quantile, config.weight_ttft, config.weight_utilisation)
+        self._streams = Limit(min_tokens, budget, config.quantile, config.weight_itl, config.weight_utilisation)
+        self._prompts = Limit(min_tokens, budget, config.quantile, config.weight_ttft, config.weight_utilisation)
         self._ttft, self._itl = Quantile(config.quantile), Quantile(config.quantile)
-        self._last = np.full(len(batch.owners), -inf)  # when a row's latest token came
+        self._last = np.full(len(batch.owners), -inf)  # time of each row's latest token
         self._epoch = np.full(len(batch.owners), -1, dtype=np.int64)
         self._first_tokens = self._late_first = self._later = self._late = self._drops = 0
         self._steps = self._utilisation = 1.0
@@ -196,14 +197,14 @@ class SloController:
         )  # fmt: skip
 
     def chunk(self) -> int:
-        """Prompt tokens that urgent rows may compute beside streams."""
-        return max(LEAST_CHUNK, self._streams.tokens)
+        """Return the prompt tokens that urgent rows may compute in a step with streams."""
+        return max(MIN_CHUNK_TOKENS, self._streams.tokens)
 
     def others(self, streams: int, prompts: int, prompt_tokens: int) -> int:
-        """Tokens that other classes may compute in a step.
+        """Return the tokens that other classes may compute in a step.
 
         Args:
-            streams, prompts: as `StepContents` has them.
+            streams, prompts: as in `StepContents`.
             prompt_tokens: of urgent rows in the step.
         """
         if self._config.fixed_tokens is not None:
@@ -213,24 +214,24 @@ class SloController:
             limit = min(limit, self._streams.tokens - prompt_tokens)
         return max(limit, self._config.least_tokens)
 
-    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], paced: StepContents, now: float) -> None:
-        """A step's tokens are here.
+    def note(self, plan: StepPlan, sampled: NDArray[np.bool_], contents: StepContents, now: float) -> None:
+        """Record a step's tokens.
 
         Args:
-            sampled: bool [B], rows that have a new token and still the owner that they were planned for.
+            sampled: bool [B], rows that have a new token and whose owner has not changed since planning.
             now: seconds.
         """
-        held = 0.0 if paced.held else 1.0
+        unlimited = 0.0 if contents.is_limited else 1.0
         self._steps = RECENT * self._steps + 1
-        self._utilisation = RECENT * self._utilisation + held
-        self._tokens = RECENT * self._tokens + paced.streams + paced.beside
-        self._others = RECENT * self._others + paced.others
+        self._utilisation = RECENT * self._utilisation + unlimited
+        self._tokens = RECENT * self._tokens + contents.streams + contents.other_tokens
+        self._others = RECENT * self._others + contents.other_class_tokens
         rows = plan.rows[sampled & (self._batch.priority[plan.rows] == URGENT)]
         begun = self._epoch[rows] == self._batch.epoch[rows]
         for row in rows[~begun].tolist():
             owner = self._batch.owner(row)
             if not owner.preemptions:  # else it had its first token long ago
-                self._first(now - owner.arrived_at, paced)
+                self._first(now - owner.arrived_at, contents)
         if begun.any():
             gaps = now - self._last[rows[begun]]
             for gap in gaps.tolist():
@@ -238,20 +239,20 @@ class SloController:
             late = int((gaps > self._config.itl).sum())
             self._later += len(gaps)
             self._late += late
-            self._streams.note(late=late > 0, used=paced.beside, held=paced.held)
+            self._streams.note(late=late > 0, used=contents.other_tokens, is_limited=contents.is_limited)
         self._epoch[rows] = self._batch.epoch[rows]
         self._last[rows] = now
 
-    def _first(self, seconds: float, paced: StepContents) -> None:
+    def _first(self, seconds: float, contents: StepContents) -> None:
         late = seconds > self._config.ttft
         self._ttft.note(seconds)
         self._first_tokens += 1
         self._late_first += late
-        self._prompts.note(late=late, used=paced.others, held=paced.held)
+        self._prompts.note(late=late, used=contents.other_class_tokens, is_limited=contents.is_limited)
 
-    def dropped(self) -> None:
-        """A request of class 0 ran into its deadline."""
+    def record_missed_deadline(self) -> None:
+        """Record a request of class 0 that missed its deadline."""
         self._drops += 1
         weight = self._config.weight_drops
         if weight:
-            self._prompts.note(late=True, used=self._prompts.tokens, held=False)
+            self._prompts.note(late=True, used=self._prompts.tokens, is_limited=False)

@@ -1,4 +1,4 @@
-"""What the scheduler counts, and how others read it."""
+"""The scheduler's counters, and the snapshot of them that others read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SchedulerStats:
             and those not computed because they were found there.
         free_blocks, cached_blocks, total_blocks: per cache group; cached ones are free and can still be hit.
         generated_tokens: sampled tokens, end tokens included.
-        speculation: drafts and what became of them.
-        pace: how class 0 fares; None: nothing is promised to it.
+        speculation: counts of drafts and accepted drafts.
+        pace: SLO statistics of class 0; None: it has no SLO.
         oldest_waiting: arrival of the head of the queue, seconds; None when nothing waits.
     """
 
@@ -46,7 +46,7 @@ class SchedulerStats:
 
 
 class Counters:
-    """What the planner counts over its life."""
+    """The planner's counters since the start."""
 
     __slots__ = (
         "computed_tokens",

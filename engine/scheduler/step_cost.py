@@ -1,6 +1,6 @@
-"""What the attention of one step has to do: keys and values that it reads, and pairs of tokens that it looks at.
+"""The attention cost of one step: keys and values that it reads, and (query, key) pairs that it computes.
 
-Both follow from the plan and the block tables alone, so they can be counted where nothing is computed.
+Both follow from the plan and the block tables alone, so they can be counted without a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GroupWork:
     Attributes:
         read_tokens: cached tokens that the step's queries see, those in shared blocks counted once.
         pairs: (query, key) pairs, the step's own tokens as keys included.
-        logits_pairs: of them, those of positions whose logits are wanted.
+        logits_pairs: of them, those of positions whose logits are needed.
     """
 
     read_tokens: int
@@ -29,18 +29,18 @@ class GroupWork:
 
 
 def cache_windows(windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The windows of an engine's cache groups, in its order: full attention first, then by size."""
+    """Return the windows of an engine's cache groups, in its order: full attention first, then by size."""
     return tuple(sorted(set(windows), key=lambda window: (window is not None, window or 0)))
 
 
 def group_work(
     plan: StepPlan, table: NDArray[np.int32], window: int | None, block_size: int, seen: NDArray[np.bool_]
 ) -> GroupWork:
-    """What the plan's rows attend to in one cache group.
+    """Count the attention work of the plan's rows in one cache group.
 
     Args:
         table: int32 [R, blocks], the group's block tables.
-        seen: bool [at least the group's blocks], all False; scratch, given back as it came.
+        seen: bool [at least the group's blocks], all False; scratch, restored before return.
     """
     starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
     first = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)

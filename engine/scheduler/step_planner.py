@@ -1,10 +1,10 @@
-"""Planning of one step: who gets how many tokens, and the blocks for them. The rule is stated in scheduler.py.
+"""Plans one step: the tokens of each row, and the blocks for them. scheduler.py states the rule.
 
-A victim of preemption always comes from behind everything that was planned so far, so a planned row is never taken
-back: what it publishes in this step will be there.
+A preemption victim always comes from behind everything that was planned so far, so a planned row is never preempted:
+the blocks that it publishes in this step will exist.
 
-Rows are planned by rank: the class and, in class 0 while several owners have or want rows there, how many older rows
-the row's owner has. So the newest row of the owner with the most rows is the last of its class.
+Rows are planned by rank. A rank is the class and, in class 0 while several owners have or want rows there, the number
+of older rows of the row's owner. So the newest row of the owner with the most rows is the last of its class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.scheduler.token_budget import TokenBudget
 from engine.scheduler.waiting_queue import WaitingQueue
 
 CLASS_SHIFT = 32
-"""A rank is the class, shifted by so many bits, and the number of older rows of the same owner."""
+"""A rank is the class, shifted left by this many bits, plus the number of older rows of the same owner."""
 
 
 class StepPlanner:
@@ -36,11 +36,11 @@ class StepPlanner:
 
     Args:
         budget: tokens of a step.
-        pace: bounds what a step holds beside urgent rows; None: nothing does.
+        slo: limits the tokens of other work in steps with urgent rows; None: no limit.
 
     Attributes:
-        drafting: adds guesses to what is planned; None: nobody guesses.
-        paced: what the last step held, where there were urgent rows, and a pace.
+        drafting: adds drafts to planned rows; None: no speculation.
+        step_contents: contents of the last step, where it had urgent rows and there is a controller.
     """
 
     def __init__(
@@ -51,30 +51,30 @@ class StepPlanner:
         demand: BlockDemand,
         *,
         budget: TokenBudget,
-        pace: SloController | None = None,
+        slo: SloController | None = None,
     ) -> None:
         self.counters = Counters()
         self.drafting: Drafting | None = None
-        self.paced: StepContents | None = None
-        self._pace = pace
+        self.step_contents: StepContents | None = None
+        self._slo = slo
         self._batch = batch
         self._rows = batch.rows
         self._cache = batch.cache
         self._waiting = waiting
         self._lengths = lengths
         self._demand = demand
-        self._all = budget
-        self._short_of_blocks = False  # the last head had to wait for some
+        self._token_budget = budget
+        self._short_of_blocks = False  # the last head was not admitted for lack of blocks
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the last step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its end.
-        `ranks` are those of `order`."""
-        self._budget = self._all.tokens
+        """Reset the state for a new step. `order[:next]` is planned; `order[next:end]` is not, and victims come off its
+        end. `ranks` are those of `order`."""
+        self._budget = self._token_budget.tokens
         self._left = self._budget
-        self._held = 0  # tokens of the budget that nobody may have
+        self._withheld_tokens = 0  # tokens of the budget that this step may not use
         self._answers_first = False
-        self.paced = None
+        self.step_contents = None
         self._order, self._ranks = self._ranked()
         self._next = 0
         self._end = len(self._order)
@@ -82,73 +82,74 @@ class StepPlanner:
         self._counts: list[NDArray[np.int32]] = []
         self._new: list[NewRow] = []
         self._admitted: list[int] = []
-        self._outlook: BlockDemandForecast | None = None
+        self._forecast: BlockDemandForecast | None = None
 
     def _ranked(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
+        """Return occupied rows, int32 [rows], by rank and arrival, and their ranks, int64 [rows]."""
         order = self._batch.order()
         ranks = self._batch.priority[order] << CLASS_SHIFT
         if not self._waiting.shares_rows:
             return order, ranks
         older = Counter[bytes]()
-        for place in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
-            owner = self._batch.owner(int(order[place])).request.salt
-            ranks[place] += older[owner]
+        for i in np.flatnonzero(self._batch.priority[order] == URGENT).tolist():
+            owner = self._batch.owner(int(order[i])).request.salt
+            ranks[i] += older[owner]
             older[owner] += 1
         by_rank = np.argsort(ranks, kind="stable")
         return order[by_rank], ranks[by_rank]
 
     def _rank(self, sequence: Sequence) -> int:
-        """Of a waiting sequence, if it got a row now."""
+        """Return the rank that a waiting sequence would have with a row."""
         return (sequence.request.priority << CLASS_SHIFT) + self._waiting.urgent_rows(sequence)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now."""
+        """Plan the next step; None when nothing can be computed now."""
         self._begin()
         if self._waiting.order_is_due:
             self._order_waiting()
-        if self._pace is None or not self._urgent():
+        if self._slo is None or not self._urgent():
             self._plan_classes(None, now)
             return self._assemble()
-        streams, prompts = self._plan_urgent(self._pace, now)
+        streams, prompts = self._plan_urgent(self._slo, now)
         before = self._left
         self._plan_classes(None, now)
         plan = self._assemble()
         others = before - self._left
-        beside = self._budget - self._held - self._left - streams
-        held = self._held > 0 and (len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0)
-        self.paced = StepContents(streams, prompts, beside, others, held)
+        other_tokens = self._budget - self._withheld_tokens - self._left - streams
+        left_out = len(self._batch) > len(plan.rows if plan else ()) or len(self._waiting) > 0
+        is_limited = self._withheld_tokens > 0 and left_out
+        self.step_contents = StepContents(streams, prompts, other_tokens, others, is_limited)
         return plan
 
     def _urgent(self) -> bool:
-        """Whether anybody waits for a token."""
+        """Whether a running sequence or the head of the queue is urgent."""
         order, head = self._order, self._waiting.peek()
         running = len(order) > 0 and self._batch.priority[order[0]] == URGENT
         return bool(running) or (head is not None and head.request.priority == URGENT)
 
-    def _plan_urgent(self, pace: SloController, now: float) -> tuple[int, int]:
-        """Plan class 0, and take from the budget what nobody else may have. Returns how many rows of it are answering,
-        and how many have yet to begin."""
+    def _plan_urgent(self, slo: SloController, now: float) -> tuple[int, int]:
+        """Plan class 0, and reserve the tokens of the budget that other classes may not use. Returns how many rows of
+        class 0 are answering, and how many have yet to begin."""
         urgent = self._order[self._batch.priority[self._order] == URGENT]
         answering = self._batch.known(urgent) > self._rows.prompt_len[urgent]
         streams = int(np.count_nonzero(answering))
         if streams:
-            self._hold_back(streams + pace.chunk())
+            self._limit_left(streams + slo.chunk())
         self._answers_first = True
         self._plan_classes(URGENT, now)
         self._answers_first = False
-        spent = self._budget - self._held - self._left
-        self._left, self._held = self._left + self._held, 0
+        spent = self._budget - self._withheld_tokens - self._left
+        self._left, self._withheld_tokens = self._left + self._withheld_tokens, 0
         head = self._waiting.peek()
         prompts = len(urgent) - streams + (head is not None and head.request.priority == URGENT)
         prompts += sum(self._batch.priority[row] == URGENT for row in self._admitted)
-        self._hold_back(pace.others(streams, prompts, max(0, spent - streams)))
+        self._limit_left(slo.others(streams, prompts, max(0, spent - streams)))
         return streams, prompts
 
-    def _hold_back(self, most: int) -> None:
-        """Leave no more than so many tokens to be planned."""
-        self._held = max(0, self._left - most)
-        self._left -= self._held
+    def _limit_left(self, most: int) -> None:
+        """Limit the tokens left for this step."""
+        self._withheld_tokens = max(0, self._left - most)
+        self._left -= self._withheld_tokens
 
     def _plan_classes(self, last: int | None, now: float) -> None:
         """Plan running rows and admit waiting ones, class by class, up to class `last` (None: all)."""
@@ -156,13 +157,13 @@ class StepPlanner:
             if last is not None and head.request.priority > last:
                 break
             self._plan_running(self._rank(head))
-            head = self._waiting.peek() or head  # one that has just given way may stand before it now
+            head = self._waiting.peek() or head  # a sequence preempted just now may precede it
             if self._left <= 0 or not self._admit(head, now):
                 break
         self._plan_running(None if last is None else ((last + 1) << CLASS_SHIFT) - 1)
 
     def _order_waiting(self) -> None:
-        """Let the queue see how much there is left to do, and how many do it together."""
+        """Reorder the queue by the tokens left to sample and the number of concurrent rows."""
         known = self._batch.known(self._order)
         left = int((self._batch.expected_positions(self._order) + 1 - known).sum())
         self._waiting.order(left, len(self._order) if self._short_of_blocks else len(self._batch.owners))
@@ -178,7 +179,7 @@ class StepPlanner:
             end = self._next + int(np.searchsorted(self._ranks[self._next : end], rank, side="right"))
             if end == self._next:
                 return
-        self._outlook = None
+        self._forecast = None
         rows = self._order[self._next : end]
         starts = self._rows.num_computed[rows]
         pending = self._batch.known(rows) - starts
@@ -187,7 +188,7 @@ class StepPlanner:
         if visit.size:
             counts[visit] = 0
             before = np.cumsum(counts)
-            # What rows in front of a chunk and behind it want for their answers.
+            # Tokens that rows before and behind a chunk need for their answers.
             answers = int(before[-1]) + int((pending[visit] == 1).sum())
             spent, first = 0, self._next
             for i in visit.tolist():
@@ -209,8 +210,8 @@ class StepPlanner:
     def _needs_visit(
         self, rows: NDArray[np.int32], starts: NDArray[np.int32], pending: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Rows with more to do than one token in a block they hold: a chunk, a new block, or a block that gets full.
-        (Blocks that have fallen behind a window are given back then as well, always before new ones are taken.)"""
+        """Return rows that need more than one token in a block they hold: a chunk, a new block, or a block that gets
+        full. (Blocks behind the window are released then as well, always before new ones are taken.)"""
         cache, size = self._cache, self._rows.block_size
         visit = (pending > 1) | (starts >= cache.length[rows] * size)
         if cache.prefix_caching:
@@ -219,7 +220,7 @@ class StepPlanner:
         return visit
 
     def _catch_up(self, row: int, left: int) -> int:
-        """Let a row compute up to `left` of its pending tokens; 0 when it had to give way itself."""
+        """Plan up to `left` of a row's pending tokens; 0 when the row itself was preempted."""
         batch, rows, cache = self._batch, self._rows, self._cache
         sequence = batch.owner(row)
         start, known = int(rows.num_computed[row]), int(rows.num_known[row])
@@ -228,7 +229,7 @@ class StepPlanner:
         confirmed = int(batch.confirmed[row])
         if batch.promises:
             known += int(batch.promised[row])
-            cache.publish(row, chain, start)  # what a promised token filled has a name by now
+            cache.publish(row, chain, start)  # a block filled by a promised token has a digest by now
         if known - start > rows.block_size and start % rows.block_size == 0 and sequence.reads_prefix_cache:
             hits = cache.match(chain, rows.token_ids[row, :known], row)
             if hits:
@@ -246,8 +247,8 @@ class StepPlanner:
         return count
 
     def _chunk(self, sequence: Sequence, start: int, known: int, left: int) -> int:
-        """Tokens to compute from `start`. What is cut off ends on a block border where it can: only whole blocks
-        can be shared. A row whose prompt is scored stops at the prompt's end once."""
+        """Return the number of tokens to compute from `start`. A partial chunk ends on a block border where it can:
+        only whole blocks can be shared. A row whose prompt is scored stops at the prompt's end once."""
         size = self._rows.block_size
         count = min(known - start, left, self._demand.max_chunk)
         if count < known - start and (start + count) // size * size > start:
@@ -257,30 +258,30 @@ class StepPlanner:
         return count
 
     def _preempt_last(self) -> Sequence:
-        """Let the newest sequence of the highest rank give way."""
+        """Preempt the newest sequence of the highest rank."""
         self._end -= 1
         sequence = self._batch.owner(int(self._order[self._end]))
-        self.put_back(sequence)
+        self.preempt(sequence)
         return sequence
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Put a running sequence back into the queue, to be computed again."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Preempt a running sequence: it returns to the queue and is computed again."""
         self._batch.vacate(sequence, SequenceState.WAITING)
         sequence.preemptions += 1
-        sequence.put_back_at = self.counters.ended
+        sequence.num_ended_at_preemption = self.counters.ended
         self.counters.preemptions += 1
-        self._waiting.put_back(sequence)
+        self._waiting.requeue(sequence)
 
     # -- waiting sequences
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Give the head of the queue a row and its first tokens; False when it must wait (and all behind it)."""
+        """Admit the head of the queue: assign a row and plan its first tokens. False: it and all behind it wait."""
         batch, cache = self._batch, self._cache
         below = self._order[self._next : self._end]  # of higher ranks, none of them planned
         elders = len(batch) - len(below)
         if not batch.has_free_row and not len(below):
             return False
-        if elders and sequence.preemptions and sequence.put_back_at == self.counters.ended:
+        if elders and sequence.preemptions and sequence.num_ended_at_preemption == self.counters.ended:
             return False
         chain = self._waiting.chain(sequence)
         hits = cache.match(chain, sequence.token_ids) if sequence.reads_prefix_cache else []
@@ -304,15 +305,15 @@ class StepPlanner:
         assert grown, "blocks were counted before the row was taken"
         cache.publish(row, chain, start + count)
         self._enter(sequence, row, start, count, now)
-        if self._outlook is not None:
+        if self._forecast is not None:
             known = len(sequence.token_ids)
-            self._outlook.add(known, steps, known - start - count, row, len(hits))
+            self._forecast.add(known, steps, known - start - count, row, len(hits))
         return True
 
     def _repeats(self, sequence: Sequence, start: int, count: int) -> bool:
-        """Whether the chunk would be a part of the very block that another row will have completed with its next one:
-        then the sequence waits for that. (A chunk with whole blocks in it goes on where the other row stops; the two
-        take turns, and hit what the other has computed.)"""
+        """Whether the chunk lies inside a block that another row completes with its next chunk: then the sequence waits
+        for that block. (A chunk with whole blocks continues where the other row stops; the two rows alternate, and each
+        hits the blocks of the other.)"""
         end = start + self._rows.block_size
         if count >= end - start or end >= len(sequence.token_ids) or not self._planned:
             return False
@@ -328,7 +329,7 @@ class StepPlanner:
         return False
 
     def _enter(self, sequence: Sequence, row: int, start: int, count: int, now: float) -> None:
-        """Book a sequence that has just got its row."""
+        """Record an admitted sequence and add its first tokens to the step."""
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.reads_prefix_cache and self._cache.prefix_caching:
@@ -340,7 +341,7 @@ class StepPlanner:
         self._take(np.array([row], dtype=np.int32), np.array([count], dtype=np.int32))
 
     def _expected(self, sequence: Sequence) -> int:
-        """Known tokens that the sequence is expected to end with."""
+        """Return the expected number of known tokens at the sequence's end."""
         known = len(sequence.token_ids)
         expected = sequence.prompt_len + self._lengths.expect(sequence.request)
         if expected <= known:
@@ -350,14 +351,14 @@ class StepPlanner:
     def _expected_to_fit(
         self, sequence: Sequence, steps: int, hits: list[PrefixNode], below: NDArray[np.int32]
     ) -> bool:
-        """Whether what is free, with what higher ranks would give back, covers what the running rows up to this rank
-        are expected to take at any time, together with a sequence that takes `steps` more to its end. The
-        more had to be computed again because expectations were wrong, the more is kept back."""
-        if self._outlook is None:
+        """Whether free blocks, plus those that higher ranks would release, cover the forecast demand at any time: that
+        of the running rows up to this rank, and of a sequence that takes `steps` more to its end. The reserve grows
+        with the share of tokens that were recomputed because forecasts were wrong."""
+        if self._forecast is None:
             rows = np.concatenate([self._order[: self._next], np.array(self._admitted, dtype=np.int32)])
             known, positions = self._batch.known(rows), self._batch.expected_positions(rows)
             pending = known - self._rows.num_computed[rows]
-            self._outlook = BlockDemandForecast(self._demand, rows, self._rows.block_tables, known, positions, pending)
+            self._forecast = BlockDemandForecast(self._demand, rows, self._rows.block_tables, known, positions, pending)
         known_tokens, count = len(sequence.token_ids), len(hits)
         pending_tokens = known_tokens - count * self._cache.block_size
         taken = self._cache.free_hits(hits)
@@ -369,10 +370,10 @@ class StepPlanner:
         if len(below):
             given = self._demand.reclaimable(below, self._rows.block_tables)
             supply = [free + more for free, more in zip(supply, given, strict=True)]
-        return self._outlook.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
+        return self._forecast.fits(known_tokens, steps, pending_tokens, self._cache.held_hits(count), supply)
 
     def _has_room(self, hits: list[PrefixNode], new_blocks: int) -> bool:
-        """Whether the pools can give the first chunk its blocks now."""
+        """Whether the pools can allocate the first chunk's blocks now."""
         taken = self._cache.free_hits(hits)
         return all(pool.num_free >= new_blocks + t for pool, t in zip(self._cache.pools, taken, strict=True))
 
@@ -394,8 +395,8 @@ class StepPlanner:
         self.counters.recomputed_tokens += max(0, min(sequence.high_water, start + count) - start)
 
     def _assemble(self) -> StepPlan | None:
-        """The plan: rows with one token first, then the chunks, each in class then arrival order."""
-        if self._left + self._held == self._budget:
+        """Assemble the plan: rows with one token first, then the chunks, each in class then arrival order."""
+        if self._left + self._withheld_tokens == self._budget:
             return None
         rows, counts = np.concatenate(self._planned), np.concatenate(self._counts)
         drafts = None if self.drafting is None else self.drafting.add(rows, counts, self._left)
@@ -419,7 +420,7 @@ class StepPlanner:
             self.counters.prompt_tokens += int(np.clip(of_prompt, 0, counts).sum())
             scored = self._batch.scores_prompt[rows] & (of_prompt > 0)
             num_logits[scored] = counts[scored]
-        num_tokens = self._budget - self._held - self._left
+        num_tokens = self._budget - self._withheld_tokens - self._left
         self.counters.steps += 1
         self.counters.step_rows += len(rows)
         self.counters.computed_tokens += num_tokens

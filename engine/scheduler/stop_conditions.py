@@ -1,4 +1,4 @@
-"""Which sampled token ends a row: end tokens, stop tokens and max_tokens, decided for all rows at once."""
+"""Stop conditions: end tokens, stop tokens and max_tokens, checked for all rows at once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from engine.request import SamplingParams
 
 
 class StopDecisions(NamedTuple):
-    """What the newest tokens mean for their rows."""
+    """Whether the newest token ends each row."""
 
     stopped: NDArray[np.bool_]  # the token is a stop token: it ends the row and is not part of the output
-    full: NDArray[np.bool_]  # with this token the row has all it may have
+    full: NDArray[np.bool_]  # with this token the row reaches max_tokens
 
 
 class StopTable:
     """Row-indexed stop rules.
 
-    Most rows have few end tokens: `_WIDTH` of them are compared in one go, padded with `NO_TOKEN`. Rows with more
-    also have a set, and only those are visited one by one.
+    Most rows have few end tokens: `_WIDTH` of them are compared in one vectorised operation, padded with `NO_TOKEN`.
+    Rows with more also have a set, and only those are checked one by one.
     """
 
     _WIDTH = 8
@@ -36,7 +36,7 @@ class StopTable:
         self.max_known = np.zeros(num_rows, dtype=np.int32)
 
     def load(self, row: int, params: SamplingParams, prompt_len: int) -> None:
-        """Take over the rules of the row's new owner."""
+        """Set the rules of the row's new owner."""
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
             ends.update(self._eos)
@@ -51,7 +51,7 @@ class StopTable:
         self.max_known[row] = prompt_len + params.max_tokens
 
     def check(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], known: NDArray[np.int32]) -> StopDecisions:
-        """Judge each row's newest token.
+        """Check each row's newest token.
 
         Args:
             rows: int32 [B].  tokens: int32 [B], just sampled.  known: int32 [B], tokens known before them.

@@ -1,48 +1,48 @@
-"""How many tokens a step may hold, while the device has room for fewer than the settings say.
+"""The token budget of a step, below the settings' one while the device is short of memory.
 
-A step that had no room halves the number; after some hundred steps that had, it is doubled again, up to what the
-settings say. Each further failure doubles that wait, so that a device which is too small for good is seldom tried, and
-one that others used for a while is used to the full again.
+A step that runs out of memory halves the budget. After some hundred steps without that, the budget is doubled again, up
+to the settings' one. Each further failure doubles that interval, so that a device with too little memory is seldom
+retried, and a device that other processes used for a while is fully used again.
 """
 
 from __future__ import annotations
 
-PATIENCE = 256
-"""Steps with room before larger ones are tried again, at first."""
+STEPS_BEFORE_GROWTH = 256
+"""Initial number of steps without failure before larger ones are tried."""
 
-MOST_PATIENCE = 1 << 16
+MAX_STEPS_BEFORE_GROWTH = 1 << 16
 
 
 class TokenBudget:
-    """A step's tokens.
+    """Adapts the token budget of a step to the device's memory.
 
     Args:
-        most: by the settings.
+        max_tokens: the settings' budget.
 
     Attributes:
-        tokens: most of a step now; 1 at least.
+        tokens: the current budget; 1 at least.
     """
 
-    def __init__(self, most: int) -> None:
-        self.tokens = most
-        self._most = most
-        self._patience = PATIENCE
-        self._worked = 0
+    def __init__(self, max_tokens: int) -> None:
+        self.tokens = max_tokens
+        self._max_tokens = max_tokens
+        self._steps_before_growth = STEPS_BEFORE_GROWTH
+        self._num_succeeded = 0
 
     def shrink(self) -> bool:
-        """A step had no room. False: it can't be smaller."""
-        self._worked = 0
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        """Halve the budget after a step ran out of memory. False: it is 1 already."""
+        self._num_succeeded = 0
+        self._steps_before_growth = min(2 * self._steps_before_growth, MAX_STEPS_BEFORE_GROWTH)
         if self.tokens == 1:
             return False
         self.tokens //= 2
         return True
 
-    def worked(self) -> None:
-        """A step had room."""
-        if self.tokens == self._most:
+    def record_success(self) -> None:
+        """Record a step that did not run out of memory."""
+        if self.tokens == self._max_tokens:
             return
-        self._worked += 1
-        if self._worked >= self._patience:
-            self._worked = 0
-            self.tokens = min(2 * self.tokens, self._most)
+        self._num_succeeded += 1
+        if self._num_succeeded >= self._steps_before_growth:
+            self._num_succeeded = 0
+            self.tokens = min(2 * self.tokens, self._max_tokens)

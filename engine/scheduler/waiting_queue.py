@@ -1,19 +1,19 @@
-"""The waiting queue: who comes next, and what those who wait will read from the prefix cache.
+"""The waiting queue: the admission order, and the cached blocks that waiting sequences will read.
 
-Sequences wait by arrival, highest class first; those that were put back wait before the others of their class. While
-more requests may come that is all. Once the rest of the work is known (`settled`), the end of the run can be seen: so
-many tokens still to be sampled, in so many rows, take so many steps; an answer that takes as many must start now, or
-it ends alone. So the order is arrival, but an answer that is expected to last to the end goes first, the longest
-before all. Arrival is the planner's order, in which readers of a prefix stand side by side: it is left for the few
+Sequences wait by arrival, highest class first; preempted ones precede the others of their class. This is the whole
+order while more requests may arrive. Once the input is complete (`settled`), the end of the run is predictable: the
+tokens still to be sampled, divided by the rows, give the remaining steps. An answer that takes as many steps must start
+now, or it ends alone. So the order is arrival, but answers that are expected to last to the end go first, the longest
+before all. Arrival is the planner's order, in which readers of a prefix are adjacent: it is left only for the few
 answers that must not wait, and only towards the end.
 
-Class 0 holds the requests of callers who wait, and is shared out by owner (`Request.salt`): the owner with the fewest
-rows is next, of equal ones the one whose first sequence comes first in the order above. Once two owners have asked, one
-alone gets no more than all but a reserve of the rows, so that a request of another one finds a row at once. A choice
-counts as a row. Where blocks are short, rows of the owner with the most rows give way (step.py).
+Class 0 holds interactive requests, and its rows are shared out by owner (`Request.salt`). The owner with the fewest
+rows is next; of equal ones the owner whose first sequence comes first in the order above. Once two owners have sent
+requests, a single owner gets all rows but a reserve, so that a request of another one finds a row at once. A choice
+counts as a row. Where blocks are short, rows of the owner with the most rows are preempted (step_planner.py).
 
-Who waits is known to read the blocks of its prompt, so these are not given away while others can be (`CacheTables`).
-Of a prefix group the plan knows readers that have not even arrived; together they count as one more.
+A waiting sequence is registered as a reader of its prompt's blocks, so these are evicted after all others
+(`CacheTables`). The plan announces readers of a prefix group that have not arrived yet; all of a group count as one.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from engine.scheduler.sequence import CLASSES, Sequence, SequenceState, class_of
 from engine.scheduler.slo_control import URGENT
 
 Order = tuple[int, int, int]
-"""Class, stage, and rank in it; behind it counts the serial."""
+"""Class, stage, and rank within the stage; the serial breaks ties."""
 
-PUT_BACK, ORDERED, ARRIVED = range(3)
+PREEMPTED, ORDERED, ARRIVED = range(3)
 
 NOW = 1 << 62
 
 MAX_GROUPS = 1024
-"""Prefix groups with readers to arrive that are remembered."""
+"""Prefix groups whose announced readers are tracked."""
 
 
 class WaitingQueue:
-    """Sequences without a row, in the order in which they should get one.
+    """Sequences without a row, in dispatch order.
 
     Args:
-        cache: told which blocks will be read.
-        lengths: how long answers are expected to be.
+        cache: receives the blocks that will be read.
+        lengths: estimates answer lengths.
         rope_original_max: prompts longer than this have keys that depend on the prompt's length.
-        rows: sequences that can run side by side.
+        rows: sequences that can run concurrently.
 
     Attributes:
-        settled: nothing but what is here will be added.
+        settled: no more requests will be added.
         by_class: sequences that wait, by `class_of`.
     """
 
@@ -60,55 +60,55 @@ class WaitingQueue:
         self._cache = cache
         self._lengths = lengths
         self._rope_original_max = rope_original_max
-        self._heaps: dict[bytes | None, LazyHeap[Sequence, Order]] = {}  # of class 0 by owner; None: of the others
-        self._head: Sequence | None = None  # what `peek` found, until something changes
+        self._heaps: dict[bytes | None, LazyHeap[Sequence, Order]] = {}  # class 0 by owner; None: the other classes
+        self._head: Sequence | None = None  # cached result of `peek`, until something changes
         self._urgent_rows = Counter[bytes]()  # rows of class 0, by owner
-        self._max_rows_each = max(1, rows - max(1, rows // 8))
+        self._max_rows_per_owner = max(1, rows - max(1, rows // 8))
         self._first_owner: bytes | None = None
         self._has_several_owners = False
         self._groups = GroupReaders(cache)
-        self._look_again = NOW  # when so few wait, the order is looked at
+        self._reorder_at_length = NOW  # the order is computed again when so few wait
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps.values()))
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence: behind all others of its class."""
-        self._look_again = NOW
+        """Queue a new sequence behind all others of its class."""
+        self._reorder_at_length = NOW
         request = sequence.request
         if request.priority == URGENT:
             self._first_owner = request.salt if self._first_owner is None else self._first_owner
             self._has_several_owners |= request.salt != self._first_owner
         self._push(sequence, ARRIVED)
-        if request.prefix_group is not None and sequence.choice == 0 and sequence.awaited:
-            self._groups.tell(request.prefix_group, sequence.awaited, request.prefix_readers)
+        if request.prefix_group is not None and sequence.choice == 0 and sequence.digests_to_read:
+            self._groups.record_arrival(request.prefix_group, sequence.digests_to_read, request.prefix_readers)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """A sequence that had a row: before all others of its class (and owner) that had none, by arrival."""
-        self.gave_up_row(sequence)
-        self._push(sequence, PUT_BACK)
+    def requeue(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence before all others of its class (and owner) that had no row, by arrival."""
+        self.release_row(sequence)
+        self._push(sequence, PREEMPTED)
 
     def peek(self) -> Sequence | None:
-        """The first one, left in place."""
+        """Return the head without removing it."""
         if self._head is None:
-            self._head = self._first()
+            self._head = self._find_head()
         return self._head
 
     def pop(self, sequence: Sequence) -> None:
-        """Take the sequence that `peek` showed, which has got a row; what it will read counts as read."""
+        """Remove the sequence that `peek` returned, which has a row now, and its registration as a reader."""
         taken = self._heaps[_owner(sequence)].pop()
         assert taken is sequence, "the first one of its owner"
         if sequence.request.priority == URGENT:
             self._urgent_rows[sequence.request.salt] += 1
-        self._left(sequence)
+        self._count_removed(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """A sequence has ended while it waited."""
+        """Remove a sequence that ended while it waited."""
         self._heaps[_owner(sequence)].discard()
-        self._left(sequence)
+        self._count_removed(sequence)
 
-    def gave_up_row(self, sequence: Sequence) -> None:
-        """A sequence has ended, or waits again, that had a row."""
+    def release_row(self, sequence: Sequence) -> None:
+        """Count off the row of a sequence that has ended or was preempted."""
         self._head = None
         if sequence.request.priority == URGENT:
             self._urgent_rows[sequence.request.salt] -= 1
@@ -116,7 +116,7 @@ class WaitingQueue:
                 del self._urgent_rows[sequence.request.salt]
 
     def check_rows(self, sequences: Iterable[Sequence]) -> None:
-        """Add up the rows of class 0; raises AssertionError with the arithmetic."""
+        """Check the row counts of class 0; raises AssertionError with the arithmetic."""
         urgent = (one for one in sequences if one.request.priority == URGENT and one.state is SequenceState.RUNNING)
         if (rows := Counter(one.request.salt for one in urgent)) != self._urgent_rows:
             raise AssertionError(f"rows of class 0 by owner are {rows}, but {self._urgent_rows} are counted")
@@ -132,48 +132,49 @@ class WaitingQueue:
         return owners + new > 1
 
     def urgent_rows(self, sequence: Sequence) -> int:
-        """How many rows of class 0 the sequence's owner has; 0 in the other classes."""
+        """Return the number of rows of class 0 that the sequence's owner has; 0 in the other classes."""
         return self._urgent_rows[sequence.request.salt] if sequence.request.priority == URGENT else 0
 
-    def _first(self) -> Sequence | None:
-        """Of class 0 the first one of the owner with the fewest rows; where none may have one, of the others."""
+    def _find_head(self) -> Sequence | None:
+        """Find the head: the first sequence of class 0 of the owner with the fewest rows; if no owner may have a row,
+        the first of the other classes."""
         for owner in [owner for owner, heap in self._heaps.items() if not len(heap)]:
             del self._heaps[owner]
-        limit = self._max_rows_each if self._has_several_owners else NOW
+        limit = self._max_rows_per_owner if self._has_several_owners else NOW
         ready = [owner for owner in self._heaps if owner is not None and self._urgent_rows[owner] < limit]
-        chosen = min(ready, key=self._turn) if ready else None
+        chosen = min(ready, key=self._dispatch_key) if ready else None
         return self._heaps[chosen].peek() if chosen in self._heaps else None
 
-    def _turn(self, owner: bytes) -> tuple[int, Order, int]:
-        """Owners with a lower one go first."""
+    def _dispatch_key(self, owner: bytes) -> tuple[int, Order, int]:
+        """Return the sort key of an owner: lower ones are dispatched first."""
         heap = self._heaps[owner]
         order, head = heap.first_order(), heap.peek()
-        assert order is not None, "the heap has living items"
-        assert head is not None, "the heap has living items"
+        assert order is not None, "the heap has live items"
+        assert head is not None, "the heap has live items"
         return self._urgent_rows[owner], order, head.serial
 
-    def _left(self, sequence: Sequence) -> None:
-        """A sequence waits no more."""
+    def _count_removed(self, sequence: Sequence) -> None:
+        """Update the counts for a sequence that left the queue."""
         self._head = None
         self.by_class[class_of(sequence.request.priority)] -= 1
-        self._read(sequence)
+        self._unregister_reader(sequence)
 
     def forget_groups(self) -> None:
-        """Readers that have not arrived are not waited for any longer: nothing else is left to do."""
+        """Unregister announced readers that have not arrived, because no request is left."""
         self._groups.clear()
 
     @property
     def order_is_due(self) -> bool:
-        """Whether `order` may change anything: the rest of the work is known, and something arrived, or as many have
-        gone as `order` foresaw."""
-        return self.settled and 0 < len(self) <= self._look_again
+        """Whether `order` may change anything: the input is complete, and a sequence arrived, or the number of waiting
+        sequences fell to the one that `order` set."""
+        return self.settled and 0 < len(self) <= self._reorder_at_length
 
     def order(self, running: int, rows: int) -> None:
-        """Take forward what is due. Those who were put back stay before all others.
+        """Move the answers that are due to the front. Preempted sequences stay before all others.
 
         Args:
-            running: tokens that sequences with a row are still expected to sample.
-            rows: sequences that run side by side.
+            running: tokens that running sequences are still expected to sample.
+            rows: sequences that run concurrently.
         """
         self._head = None
         entries = [entry for heap in self._heaps.values() for entry in heap.drain()]
@@ -181,7 +182,7 @@ class WaitingQueue:
         left, early, before = float(running), len(entries), 0
         classes: list[tuple[list[Sequence], list[int], float]] = []
         for _, of_class in groupby(entries, key=lambda entry: entry[0][0]):
-            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PUT_BACK]
+            waiting = [sequence for (_, stage, _), sequence in of_class if stage != PREEMPTED]
             lengths = [self._lengths.expect(sequence.request) for sequence in waiting]
             left += sum(lengths)
             classes.append((waiting, lengths, left))
@@ -192,17 +193,17 @@ class WaitingQueue:
                 self._heap_of(sequence).push(order, sequence.serial, sequence)
         else:
             for (priority, stage, _), sequence in entries:
-                if stage == PUT_BACK:
+                if stage == PREEMPTED:
                     self._heap_of(sequence).push((priority, stage, 0), sequence.serial, sequence)
             for waiting, lengths, of_class_left in classes:
                 for rank, i in enumerate(due_first(lengths, of_class_left, rows)):
                     sequence = waiting[i]
                     order = sequence.request.priority, ORDERED, rank
                     self._heap_of(sequence).push(order, sequence.serial, sequence)
-        self._look_again = len(entries) - max(1, len(entries) // 16, early // 2)
+        self._reorder_at_length = len(entries) - max(1, len(entries) // 16, early // 2)
 
     def chain(self, sequence: Sequence) -> HashChain:
-        """The sequence's digests; a choice starts with those of the prompt that its siblings have computed."""
+        """Return the sequence's digests; a choice starts with the prompt digests that its siblings have computed."""
         if sequence.chain is None:
             first = sequence.siblings[0].chain
             if first is not None:
@@ -227,23 +228,23 @@ class WaitingQueue:
             size, tokens = self._cache.block_size, sequence.token_ids
             chain = self.chain(sequence)
             whole = (len(tokens) - 1) // size  # the last token is always left to compute
-            sequence.awaited = [
+            sequence.digests_to_read = [
                 chain.of_block(block, tokens[block * size : (block + 1) * size].tobytes()) for block in range(whole)
             ]
-            self._cache.expect_reader(sequence.awaited)
+            self._cache.expect_reader(sequence.digests_to_read)
 
-    def _read(self, sequence: Sequence) -> None:
-        self._cache.dismiss_reader(sequence.awaited)
-        sequence.awaited = []
+    def _unregister_reader(self, sequence: Sequence) -> None:
+        self._cache.dismiss_reader(sequence.digests_to_read)
+        sequence.digests_to_read = []
 
 
 def _owner(sequence: Sequence) -> bytes | None:
-    """By whom a sequence waits: its owner in class 0, nobody in the others."""
+    """Return the key of a sequence's heap: its owner in class 0, None in the other classes."""
     return sequence.request.salt if sequence.request.priority == URGENT else None
 
 
 def until_due(lengths: Listing[int], left: float, rows: int) -> int:
-    """How many of these answers `due_first` would start in the order given before it takes one forward."""
+    """Count the answers that `due_first` would start in the order given before it moves one forward."""
     longest = max(lengths, default=0)
     for count, length in enumerate(lengths):
         if longest * rows >= left:
@@ -253,12 +254,12 @@ def until_due(lengths: Listing[int], left: float, rows: int) -> int:
 
 
 def due_first(lengths: Listing[int], left: float, rows: int) -> list[int]:
-    """The order in which to start answers of these expected lengths (tokens), given in the order that suits the prefix
-    cache: each next one is the longest if it is due, else the first.
+    """Return the order in which to start answers of these expected lengths (tokens), which are given in the order that
+    suits the prefix cache: each next one is the longest if it is due, else the first.
 
     Args:
         left: tokens to be sampled until the end of the run, these included.
-        rows: sequences that run side by side.
+        rows: sequences that run concurrently.
     """
     longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal ones stay in order
     chosen: list[int] = []
@@ -279,8 +280,8 @@ def due_first(lengths: Listing[int], left: float, rows: int) -> list[int]:
 
 
 class GroupReaders:
-    """Readers of prefix groups that the plan knows and that have not arrived. All those of a group count as one reader
-    of what the group's sequences have in common; what that is shows from those that did arrive."""
+    """Announced readers of prefix groups that have not arrived. All readers of a group count as one reader of the
+    blocks that the group's sequences have in common; these are derived from the sequences that have arrived."""
 
     __slots__ = ("_cache", "_common")
 
@@ -288,17 +289,17 @@ class GroupReaders:
         self._cache = cache
         self._common: OrderedDict[int, list[bytes]] = OrderedDict()
 
-    def tell(self, group: int, digests: list[bytes], to_come: int) -> None:
-        """A sequence of the group has arrived.
+    def record_arrival(self, group: int, digests: list[bytes], num_expected: int) -> None:
+        """Record the arrival of a sequence of the group.
 
         Args:
             digests: of the blocks that it will read.
-            to_come: sequences that begin with the group's prefix and will arrive after it.
+            num_expected: sequences that begin with the group's prefix and will arrive after it.
         """
         common = self._common.pop(group, None)
         if common is not None:
             self._cache.dismiss_reader(common)
-        if not to_come:
+        if not num_expected:
             return
         if common is not None:
             digests = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(common, digests, strict=False))]
@@ -308,7 +309,7 @@ class GroupReaders:
             self._cache.dismiss_reader(self._common.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Wait for nobody."""
+        """Unregister all announced readers."""
         for digests in self._common.values():
             self._cache.dismiss_reader(digests)
         self._common.clear()

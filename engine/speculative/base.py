@@ -1,4 +1,4 @@
-"""The seam between the scheduler and whatever guesses tokens."""
+"""The interface between the scheduler and a proposer of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A row for which drafts are wanted.
+    """A request for drafts of one row.
 
     Attributes:
-        row: where its tokens are (`RowState`); its known tokens are all computed but the last one.
-        epoch: counts the row's owners; what was kept for another epoch is another sequence's.
-        most: drafts at most. Block tables reach so far behind the known tokens.
-        request, choice: whose row it is.
+        row: index into `RowState`; its known tokens are all computed but the last one.
+        epoch: number of the row's owner; state stored for another epoch is another sequence's.
+        max_drafts: bound of the draft's length. Block tables reach that far behind the known tokens.
+        request, choice: of the row's sequence.
     """
 
     row: int
     epoch: int
-    most: int
+    max_drafts: int
     request: Request
     choice: int
 
 
 TRUSTS = 8
-"""Kinds of drafts that are told apart by how often they stay."""
+"""Number of kinds of drafts whose acceptance rates are tracked separately."""
 
 
 class Draft(NamedTuple):
-    """Guesses at a row's next tokens."""
+    """Draft tokens of one row."""
 
-    tokens: NDArray[np.int32]  # int32 [at most `DraftRequest.most`], perhaps none
-    source: str  # who guessed, for the counters
-    trust: int = 0  # the kind, below `TRUSTS`, as the proposer sorts them; what each is worth is measured
+    tokens: NDArray[np.int32]  # int32 [at most `DraftRequest.max_drafts`], perhaps none
+    source: str  # of the tokens, for the counters
+    trust: int = 0  # the kind, below `TRUSTS`, assigned by the proposer; each kind's acceptance rate is measured
 
 
 class Proposer(Protocol):
-    """Guesses what comes next.
+    """Proposes draft tokens.
 
-    It may keep what it likes for a row, under the row's epoch: a preempted, cancelled or ended sequence never comes
-    back under it. What was accepted shows in the row's known tokens.
+    It may store state for a row under the row's epoch: a preempted, cancelled or ended sequence never returns under
+    it. Accepted drafts are part of the row's known tokens.
     """
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        """One draft for each row asked for, in order."""
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request, in order."""
         ...
 
     def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
-        """An answer has come to its natural end; token_ids: int32 [tokens]."""
+        """Observe an answer that has come to its natural end; token_ids: int32 [tokens]."""
         ...
 
 

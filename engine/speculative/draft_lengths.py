@@ -1,10 +1,10 @@
-"""How many drafts a row gets: a fixed number, or as many as are worth their time.
+"""The number of drafts of a row: fixed, or adapted to their measured gain.
 
-The price of a draft is the time that one more position adds to a step; it is measured, by rows in the step. With what
-the batch yields in that time without it, the price is a number of tokens, and the j-th draft of a row pays when its
-chance to stay is higher. (The goodput rule of Liu et al. 2024, TurboSpec, section 4, taken one
-draft at a time.) A thin batch waits for memory, so its price is near 0; a full one computes all the time, and there
-it comes near to 1. Then nobody drafts, and nothing is even looked up.
+The price of a draft is the time that one more position adds to a step; it is measured, by rows in the step. Divided by
+the time per token of the batch without it, the price is a number of tokens, and the j-th draft of a row pays when its
+acceptance probability is higher. (The goodput rule of Liu et al. 2024, TurboSpec, section 4, taken one draft at a
+time.) A small batch is bound by memory bandwidth, so its price is near 0; a full one is bound by compute, and its price
+is near 1. Then no row drafts, and proposers are not even called.
 """
 
 from __future__ import annotations
@@ -22,82 +22,83 @@ Ints = NDArray[np.int32]
 
 
 class DraftLengths(Protocol):
-    """Decides on lengths, and hears what came of it."""
+    """Decides on the lengths of drafts, and records their outcome."""
 
-    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
-        """Whether any drafts are wanted in a step of these rows with these many positions; int32 [B] each."""
+    def is_worthwhile(self, rows: Ints, counts: Ints) -> bool:
+        """Whether a step of these rows with these numbers of positions should have drafts; int32 [B] each."""
         ...
 
     @property
-    def most(self) -> int:
-        """Most drafts of a row."""
+    def max_drafts(self) -> int:
+        """Maximum drafts of a row."""
         ...
 
-    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
-        """Of so many drafts that were made, how many are worth checking; `trust`: see `Draft`; `epoch` counts the row's
-        owners."""
+    def trim(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+        """Return how many of the `drafted` tokens are worth verifying; `trust`: see `Draft`; `epoch`: of the row's
+        owner."""
         ...
 
     def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
-        """What became of a row's drafts."""
+        """Record the outcome of a row's drafts."""
         ...
 
-    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
-        """A step is done: its rows, the positions it computed, the drafts among them, and its time."""
+    def record_step(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+        """Record a finished step: its rows, computed positions, drafts among them, and time."""
         ...
 
 
 class FixedLengths:
-    """Always the same.
+    """A fixed number of drafts.
 
     Args:
         length: drafts a row gets.
     """
 
     def __init__(self, length: int) -> None:
-        self.most = length
+        self.max_drafts = length
 
-    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
+    def is_worthwhile(self, rows: Ints, counts: Ints) -> bool:
         return True
 
-    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+    def trim(self, row: int, epoch: int, trust: int, drafted: int) -> int:
         return drafted
 
     def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
         pass
 
-    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+    def record_step(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
         pass
 
 
 OFF_ABOVE = 0.45
-"""Price of a draft, in tokens, above which nobody drafts. What could be gained there is little more than what it takes
-to look for drafts, some 20 microseconds a row."""
+"""Price of a draft, in tokens, above which drafts are switched off. The possible gain there is little more than the
+cost of proposing drafts, some 20 microseconds a row."""
 
 ON_BELOW = 0.35
-"""Below it drafts come back. Between the two all stays as it is, so that noise doesn't switch them."""
+"""Price below which drafts are switched on again. The gap between the two is a hysteresis against noise."""
 
 FEW_ROWS = 16
-"""So few rows draft before any price is known: they wait for memory on most machines, and then the price is known."""
+"""Batches of at most this size draft before any price is known: most machines are bound by memory bandwidth there, and
+the trial measures the price."""
 
 MARGIN = 0.05
-"""By how much a draft's chance must be above its price: to look it up and to take it back costs time, too."""
+"""Minimum of a draft's acceptance probability above its price: proposing and rolling back cost time, too."""
 
 LONGEST_COPIED, LONGEST_DRAWN, LONGEST_OF_HEAD = 16, 8, 4
-"""Drafts of a row in a step, at most, where nothing else is said: what is copied costs next to nothing to guess.
-A head's guesses go on from what it made up itself, and fare worse with each place."""
+"""Default maximum drafts of a row in a step: copied tokens cost next to nothing to propose. A head's drafts continue
+from its own outputs, and are accepted less often with each position."""
 
-LOOK_EVERY = 64
-"""Steps that draft, after which one goes without, to see what it takes now."""
+PROBE_INTERVAL_STEPS = 64
+"""Number of steps with drafts between two steps without, which measure the present step time."""
 
 
 class StepCosts:
-    """What steps of decoding rows take, by their number; numbers within a factor of 2^(1/2) count as one.
+    """Measured times of decode steps, by their rows; row counts within a factor of 2^(1/2) share an entry.
 
-    A mean over the latest steps is kept of each: `plain` seconds without drafts, and `extra` seconds for each draft.
+    Each entry holds two means over the latest steps: `plain` seconds without drafts, and `extra` seconds per draft.
     """
 
-    KEPT = 0.9
+    DECAY = 0.9
     """Weight of the past in a mean."""
 
     def __init__(self) -> None:
@@ -109,31 +110,31 @@ class StepCosts:
         return round(2 * log2(rows))
 
     def note(self, rows: int, drafted: int, seconds: float) -> None:
-        """A step of so many decoding rows, with so many drafts behind them, took this time."""
+        """Record the time of a decode step with so many rows and drafts."""
         key = self._class_of(rows)
         known = self._plain.get(key)
         if not drafted:
             if known is None:
                 self._plain[key] = (rows, seconds)
             else:
-                seconds = min(seconds, 3 * known[1])  # something else ran on the machine
+                seconds = min(seconds, 3 * known[1])  # limits outliers caused by other processes
                 self._plain[key] = (self._mean(known[0], rows), self._mean(known[1], seconds))
         elif known is not None:
-            # A draft is no dearer than a row of its own, whatever else ran on the machine.
+            # A draft costs no more than a row of its own; a larger value was caused by other processes.
             extra = min(max(0.0, seconds - known[1]) / drafted, known[1] / known[0])
             self._extra[key] = self._mean(self._extra.get(key, extra), extra)
 
     def plain(self, rows: int) -> float | None:
-        """Seconds of a step of so many rows without drafts; None: not known."""
+        """Return the seconds of a step of so many rows without drafts; None: not measured."""
         known = self._plain.get(self._class_of(rows))
         return None if known is None else known[1]
 
     def price(self, rows: int) -> float | None:
-        """What a draft costs beside so many rows, as a share of what a row's own token costs: 1 when drafts could as
-        well be rows of their own. None: not known.
+        """Return the cost of a draft in a step of so many rows, relative to the cost of a row's own token: 1 when a
+        draft costs as much as another row. None: not known.
 
         Where no drafts were measured, it is estimated from steps of more (or else fewer) rows: too high, if anything,
-        because rows read their own keys, and drafts read their row's.
+        because each row reads its own keys, and drafts read their row's.
         """
         key = self._class_of(rows)
         plain = self._plain.get(key)
@@ -146,56 +147,57 @@ class StepCosts:
                 other = max((one for one in self._plain if one < key), default=None)
             if other is None:
                 return None
-            rows_there, seconds_there = self._plain[other]
-            extra = max(0.0, (seconds_there - plain[1]) / (rows_there - plain[0]))
+            other_rows, other_seconds = self._plain[other]
+            extra = max(0.0, (other_seconds - plain[1]) / (other_rows - plain[0]))
         return extra * plain[0] / plain[1]
 
     def _mean(self, old: float, new: float) -> float:
-        return self.KEPT * old + (1 - self.KEPT) * new
+        return self.DECAY * old + (1 - self.DECAY) * new
 
 
 class AcceptanceRates:
-    """How often something stayed, of each row and of each kind; drawn towards the share of all while little was seen.
+    """Acceptance rates of each row and of each kind, drawn towards the overall rate while there are few samples.
 
-    A draft's odds are those of all drafts, times what its row, and what its kind, makes of these (as if the two were
+    A draft's odds are those of all drafts, times the odds ratios of its row and of its kind (as if the two were
     independent).
 
     Args:
         num_rows: rows.
-        prior: share assumed before anything has been seen.
+        prior: rate assumed before the first sample.
     """
 
     WEIGHT = 4.0
-    """Judgements of a row, or of a kind, that what is known of all is worth."""
+    """Weight of the overall rate, in samples of a row or of a kind."""
 
-    ROWS_KEPT, KINDS_KEPT, ALL_KEPT = 0.9, 0.99, 0.995
-    """What past judgements still count after the next ones."""
+    ROW_DECAY, KIND_DECAY, TOTAL_DECAY = 0.9, 0.99, 0.995
+    """Weight of past samples after the next one."""
 
     def __init__(self, num_rows: int, prior: float) -> None:
-        self._rows = np.zeros((num_rows, 2))  # stayed, judged
+        self._rows = np.zeros((num_rows, 2))  # accepted, judged
         self._kinds = np.zeros((TRUSTS, 2))
         self._all = np.array([8 * prior, 8.0])
 
     def forget(self, row: int) -> None:
-        """The row has another owner."""
+        """Reset a row that has another owner."""
         self._rows[row] = 0
 
-    def of(self, row: int, kind: int) -> float:
-        """The chance. Who fared badly is forgiven with time, or would never be tried again."""
+    def probability(self, row: int, kind: int) -> float:
+        """Return the acceptance probability. Samples decay with time, so that a row or kind with a low rate is tried
+        again."""
         share = float(self._all[0] / self._all[1])
         odds = _odds(share)
-        for seen, forgiven in ((self._rows[row], 0.98), (self._kinds[kind], 0.995)):
+        for seen, decay in ((self._rows[row], 0.98), (self._kinds[kind], 0.995)):
             odds *= _odds((float(seen[0]) + self.WEIGHT * share) / (float(seen[1]) + self.WEIGHT)) / _odds(share)
-            seen *= forgiven
+            seen *= decay
         return odds / (1 + odds)
 
-    def note(self, row: int | None, kind: int, stayed: int, judged: int) -> None:
-        """Of so many that were judged, so many stayed; row None: of a row that has another owner by now."""
-        counts = np.array([stayed, judged], dtype=np.float64)
+    def note(self, row: int | None, kind: int, accepted: int, judged: int) -> None:
+        """Record `accepted` of `judged` drafts; row None: its owner has changed since."""
+        counts = np.array([accepted, judged], dtype=np.float64)
         if row is not None:
-            self._rows[row] = self.ROWS_KEPT * self._rows[row] + counts
-        self._kinds[kind] = self.KINDS_KEPT * self._kinds[kind] + counts
-        self._all = self.ALL_KEPT * self._all + counts
+            self._rows[row] = self.ROW_DECAY * self._rows[row] + counts
+        self._kinds[kind] = self.KIND_DECAY * self._kinds[kind] + counts
+        self._all = self.TOTAL_DECAY * self._all + counts
 
 
 def _odds(share: float) -> float:
@@ -204,28 +206,28 @@ def _odds(share: float) -> float:
 
 
 class AdaptiveLengths:
-    """As many as pay, by measured step times, and by how drafts of each row and each kind have fared.
+    """Adapts the number of drafts to measured step times and to the acceptance rates of each row and each kind.
 
-    Whether a text is copying shows with the first draft: where that one stays the next ones most often do. So a row's
-    j-th draft has the chance first * next^(j - 1), with two shares that are counted apart.
+    The first draft shows whether a text is copying: where it is accepted the next ones most often are. So a row's j-th
+    draft has the probability first * next^(j - 1), with two rates that are counted separately.
 
     Args:
         max_num_seqs: rows.
-        longest: drafts a row gets at most.
+        longest: maximum drafts of a row.
     """
 
     def __init__(self, max_num_seqs: int, longest: int) -> None:
-        self.most = longest
+        self.max_drafts = longest
         self._costs = StepCosts()
         self._on = False
-        self._since_look = 0
-        self._since_try = 0
+        self._steps_since_probe = 0
+        self._steps_since_trial = 0
         self._price = 0.0
         self._epoch = np.full(max_num_seqs, -1, dtype=np.int64)
         self._first, self._next = AcceptanceRates(max_num_seqs, 0.6), AcceptanceRates(max_num_seqs, 0.7)
 
-    def worthwhile(self, rows: Ints, counts: Ints) -> bool:
-        """As `DraftLengths.worthwhile`. Steps that compute prompts are not thin, and keep the machine busy."""
+    def is_worthwhile(self, rows: Ints, counts: Ints) -> bool:
+        """See `DraftLengths.is_worthwhile`. Steps that compute prompts are bound by compute."""
         if int(counts.max(initial=0)) > 1:
             return False
         count = int(np.count_nonzero(counts))
@@ -235,42 +237,42 @@ class AdaptiveLengths:
         else:
             self._on = price < (OFF_ABOVE if self._on else ON_BELOW)
         if not self._on:
-            # Where so few decode a price that was once measured too high is measured again: it costs next to nothing.
-            self._since_try += 1
-            if count > FEW_ROWS or self._since_try < LOOK_EVERY:
+            # With few rows a price that was measured too high is measured again: it costs next to nothing.
+            self._steps_since_trial += 1
+            if count > FEW_ROWS or self._steps_since_trial < PROBE_INTERVAL_STEPS:
                 return False
-            self._since_try, price = 0, min(price, ON_BELOW)
-        self._since_look += 1
-        if self._since_look >= LOOK_EVERY:
-            self._since_look = 0
+            self._steps_since_trial, price = 0, min(price, ON_BELOW)
+        self._steps_since_probe += 1
+        if self._steps_since_probe >= PROBE_INTERVAL_STEPS:
+            self._steps_since_probe = 0
             return False
         self._price = price + MARGIN
         return True
 
-    def keep(self, row: int, epoch: int, trust: int, drafted: int) -> int:
+    def trim(self, row: int, epoch: int, trust: int, drafted: int) -> int:
         if self._epoch[row] != epoch:
             self._epoch[row] = epoch
             self._first.forget(row)
             self._next.forget(row)
-        first = self._first.of(row, trust)
+        first = self._first.probability(row, trust)
         if first <= self._price:
             return 0
-        return min(drafted, 1 + int(log(self._price / first) / log(self._next.of(row, trust))))
+        return min(drafted, 1 + int(log(self._price / first) / log(self._next.probability(row, trust))))
 
     def note(self, row: int, epoch: int, trust: int, drafted: int, accepted: int) -> None:
-        # What stands behind the first rejected draft was never judged: its context was wrong.
+        # Drafts behind the first rejected one were never judged: their context was wrong.
         own = row if self._epoch[row] == epoch else None
         self._first.note(own, trust, int(accepted > 0), 1)
         if accepted:
             self._next.note(own, trust, accepted - 1, accepted - 1 + (accepted < drafted))
 
-    def timed(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
+    def record_step(self, rows: int, positions: int, drafted: int, seconds: float) -> None:
         if rows and positions - drafted == rows:
             self._costs.note(rows, drafted, seconds)
 
 
-def longest_of(config: SpeculationConfig) -> int:
-    """Most guesses for a row in a step, by the settings. Raises ValueError."""
+def resolve_max_drafts(config: SpeculationConfig) -> int:
+    """Return the settings' maximum of drafts for a row in a step. Raises ValueError."""
     longest = config.longest
     if longest is None:
         of_method = {"auto": LONGEST_COPIED, "ngram": LONGEST_COPIED, "eagle3": LONGEST_OF_HEAD}
@@ -280,7 +282,7 @@ def longest_of(config: SpeculationConfig) -> int:
     return longest
 
 
-def lengths_of(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
-    """What decides, by the settings. Raises ValueError."""
-    longest = longest_of(config)
+def make_draft_lengths(config: SpeculationConfig, max_num_seqs: int) -> DraftLengths:
+    """Create the settings' `DraftLengths`. Raises ValueError."""
+    longest = resolve_max_drafts(config)
     return AdaptiveLengths(max_num_seqs, longest) if config.method == "auto" else FixedLengths(longest)

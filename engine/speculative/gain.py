@@ -1,14 +1,14 @@
-"""What speculation gains, from steps as they were: tokens that stayed, against the time that the drafts took.
+"""The measured gain of speculation: accepted tokens against the time that the drafts took.
 
-A step with drafts that decodes `rows` rows samples `rows + accepted` tokens in `seconds`, which hold all that the
-drafts cost: guessing them, computing and checking them. Without drafts a step of as many rows takes `plain` seconds, by
-what such steps took here lately, so the same time would have brought `rows * seconds / plain` tokens. What the drafts
-gained is the difference:
+A step with drafts that decodes `rows` rows samples `rows + accepted` tokens in `seconds`, which include all costs of
+the drafts: proposing, computing and verifying them. Without drafts a step of as many rows takes `plain` seconds, the
+mean of the latest such steps, so the same time would have yielded `rows * seconds / plain` tokens. The gain is the
+difference:
 
     gained = accepted - rows * (seconds - plain) / plain
 
-tokens, less than 0 where they cost more than they brought. Only steps in which every row decodes are compared; of steps
-with so many rows as were never seen without drafts nothing can be said, and they are left out.
+tokens, negative where the drafts cost more than they yielded. Only steps in which every row decodes are compared. Steps
+with a row count that was never measured without drafts are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.speculative.draft_lengths import StepCosts
 
 
 class Gain:
-    """Adds up what drafts gained.
+    """Sums the gain of drafts.
 
     Attributes:
         tokens: gained, over all steps with drafts that could be compared.  seconds: of these steps.
@@ -29,8 +29,8 @@ class Gain:
         self._costs = StepCosts()
 
     def note(self, rows: int, drafted: int, accepted: int, seconds: float) -> float:
-        """A step of so many rows, all decoding, took this time; of so many drafts in it, so many stayed. Returns what
-        they gained; 0 where that can't be said."""
+        """Record a step in which all rows decode: its rows, drafts, accepted drafts and time. Returns the gain; 0 where
+        there is no measurement to compare with."""
         if not drafted:
             self._costs.note(rows, 0, seconds)
         elif (plain := self._costs.plain(rows)) is not None:
@@ -41,5 +41,5 @@ class Gain:
         return 0.0
 
     def can_compare(self, rows: int) -> bool:
-        """Whether it is known what a step of so many rows takes without drafts."""
+        """Whether the time of a step of so many rows without drafts is known."""
         return self._costs.plain(rows) is not None

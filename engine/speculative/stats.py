@@ -1,4 +1,4 @@
-"""What became of drafts: counted by who made them, and by their place behind the known tokens."""
+"""Counts of drafts and accepted drafts, by source and by position behind the known tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
-    """Of one source of drafts; entry i of a tuple counts those that stood i places behind the first guess.
+    """Counts of one source of drafts; entry i of a tuple counts those at i positions behind the first draft.
 
     Attributes:
-        drafted: tokens guessed.  accepted: of them, those that stayed.
+        drafted: draft tokens.  accepted: of them, the accepted ones.
     """
 
     drafted: tuple[int, ...] = ()
@@ -32,9 +32,9 @@ class SpeculationStats:
     """Counts since the start.
 
     Attributes:
-        sources: by who made the drafts ("ngram", "siblings", "draft", "eagle3").
-        gained: tokens that drafts brought beyond what the same time would have brought without them, as
-            `engine.speculative.gain` estimates it; below 0 where they cost more than they brought.
+        sources: by source of the drafts ("ngram", "siblings", "draft", "eagle3").
+        gained: tokens that drafts yielded beyond those of the same time without drafts, as `engine.speculative.gain`
+            estimates it; below 0 where they cost more than they yielded.
         compared_seconds: time of the steps with drafts for which that could be estimated.
     """
 
@@ -52,7 +52,7 @@ class SpeculationStats:
 
     @property
     def gained_per_second(self) -> float | None:
-        """Tokens per second that drafting gains while it drafts; None: there was nothing to compare with."""
+        """Tokens per second that drafting gains while it drafts; None: no step could be compared."""
         return self.gained / self.compared_seconds if self.compared_seconds else None
 
 
@@ -63,14 +63,14 @@ class DraftCounter:
         self._lengths: dict[str, tuple[list[int], list[int]]] = {}
 
     def note(self, source: str, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens the first `accepted` stayed."""
+        """Record that the first `accepted` of `drafted` tokens were accepted."""
         for lengths, length in zip(self._lengths.setdefault(source, ([], [])), (drafted, accepted), strict=True):
             lengths.extend([0] * (length + 1 - len(lengths)))
             lengths[length] += 1
 
     @property
     def sources(self) -> Mapping[str, SourceCounts]:
-        """What was counted, by who made the drafts."""
+        """The counts by source of the drafts."""
         sources = {}
         for source, (drafted, accepted) in self._lengths.items():
             width = len(drafted) - 1
@@ -79,5 +79,5 @@ class DraftCounter:
 
 
 def _reaching(lengths: list[int], width: int) -> tuple[int, ...]:
-    """From how many drafts had each length, how many were longer than 0, 1, …"""
+    """Convert counts of drafts by length to counts of drafts longer than 0, 1, …"""
     return tuple(sum(lengths[i + 1 :]) for i in range(width))

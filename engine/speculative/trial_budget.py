@@ -1,10 +1,10 @@
-"""What drafts may lose: a small share of the tokens that were decoded, so that none are tried before they can pay.
+"""The trial budget: limits the tokens that drafts may lose to a small share of the decoded ones.
 
-Whether drafts pay is only known when some were tried, and a trial costs time. A job of a few short answers ends before
-it has paid that back. So drafts have a budget in tokens: it grows by `SHARE` of what is decoded, with or without
-drafts, and by what drafts gain (`engine.speculative.gain`), and shrinks by what they lose. They begin when it holds
-what a trial costs at worst, beside rows that may still get `PAYBACK` times as many tokens, and end when nothing is
-left of it.
+Only a trial shows whether drafts pay, and a trial costs time. A job of a few short answers ends before it has recovered
+that cost. So drafts have a budget in tokens. It grows by `SHARE` of the decoded tokens, with or without drafts, and by
+the drafts' gain (`engine.speculative.gain`), and shrinks by their loss. Drafting begins when the budget covers the
+worst cost of a trial and the running rows may still get `PAYBACK` times as many tokens; it ends when the budget is
+used up.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 from typing import Final
 
 SHARE: Final = 0.05
-"""Of the tokens that are decoded, what drafts may lose."""
+"""Share of the decoded tokens that drafts may lose."""
 
 TRIAL_TOKENS: Final = 4
-"""What a trial costs at worst, for each row: a step with some drafts of which none stays."""
+"""Worst cost of a trial, for each row: a step with some drafts of which none is accepted."""
 
 PAYBACK: Final = 8
-"""So many times a trial's cost the rows must still be able to get."""
+"""Minimum of the tokens that the rows may still get, as a multiple of a trial's cost."""
 
 
 class TrialBudget:
-    """Says whether rows may draft, by what drafts have gained and lost.
+    """Decides whether rows may draft, by the gain and loss of drafts so far.
 
     Attributes:
         tokens: that drafts may lose now.
@@ -33,7 +33,7 @@ class TrialBudget:
         self._begun = False
 
     def allows(self, rows: int, left: int) -> bool:
-        """Whether so many rows, which may get `left` tokens more together, may draft."""
+        """Whether so many rows, which may get `left` more tokens in total, may draft."""
         if self._begun:
             self._begun = self.tokens > 0
         else:
@@ -42,8 +42,8 @@ class TrialBudget:
         return self._begun
 
     def note(self, rows: int, drafted: int, gained: float) -> None:
-        """A step in which so many rows, and nothing else, decoded, with so many drafts, which gained so many tokens. A
-        draft loses no more than a token, whatever else ran on the machine."""
+        """Record a decode-only step: its rows, drafts and gain in tokens. A draft loses at most one token; a larger
+        loss was caused by other processes."""
         change = SHARE * rows + max(gained, -drafted)
-        # What is gained is no licence: where a text stops copying, drafts end soon.
+        # The budget is capped, so that drafts end soon where a text stops copying.
         self.tokens = min(self.tokens + change, max(self.tokens, 2.0 * TRIAL_TOKENS * rows))

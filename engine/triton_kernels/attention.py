@@ -8,8 +8,8 @@ second kernel (Flash-Decoding).
 A launch's size depends on nothing that lies on the device, so it can be captured in a graph: tiles of sequences that
 have no queries read no table and write nothing.
 
-Triton compiles a kernel anew for each pattern of arguments that are 1 or multiples of 16, addresses among them. Of what
-changes with every step it must not look at that: a serving engine would compile, a second at a time, for hours.
+Triton specialises a kernel for each pattern of arguments that are 1 or multiples of 16, addresses included. Arguments
+that change with every step are excluded from that: a serving engine would compile, a second at a time, for hours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounding to float8_e4m3fn by hand, for Triton's interpreter, which forgets to carry (1.95 becomes 1)."""
+"""Rounding to float8_e4m3fn by hand, for Triton's interpreter, which omits the carry (1.95 becomes 1)."""
 
 from __future__ import annotations
 

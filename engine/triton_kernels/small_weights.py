@@ -1,8 +1,8 @@
 """Weights of four or eight bits times float inputs on a GPU, in Triton: W4A16 and W8A16.
 
-A weight is read as it lies in a `QWeight`, nothing is laid out anew: a tile of codes is unpacked and dequantized in
-registers and goes straight to the matrix units, so what crosses memory is the small form for thin and thick batches
-alike. Each weight is rounded once to the inputs' dtype, as `QWeight.dequantize` does, and sums are kept in float32.
+A weight is read in the layout of `QWeight`: a tile of codes is unpacked and dequantized in registers and passed
+directly to the matrix units, so memory traffic is that of the small form for small and large batches. Each weight is
+rounded once to the inputs' dtype, as `QWeight.dequantize` does, and sums are kept in float32.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def rehearsed(engine: Engine, settings: EngineConfig, given: Iterable[Request]) 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("blocks", [None, 40])
-def test_given_requests_when_rehearsed_then_each_step_is_what_the_engine_does(
+def test_given_requests_then_each_step_of_a_dry_run_equals_the_engines(
     family: str, blocks: int | None, tiny_model: TinyModel
 ) -> None:
     settings = config(blocks)
@@ -93,7 +93,7 @@ def test_given_requests_when_rehearsed_then_each_step_is_what_the_engine_does(
     assert made.cached_tokens <= foreseen.prefix_hit_tokens
 
 
-def test_given_a_small_pool_when_rehearsed_then_it_preempts_as_the_engine_does(tiny_model: TinyModel) -> None:
+def test_given_a_small_pool_then_a_dry_run_preempts_as_the_engine_does(tiny_model: TinyModel) -> None:
     settings = config(20, rows=8)
     # Answers that are longer than expected: more are admitted than the pool has room for
     given = [replace(request, expected_tokens=1) for request in requests(ignore_eos=True)]
@@ -106,7 +106,7 @@ def test_given_a_small_pool_when_rehearsed_then_it_preempts_as_the_engine_does(t
     np.testing.assert_allclose(steps, truth)
 
 
-def test_given_answers_that_may_end_when_rehearsed_then_they_end_as_expected(tiny_model: TinyModel) -> None:
+def test_given_answers_that_may_end_then_a_dry_run_ends_them_as_expected(tiny_model: TinyModel) -> None:
     settings = config()
     engine = Engine.load(tiny_model("llama"), settings)
     given = [replace(request, expected_tokens=2) for request in requests()]

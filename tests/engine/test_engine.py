@@ -259,7 +259,7 @@ def test_cancelled_and_late_requests_end_once_with_their_reason() -> None:
         (Request("a", as_token_ids([5] * 1000), SamplingParams(max_tokens=100)), ContextLengthExceeded, "1100"),
     ],
 )
-def test_what_can_never_run_is_refused_and_nothing_is_kept(
+def test_a_request_that_can_never_run_is_refused_and_leaves_no_state(
     request_: Request, error: type[Exception], message: str
 ) -> None:
     engine = null_engine()
@@ -268,7 +268,7 @@ def test_what_can_never_run_is_refused_and_nothing_is_kept(
     assert not engine.has_work
 
 
-def test_loading_says_what_is_in_the_way(llama: Path) -> None:
+def test_loading_names_the_obstacle(llama: Path) -> None:
     with pytest.raises(UnsupportedModel, match="max_model_len 4096 is beyond the model's context of 512"):
         Engine.load(llama, EngineConfig(max_model_len=4096))
     with pytest.raises(OutOfMemory, match="one sequence of 512 tokens needs"):

@@ -136,7 +136,7 @@ def test_a_choice_whose_mask_can_not_follow_it_after_preemption_fails_alone(
         {"params": SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))},
     ],
 )
-def test_a_row_without_a_choice_says_that_and_keeps_its_prefix_for_others(
+def test_a_row_without_a_choice_fails_and_its_prefix_stays_cached(
     rules: Mapping[str, Any], llama: Path, prompts: list[list[int]]
 ) -> None:
     engine, prompt = load(llama), as_token_ids(max(prompts, key=len))

@@ -105,17 +105,18 @@ class Replay:
         self._rows = engine.scheduler.rows
         self._answers = answers
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [Draft(self._guess(ask), "replay") for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft(self._draft_tokens(request), "replay") for request in requests]
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         pass
 
-    def _guess(self, ask: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
-        choice = self._answers[ask.request.request_id].choices[ask.choice]
-        done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
+    def _draft_tokens(self, request: DraftRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
+        choice = self._answers[request.request.request_id].choices[request.choice]
+        done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         ending = [] if choice.stop_token_id is None else [choice.stop_token_id]
-        guess = as_token_ids([*choice.token_ids, *ending, *[7] * ask.most])[done : done + ask.most].copy()
+        most = request.max_drafts
+        guess = as_token_ids([*choice.token_ids, *ending, *[7] * most])[done : done + most].copy()
         guess[(np.arange(len(guess)) + done) % 6 == 5] += 1
         return guess % 257
 
@@ -139,7 +140,7 @@ SMALL: dict[str, Any] = {
     ("family", "attention"),
     [("llama", "native"), ("llama", "paged-sdpa"), ("gemma3", "native"), ("gemma3", "paged-sdpa"), ("phi", "auto")],
 )
-def test_given_any_kind_of_request_when_tokens_are_guessed_then_answers_are_those_without(
+def test_given_any_kind_of_request_when_tokens_are_drafted_then_answers_are_those_without(
     family: str, attention: str, tiny_model: TinyModel
 ) -> None:
     path, requests = tiny_model(family), requests_of()
@@ -167,7 +168,7 @@ def test_given_any_kind_of_request_when_tokens_are_guessed_then_answers_are_thos
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [1, 5])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_given_little_room_when_tokens_are_guessed_then_answers_are_those_without(
+def test_given_few_blocks_when_tokens_are_drafted_then_answers_are_those_without(
     longest: int, prefix_caching: bool, tiny_model: TinyModel
 ) -> None:
     path, requests = tiny_model("gemma3"), requests_of()
@@ -189,7 +190,7 @@ def test_given_little_room_when_tokens_are_guessed_then_answers_are_those_withou
     assert (stats.cached > 0) == prefix_caching
 
 
-def test_given_interruptions_when_requests_go_on_with_guesses_then_answers_are_those_of_an_unbroken_run(
+def test_given_interruptions_when_requests_resume_with_drafts_then_answers_are_those_of_an_unbroken_run(
     tiny_model: TinyModel,
 ) -> None:
     path, requests = tiny_model("llama"), requests_of()
@@ -218,7 +219,7 @@ def given_of(known: tuple[PartialChoice, ...]) -> dict[int, int]:
     return {partial.index: len(partial.token_ids) for partial in known}
 
 
-def test_given_a_cancelled_request_when_it_has_drafts_under_way_then_only_known_tokens_are_told(
+def test_given_a_cancelled_request_when_it_has_drafts_in_flight_then_only_known_tokens_are_returned(
     tiny_model: TinyModel,
 ) -> None:
     path = tiny_model("llama")
@@ -254,7 +255,7 @@ def test_given_a_cancelled_request_when_it_has_drafts_under_way_then_only_known_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "auto"])
-def test_given_answers_that_repeat_ended_ones_when_ngrams_are_guessed_then_they_are_copied(
+def test_given_answers_that_repeat_ended_ones_when_ngrams_are_drafted_then_they_are_copied(
     method: str, tiny_model: TinyModel
 ) -> None:
     path, requests = tiny_model("llama"), requests_of()
@@ -275,7 +276,7 @@ def test_given_answers_that_repeat_ended_ones_when_ngrams_are_guessed_then_they_
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16, int8 cache", "int8", "int8 weights"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_given_native_kernels_when_tokens_are_guessed_then_answers_are_the_same_at_any_precision(
+def test_given_native_kernels_when_tokens_are_drafted_then_answers_are_the_same_at_any_precision(
     family: str, precision: str, tiny_model: TinyModel
 ) -> None:
     path, requests = tiny_model(family), requests_of(14)
@@ -294,7 +295,7 @@ def with_draft(path: Path, draft: Path, **changes: Any) -> Engine:
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "native"), ("llama", "paged-sdpa"), ("gemma3", "native")])
-def test_given_the_model_itself_as_its_draft_then_nearly_all_guesses_are_right_sampled_ones_too(
+def test_given_the_model_itself_as_its_draft_then_nearly_all_drafts_are_accepted_sampled_ones_too(
     family: str, attention: str, tiny_model: TinyModel
 ) -> None:
     path = tiny_model(family)

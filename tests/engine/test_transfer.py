@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.transfer import HostTransfer, pack, transfer_of, unpack
+from engine.transfer import HostTransfer, make_transfer, pack, unpack
 
 ARRAYS = (
     np.arange(5, dtype=np.int64),
@@ -27,7 +27,7 @@ def test_arrays_of_all_kinds_share_a_buffer() -> None:
 
 
 def test_nothing_travels_where_the_host_computes() -> None:
-    transfer = transfer_of(torch.device("cpu"))
+    transfer = make_transfer(torch.device("cpu"))
     assert isinstance(transfer, HostTransfer)
     (there,) = transfer.up(ARRAYS[0])
     assert there.data_ptr() == ARRAYS[0].ctypes.data
@@ -36,7 +36,7 @@ def test_nothing_travels_where_the_host_computes() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED HERE: transfers to a GPU; there is none")
 def test_there_and_back() -> None:
-    transfer = transfer_of(torch.device("cuda"))
+    transfer = make_transfer(torch.device("cuda"))
     arrived = transfer.up(*ARRAYS)
     for there, array in zip([transfer.down(one) for one in arrived], ARRAYS, strict=True):
         np.testing.assert_array_equal(there.numpy(), array)

@@ -1,7 +1,7 @@
 """An encoder: all positions of a text at once, through transformers' own modelling code.
 
-Any model that AutoModel knows without code of its own will do; texts of a batch are padded on the right. That padding
-changes nothing is checked once at load, with the weights at hand.
+Every model that AutoModel supports without remote code works; texts of a batch are padded on the right. A check at load
+verifies with the actual weights that padding does not change results.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from engine.request import Pooling
 
 _BUFFERS: Final = ("position_ids", "token_type_ids")
 _UNUSED: Final = ("pooler",)
-"""Parts that some checkpoints leave out, because the last hidden states don't go through them."""
+"""Parts that some checkpoints omit, because the last hidden states don't depend on them."""
 
 _CPU: Final = torch.device("cpu")
 _LENGTHS: Final = (7, 3)
 _DIFFERENCE: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Of hidden states that padding may make, relative to the largest: they are rounded differently, no more."""
+"""Tolerance of hidden states with and without padding, relative to the largest: only rounding may differ."""
 
 
 class Encoder:
     """A loaded encoder.
 
     Attributes:
-        spec: its shape; `max_position` is what its positions allow.
+        spec: its shape; `max_position` is the size of its position table.
     """
 
     def __init__(self, model: Any, spec: ModelSpec, pad_token_id: int, device: torch.device = _CPU) -> None:
@@ -48,8 +48,8 @@ class Encoder:
         self.spec = spec
 
     def hidden(self, prompts: Sequence[NDArray[np.int32]]) -> Tensor:
-        """The last hidden states [prompts, longest, hidden] in the model's dtype; what stands behind a prompt's end
-        means nothing."""
+        """Compute the last hidden states [prompts, longest, hidden] in the model's dtype; positions behind a prompt's
+        end are undefined."""
         lengths = [len(prompt) for prompt in prompts]
         ids = np.full((len(prompts), max(lengths)), self._pad, dtype=np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -69,14 +69,14 @@ class Encoder:
             return vectors
 
     def check(self) -> None:
-        """Whether a text gives the same beside a longer one as by itself.
+        """Check that a text gives the same result with a longer one as alone.
 
         Raises:
             UnsupportedModel: it doesn't.
         """
         ids = [1 + np.arange(length, dtype=np.int32) % max(1, self.spec.vocab_size - 1) for length in _LENGTHS]
-        together = self.hidden(ids).float()
-        for row, prompt in zip(together, ids, strict=True):
+        batched = self.hidden(ids).float()
+        for row, prompt in zip(batched, ids, strict=True):
             alone = self.hidden([prompt])[0].float()
             difference = (row[: len(prompt)] - alone).abs().max() / alone.abs().max().clamp(min=1e-6)
             if not difference <= _DIFFERENCE[self.spec.dtype]:  # NaN too
@@ -90,8 +90,8 @@ def describe_encoder(folder: Path, config: Any, dtype: torch.dtype) -> ModelSpec
     """The spec of an encoder, from its config and the headers of its weights.
 
     Raises:
-        UnsupportedModel: it is none that can be computed here.
-        ModelNotFound, CorruptWeights: there are no weights, or no whole ones.
+        UnsupportedModel: it is not supported.
+        ModelNotFound, CorruptWeights: there are no weights, or incomplete ones.
     """
     name = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
@@ -123,7 +123,7 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
 
     Raises:
         UnsupportedModel, ModelNotFound: as `describe_encoder`; or AutoModel doesn't know it, or it can't be batched.
-        CorruptWeights: tensors are missing, too many or of another shape.  OutOfMemory: it does not fit the device.
+        CorruptWeights: tensors are missing, unexpected or of another shape.  OutOfMemory: it does not fit the device.
     """
     from transformers import AutoModel  # noqa: PLC0415 - its modelling code takes seconds and 300 MB to import
 
@@ -156,7 +156,7 @@ def load_encoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
 
 
 def _check_report(folder: Path, model: Any, report: Any) -> None:
-    """Whether all of the model is there. What only the head of a training task has use for may be there too."""
+    """Check that all tensors exist. Tensors of a training task's head are ignored."""
     parts = {name for name, _ in model.named_children()}
 
     def counts(kind: str, key: str) -> bool:
@@ -173,7 +173,7 @@ def _check_report(folder: Path, model: Any, report: Any) -> None:
 
 
 def _with_positions(spec: ModelSpec, model: Any) -> ModelSpec:
-    """The spec with the positions that the model's table really has room for: some begin behind the padding's id."""
+    """Return the spec with the usable positions of the model's table: some tables begin behind the padding's id."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             first = 0 if module.padding_idx is None else module.padding_idx + 1
@@ -182,6 +182,6 @@ def _with_positions(spec: ModelSpec, model: Any) -> ModelSpec:
 
 
 def _pad_token(config: Any) -> int:
-    """What stands behind the end of the shorter texts."""
+    """Return the padding token id."""
     given = getattr(config, "pad_token_id", None)
     return given if isinstance(given, int) and 0 <= given < config.vocab_size else 0

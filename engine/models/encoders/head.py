@@ -1,4 +1,4 @@
-"""What comes behind the pooling: dense layers and scaling to length 1, in float32, one text at a time."""
+"""The head behind the pooling: dense layers and scaling to length 1, in float32, one text at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALLEST_LENGTH = 1e-12  # as torch.nn.functional.normalize has it
 
 
 class EmbeddingHead:
-    """From pooled hidden states to vectors.
+    """Converts pooled hidden states to vectors.
 
     Raises:
         UnsupportedModel: an activation is not known.  CorruptWeights: a layer's weights are missing or misshapen.
@@ -32,9 +32,9 @@ class EmbeddingHead:
 
     @torch.inference_mode()
     def apply(self, pooled: NDArray[np.float32], dimensions: int | None = None) -> NDArray[np.float32]:
-        """Vectors float32 [texts, size] of pooled states float32 [texts, hidden]; each is computed by itself, so that
-        no other changes it. With `dimensions` they are cut to so many numbers before they are scaled (Kusupati et al.
-        2022, Matryoshka Representation Learning)."""
+        """Vectors float32 [texts, size] of pooled states float32 [texts, hidden]; each is computed separately, so that
+        it does not depend on others. With `dimensions` they are truncated before they are scaled (Kusupati et al. 2022,
+        Matryoshka Representation Learning)."""
         rows = []
         for row in torch.from_numpy(np.ascontiguousarray(pooled)):
             for layer in self._layers:
@@ -45,7 +45,7 @@ class EmbeddingHead:
 
 
 def unit_length(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The vectors float32 [texts, size], each scaled to length 1; one of zeros stays as it is."""
+    """The vectors float32 [texts, size], each scaled to length 1; a zero vector is unchanged."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     scaled: NDArray[np.float32] = vectors / np.maximum(lengths, np.float32(_SMALLEST_LENGTH))
     return scaled

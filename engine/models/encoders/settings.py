@@ -1,7 +1,7 @@
-"""What a folder says of how its hidden states become one vector, in the layout of sentence-transformers.
+"""Reads a model folder's embedding settings in the layout of sentence-transformers.
 
 modules.json lists the modules in order: the transformer, a pooling, perhaps dense layers, perhaps a normalization. Each
-names a folder of settings. Nothing here is executed: modules are known by name, and an unknown one is refused.
+names a folder of settings. No code is executed: modules are identified by name, and an unknown one is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DenseSettings:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """How a model makes a vector of a text.
+    """The conversion of a text to a vector.
 
     Attributes:
         pooling: of the last hidden states.
@@ -69,9 +69,9 @@ class EmbeddingSettings:
         normalize: vectors have length 1.
         max_tokens: the longest input; None: the model's own limit.
         lower_case: texts are lowered before they are tokenized.
-        prompts: what is put before a text, by name.  default_prompt: the one that is taken where none is named.
-        dimensions: lengths that vectors may be cut to; None: any.
-        files: of all this, relative to the model's folder.
+        prompts: prefixes of texts, by name.  default_prompt: the one that is used where none is named.
+        dimensions: lengths that vectors may be truncated to; None: any.
+        files: of these settings, relative to the model's folder.
     """
 
     pooling: Pooling
@@ -86,7 +86,7 @@ class EmbeddingSettings:
     files: tuple[str, ...] = ()
 
     def size(self, hidden_size: int) -> int:
-        """Numbers in a vector."""
+        """Size of a vector."""
         return self.dense[-1].out_features if self.dense else hidden_size
 
 
@@ -94,7 +94,7 @@ def embedding_settings(path: Path) -> EmbeddingSettings | None:
     """The settings of the model at `path`; None: it publishes none.
 
     Raises:
-        UnsupportedModel: they can't be read, or ask for what isn't computed here.
+        UnsupportedModel: they can't be read, or are not supported.
     """
     if not (path / MODULES).is_file():
         return None
@@ -136,7 +136,7 @@ def required_settings(path: Path) -> EmbeddingSettings:
 
 
 class _Reader:
-    """Reads the small files of one folder; remembers which."""
+    """Reads the small files of one folder, and records their names."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -220,7 +220,7 @@ class _Reader:
         return prompts, default
 
     def dimensions(self) -> tuple[int, ...] | None:
-        """What config.json says of lengths that vectors may be cut to."""
+        """Return config.json's lengths that vectors may be truncated to."""
         given = self._object("config.json").get("matryoshka_dimensions")
         self.read.remove("config.json")
         if given is None:

@@ -1,7 +1,7 @@
-"""What the formats of quantized checkpoints have in common: how modules' tensors become logical weights.
+"""Common parts of the formats of quantized checkpoints: the conversion of modules' tensors to logical weights.
 
-A format names the endings of the tensors that make up one weight and puts a `QWeight` together from them. Here they
-disappear behind `module.weight`, so that nothing beyond this folder knows how a format stores things.
+A format names the suffixes of the tensors of one weight and builds a `QWeight` from them. Here they are replaced by
+`module.weight`, so that the code outside of this folder does not depend on a format's storage.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Format(Protocol):
 
     @property
     def markers(self) -> Sequence[str]:
-        """Endings of tensors that tell a quantized module: it has one of them."""
+        """Suffixes of tensors that identify a quantized module: it has one of them."""
         ...
 
     @property
@@ -152,8 +152,8 @@ def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
     if bits == 4:
         whole = torch.stack((whole & 15, whole >> 4), dim=2).reshape(len(words), -1)
     if order is not None:
-        place = torch.tensor(order).argsort()
-        whole = whole.view(len(words), -1, len(order))[:, :, place].reshape(len(words), -1)
+        index = torch.tensor(order).argsort()
+        whole = whole.view(len(words), -1, len(order))[:, :, index].reshape(len(words), -1)
     return whole
 
 

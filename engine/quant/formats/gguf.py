@@ -41,9 +41,9 @@ class _Parts:
 
 
 def unpack(kind: GGMLQuantizationType, stored: Bytes) -> QWeight | None:
-    """The weight whose rows are `stored` (uint8 [n, bytes of a row]); None: no quantization that is kept as such.
+    """Return the weight whose rows are `stored` (uint8 [n, bytes of a row]); None: not a retained quantization.
 
-    Reads some rows at a time, so that beside the result little memory is taken.
+    Reads some rows at a time, so that it needs little memory in addition to the result.
     """
     if kind not in _KINDS:
         return None

@@ -1,4 +1,4 @@
-"""From a checkpoint's `quantization_config` to the reader of its format."""
+"""Selects the reader of a checkpoint's format by its `quantization_config`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def quantized_checkpoint(stored: StoredTensors, settings: Mapping[str, Any]) -> 
 
 
 def cache_form(settings: Mapping[str, Any] | None) -> Literal["int8", "fp8"] | None:
-    """What a checkpoint wants its KV cache quantized to, if anything.
+    """Return the KV cache dtype of a checkpoint, if specified.
 
     Raises:
-        UnsupportedModel: what it wants makes no sense; names the key.
+        UnsupportedModel: the value is invalid; names the key.
     """
     if settings is None or settings.get("kv_cache_scheme") is None:
         return None

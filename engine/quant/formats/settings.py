@@ -1,7 +1,7 @@
-"""A checkpoint's `quantization_config`, checked before it is believed; it was written by a stranger.
+"""A checkpoint's `quantization_config`, validated as untrusted input.
 
-Names of modules are told by lists and by regular expressions. Those may be made to run for ages, so they share a
-budget of time, and what exceeds it is refused.
+Modules are selected by lists of names and by regular expressions. An expression may be crafted to run very long, so all
+share a time budget, and a config that exceeds it is refused.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What proposes draft tokens: n-grams of the text, sibling answers, a draft model, an EAGLE-3 head."""
+"""Proposers of draft tokens: n-grams of the text, sibling answers, a draft model, an EAGLE-3 head."""

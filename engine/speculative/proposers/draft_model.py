@@ -1,10 +1,10 @@
 """Drafts by a smaller model of the same vocabulary.
 
-It reads the same rows, and keeps its keys in the same blocks: block b of the model's full-attention group has a place
-in the draft model's own storage, too, so one table and one reservation serve both. What it has computed of a row is a
-counter again, lowered to the known tokens whenever the model took another token than it had guessed. It draws with the
+It reads the same rows, and stores its keys under the same block ids: block b of the model's full-attention group also
+exists in the draft model's own storage, so one table and one reservation serve both. A counter holds the computed
+tokens of a row; it is lowered to the known tokens whenever the model rejected a draft. The draft model draws with the
 uniforms that the model will draw with (see verify.py), from its own distribution under the request's temperature and
-filters; penalties and masks it does not know, which costs acceptance and nothing else.
+filters. It ignores penalties and masks, which costs acceptance and nothing else.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from engine.speculative.base import NO_DRAFT, Draft, DraftRequest
 Ints = NDArray[np.int32]
 Execute = Callable[[StepPlan], StepOutput]
 
-NOBODY = -1
+NO_EPOCH = -1
 
 
 def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: int) -> tuple[int, KVLayout]:
-    """The group of the model's cache in whose blocks the draft model keeps its keys, and how they lie.
+    """Return the group of the model's cache whose block ids the draft model uses, and the layout of its keys.
 
     Raises:
-        UnsupportedModel: the model keeps no whole sequence.
+        UnsupportedModel: the model has no full-attention group.
     """
     full = next((index for index, group in enumerate(groups) if group.window is None), None)
     if full is None:
         raise UnsupportedModel(
             "a draft model or head needs the blocks of whole sequences, but all layers of the model have sliding "
-            "windows; guess with n-grams instead"
+            "windows; draft with n-grams instead"
         )
     windows = sorted(set(spec.windows), key=lambda window: (window is not None, window or 0))
     own = tuple(
@@ -52,7 +52,7 @@ def draft_layout(spec: ModelSpec, groups: tuple[CacheGroup, ...], block_size: in
 
 
 def without_rules(request: Request) -> Request:
-    """The request with what it says of a draw alone: temperature, filters and seed, no penalties and no mask."""
+    """Return the request with temperature, filters and seed only, without penalties and mask."""
     params = request.params
     own = SamplingParams(
         max_tokens=params.max_tokens,
@@ -68,11 +68,11 @@ def without_rules(request: Request) -> Request:
 def load_draft(
     config: SpeculationConfig, target: ModelSpec, max_model_len: int, load: Callable[..., CausalModel]
 ) -> CausalModel | None:
-    """The draft model that the settings name; None: they name none.
+    """Load the draft model of the settings; None: they name none.
 
     Args:
-        target: the model for which it guesses.
-        max_model_len: most tokens of a sequence.
+        target: the model that it drafts for.
+        max_model_len: maximum tokens of a sequence.
         load: as `load_model`, for the device and dtype of the model.
 
     Raises:
@@ -94,17 +94,17 @@ def load_draft(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProposerState:
-    """A draft model beside a model.
+    """A draft model with the cache parameters of its target model.
 
     Attributes:
         groups: of the model's cache.  block_size: tokens of a block.
-        most_tokens: of a step.
+        max_tokens: of a step.
     """
 
     draft: CausalModel
     groups: tuple[CacheGroup, ...]
     block_size: int
-    most_tokens: int
+    max_tokens: int
 
     def proposer(
         self,
@@ -112,10 +112,10 @@ class DraftProposerState:
         attend: Callable[[KVLayout], AttentionBackend],
         compute: Callable[[CausalModel, AttentionBackend, RowState], StepRunner],
     ) -> DraftModelProposer:
-        """It as a proposer for these rows; `attend` makes the attention over a layout, `compute` a model's steps.
+        """Create the proposer for these rows; `attend` makes the attention over a layout, `compute` a model's runner.
 
         Raises:
-            UnsupportedModel: the model keeps no whole sequence.
+            UnsupportedModel: the model has no full-attention group.
         """
         full, layout = draft_layout(self.draft.spec, self.groups, self.block_size)
         attention = attend(layout)
@@ -128,21 +128,21 @@ class DraftProposerState:
         return DraftModelProposer(
             compute(self.draft, attention, own).execute,
             own,
-            most_positions=self.draft.spec.max_position,
-            most_tokens=self.most_tokens,
+            max_positions=self.draft.spec.max_position,
+            max_tokens=self.max_tokens,
             zero=zero,
         )
 
 
 class DraftModelProposer:
-    """Lets a smaller model answer ahead.
+    """Drafts tokens with a smaller model.
 
     Args:
         execute: computes steps of the draft model, over `rows`.
-        rows: the model's rows, as the draft model sees them.
-        most_positions: tokens of one sequence that the draft model was made for.
-        most_tokens: positions that it computes at once.
-        zero: clears blocks of its storage.
+        rows: the model's rows, with the draft model's block tables.
+        max_positions: maximum tokens of one sequence in the draft model.
+        max_tokens: positions that it computes at once.
+        zero: zeroes blocks of its storage.
     """
 
     def __init__(
@@ -150,65 +150,65 @@ class DraftModelProposer:
         execute: Execute,
         rows: RowState,
         *,
-        most_positions: int,
-        most_tokens: int,
+        max_positions: int,
+        max_tokens: int,
         zero: Callable[[list[int]], None],
     ) -> None:
         self._execute = execute
         self._rows = rows
-        self._most_positions = most_positions
-        self._most_tokens = most_tokens
+        self._max_positions = max_positions
+        self._max_tokens = max_tokens
         self._zero = zero
         num_rows = len(rows.num_known)
-        self._epoch = np.full(num_rows, NOBODY, dtype=np.int64)
+        self._epoch = np.full(num_rows, NO_EPOCH, dtype=np.int64)
         self._computed = np.zeros(num_rows, dtype=np.int32)
-        self._barred = np.zeros(num_rows, dtype=np.bool_)
+        self._is_disabled = np.zeros(num_rows, dtype=np.bool_)
 
     def learn(self, request: Request, token_ids: Ints) -> None:
-        """Nothing: the draft model knows what it knows."""
+        """Do nothing: the draft model does not learn."""
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        new = tuple(self._take(ask) for ask in asks if self._epoch[ask.row] != ask.epoch)
-        able = [ask for ask in asks if not self._barred[ask.row] and self._length(ask) > 0]
-        lengths = {ask.row: self._length(ask) for ask in able}
-        self._catch_up([ask.row for ask in able], new)
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        new = tuple(self._register(request) for request in requests if self._epoch[request.row] != request.epoch)
+        enabled = [request for request in requests if not self._is_disabled[request.row] and self._length(request) > 0]
+        lengths = {request.row: self._length(request) for request in enabled}
+        self._catch_up([request.row for request in enabled], new)
         known = self._rows.num_known
-        going, place = sorted(lengths), 0
+        going, offset = sorted(lengths), 0
         while going:
             rows = np.array(going, dtype=np.int32)
-            tokens = self._step(rows, known[rows] + place)
+            tokens = self._step(rows, known[rows] + offset)
             alive = tokens >= 0
             for row in rows[~alive].tolist():
-                self._bar(row)
-                lengths[row] = place
-            self._rows.token_ids[rows[alive], known[rows[alive]] + place] = tokens[alive]
-            place += 1
-            going = [row for row in rows[alive].tolist() if lengths[row] > place]
-        return [self._draft(ask.row, lengths.get(ask.row, 0)) for ask in asks]
+                self._disable(row)
+                lengths[row] = offset
+            self._rows.token_ids[rows[alive], known[rows[alive]] + offset] = tokens[alive]
+            offset += 1
+            going = [row for row in rows[alive].tolist() if lengths[row] > offset]
+        return [self._draft(request.row, lengths.get(request.row, 0)) for request in requests]
 
     def _draft(self, row: int, length: int) -> Draft:
         known = int(self._rows.num_known[row])
         return Draft(self._rows.token_ids[row, known : known + length].copy(), "draft") if length else NO_DRAFT
 
-    def _length(self, ask: DraftRequest) -> int:
-        return min(ask.most, self._most_positions - int(self._rows.num_known[ask.row]))
+    def _length(self, request: DraftRequest) -> int:
+        return min(request.max_drafts, self._max_positions - int(self._rows.num_known[request.row]))
 
-    def _take(self, ask: DraftRequest) -> NewRow:
-        """A row has another owner. (What it shares with others is computed again: the same keys to the same places.)"""
-        self._epoch[ask.row] = ask.epoch
-        self._computed[ask.row] = 0
-        self._barred[ask.row] = False
-        return NewRow(ask.row, without_rules(ask.request), ask.choice)
+    def _register(self, request: DraftRequest) -> NewRow:
+        """Reset a row with a new owner. (Shared blocks are computed again: the same keys at the same positions.)"""
+        self._epoch[request.row] = request.epoch
+        self._computed[request.row] = 0
+        self._is_disabled[request.row] = False
+        return NewRow(request.row, without_rules(request.request), request.choice)
 
     def _catch_up(self, rows: list[int], new: tuple[NewRow, ...]) -> None:
-        """Compute the known tokens of these rows up to the last one, which the first guess comes from."""
+        """Compute the known tokens of these rows up to the last one, which yields the first draft."""
         for row in rows:
-            # Behind the first token that the model took in place of a guess, keys are of tokens that did not stay.
+            # Keys behind the first rejected draft belong to tokens that were not accepted.
             last = int(self._rows.num_known[row]) - 1
             self._computed[row] = min(int(self._computed[row]), last)
         left = [row for row in rows if self._computed[row] < self._rows.num_known[row] - 1]
         while left:
-            room, part, counts = self._most_tokens, [], []
+            room, part, counts = self._max_tokens, [], []
             for row in left:
                 count = min(int(self._rows.num_known[row]) - 1 - int(self._computed[row]), room)
                 if count > 0:
@@ -221,7 +221,7 @@ class DraftModelProposer:
             left = [row for row in left if self._computed[row] < self._rows.num_known[row] - 1]
 
     def _step(self, rows: Ints, ends: Ints) -> Ints:
-        """Compute one position more, the one before `ends`; the token that comes there, negative where none can."""
+        """Compute one more position, the one before `ends`, and return the token sampled there, negative if none."""
         output = self._compute(rows, np.ones(len(rows), dtype=np.int32), (), samples=True)
         assert (self._computed[rows] == ends).all()
         return output.token_ids
@@ -241,8 +241,8 @@ class DraftModelProposer:
         self._computed[rows] += counts
         return self._execute(plan)
 
-    def _bar(self, row: int) -> None:
-        """The draft model met non-finite values: it is not asked again for this sequence, and leaves none behind."""
-        self._barred[row] = True
+    def _disable(self, row: int) -> None:
+        """Disable drafts for a sequence with non-finite values in the draft model, and zero its blocks."""
+        self._is_disabled[row] = True
         table = self._rows.block_tables[0][row]
         self._zero(table[table != NO_BLOCK].tolist())

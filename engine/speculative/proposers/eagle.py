@@ -1,15 +1,16 @@
 """Drafts by an EAGLE-3 head, which reads the model's own states (see models/eagle.py).
 
-Of each step the head is shown the states of all positions. At position p it takes them together with the token at
-p + 1, so it computes what it can at once, and keeps the states of a row's last position, and of the guesses behind it,
-until the next step shows which tokens follow. Then they are computed, and a chain of guesses begins behind the last:
+In each step the head reads the states of all positions. At position p it combines them with the token at p + 1, so it
+computes all positions whose next token is known, and stores the states of a row's last position, and of its drafts,
+until the next step determines the tokens behind them. Then they are computed, and a chain of drafts begins behind the
+last:
 
-    states shown        |- computed at once -|- kept: last known, guesses -|
-    after the update    |- ... - known - 2 -| <- the first guess, of token `known`, comes from here
+    states read         |- computed at once -|- stored: last known, drafts -|
+    after the update    |- ... - known - 2 -| <- the first draft, of token `known`, is sampled here
 
-Its keys lie in the model's blocks, as a draft model's do: block b of the full-attention group has a place in its own
-storage. So a prefix hit brings the head's keys along with the model's. Only the key at the last position of what was
-hit may tell of the token that came next in another text. Nothing makes up for that: it costs acceptance, and no more.
+Its keys use the model's block ids, as a draft model's do: block b of the full-attention group also exists in the head's
+own storage. So a prefix hit includes the head's keys. Only the key at the last position of a hit may depend on the
+token that followed in another text. Nothing corrects that: it costs acceptance, and nothing else.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ Ints = NDArray[np.int32]
 def load_eagle(
     config: SpeculationConfig, model: CausalModel, max_model_len: int, device: torch.device
 ) -> EagleHead | None:
-    """The head that the settings name; None: they name none.
+    """Load the head of the settings; None: they name none.
 
     Args:
-        model: for which it guesses, on `device`.  max_model_len: most tokens of a sequence.
+        model: that it drafts for, on `device`.  max_model_len: maximum tokens of a sequence.
 
     Raises:
-        UnsupportedModel: the model shows no states, or the head does not fit it.
+        UnsupportedModel: the model does not return its states, or the head does not fit it.
         ModelNotFound, CorruptWeights: as `load_head` does.
     """
     if config.method != "eagle3":
@@ -59,7 +60,7 @@ def load_eagle(
     if not isinstance(model, LayeredModel):
         raise UnsupportedModel(
             f"an EAGLE-3 head reads states between the layers, which transformers' code for "
-            f"{model.spec.architecture} does not show here; guess with n-grams instead"
+            f"{model.spec.architecture} does not return here; draft with n-grams instead"
         )
     embedding, spec = model.embedding, model.spec
     return load_head(
@@ -69,11 +70,11 @@ def load_eagle(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadProposerState:
-    """A head beside a model.
+    """A head with the cache parameters of its target model.
 
     Attributes:
         groups: of the model's cache.  block_size: tokens of a block.
-        vocab_size: of the model.  longest: most guesses for a row in a step.
+        vocab_size: of the model.  longest: maximum drafts for a row in a step.
     """
 
     head: EagleHead
@@ -83,10 +84,10 @@ class HeadProposerState:
     longest: int
 
     def proposer(self, rows: RowState, attend: Callable[[KVLayout], AttentionBackend]) -> EagleProposer:
-        """It as a proposer for these rows; `attend` makes the attention over a layout.
+        """Create the proposer for these rows; `attend` makes the attention over a layout.
 
         Raises:
-            UnsupportedModel: the model keeps no whole sequence.
+            UnsupportedModel: the model has no full-attention group.
         """
         full, layout = draft_layout(self.head.spec, self.groups, self.block_size)
         own = rows.with_tables([rows.block_tables[full]])
@@ -94,13 +95,13 @@ class HeadProposerState:
 
 
 class EagleProposer:
-    """Lets a head answer ahead; a `Proposer`, and a `StateReader`.
+    """Drafts tokens with a head; a `Proposer`, and a `StateReader`.
 
     Args:
         attention: over the head's keys.
-        rows: the model's rows, with the table of its whole sequences.
+        rows: the model's rows, with the full-attention group's table.
         vocab_size: of the model.
-        longest: most guesses for a row in a step.
+        longest: maximum drafts for a row in a step.
     """
 
     def __init__(
@@ -109,16 +110,16 @@ class EagleProposer:
         self._head = head
         self._attention = attention
         self._rows = rows
-        self._most_positions = head.spec.max_position
+        self._max_positions = head.spec.max_position
         num_rows, self._vocab_size = len(rows.num_known), vocab_size
         self._device = head.device
         self._sampler = Sampler(num_rows, vocab_size, (), self._device)
         self._owner: list[tuple[Request, int] | None] = [None] * num_rows
-        # Of each row: the first position that the head has not computed, and how many states from there on are kept.
+        # For each row: the first position that the head has not computed, and the number of stored states from there.
         self._next = np.zeros(num_rows, dtype=np.int32)
         self._count = np.zeros(num_rows, dtype=np.int32)
         shape = num_rows, 1 + longest, head.spec.hidden_size
-        self._kept = torch.zeros(shape, dtype=head.spec.dtype, device=self._device)
+        self._states = torch.zeros(shape, dtype=head.spec.dtype, device=self._device)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -126,7 +127,7 @@ class EagleProposer:
         return self._head.layers
 
     def learn(self, request: Request, token_ids: Ints) -> None:
-        """Nothing: the head knows what it knows."""
+        """Do nothing: the head does not learn."""
 
     @torch.inference_mode()
     def read(self, plan: StepPlan, states: Tensor) -> None:
@@ -138,78 +139,80 @@ class EagleProposer:
             self._next[row] = self._count[row] = 0
         rows, starts, ends = plan.rows, plan.starts, plan.starts + plan.counts
         joined, first = self._head.join(states), np.cumsum(plan.counts) - plan.counts
-        # Kept states of guesses that were rejected are void; behind positions that were not shown, all are.
+        # Stored states of rejected drafts are void; behind positions that were not read, all are.
         old = starts - self._next[rows]
         lost = (old < 0) | (old > self._count[rows])
         self._next[rows[lost]], old[lost] = starts[lost], 0
         # Up to here the token behind each position is known.
-        done = np.minimum(np.minimum(ends, self._rows.num_known[rows] - 1), self._most_positions)
+        done = np.minimum(np.minimum(ends, self._rows.num_known[rows] - 1), self._max_positions)
         counts = done - self._next[rows]
         busy = np.flatnonzero(counts > 0)
         if busy.size:
             busy = busy[np.argsort(counts[busy] > 1, kind="stable")]  # single positions come first
             parts = []
             for i in busy.tolist():
-                parts.append(self._kept[rows[i], : min(old[i], counts[i])])
+                parts.append(self._states[rows[i], : min(old[i], counts[i])])
                 parts.append(joined[first[i] : first[i] + max(0, done[i] - starts[i])])
             self._compute(rows[busy], self._next[rows[busy]], counts[busy], torch.cat(parts))
-        self._keep(rows, np.maximum(done, starts), ends, joined, first - starts)
+        self._store_states(rows, np.maximum(done, starts), ends, joined, first - starts)
 
-    def _keep(self, rows: Ints, begins: Ints, ends: Ints, joined: Tensor, shift: Ints) -> None:
-        """Keep the states of positions from `begins` to `ends`; `joined` holds those of position p at p + `shift`."""
-        counts = np.minimum(ends - begins, self._kept.shape[1])
+    def _store_states(self, rows: Ints, begins: Ints, ends: Ints, joined: Tensor, shift: Ints) -> None:
+        """Store the states of positions from `begins` to `ends`; `joined` holds those of position p at p + `shift`."""
+        counts = np.minimum(ends - begins, self._states.shape[1])
         self._next[rows], self._count[rows] = begins, counts
-        place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        source = joined.index_select(0, self._upload(np.repeat(begins + shift, counts) + place))
-        self._kept.index_put_((self._upload(np.repeat(rows, counts)), self._upload(place)), source)
+        offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        source = joined.index_select(0, self._upload(np.repeat(begins + shift, counts) + offset))
+        self._states.index_put_((self._upload(np.repeat(rows, counts)), self._upload(offset)), source)
 
     @torch.inference_mode()
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        lengths = {ask.row: length for ask in asks if (length := self._length(ask)) > 0}
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        lengths = {request.row: length for request in requests if (length := self._length(request)) > 0}
         if lengths:
-            rows, most = np.array(list(lengths), dtype=np.int32), np.array(list(lengths.values()), dtype=np.int32)
-            lengths = self._guess(rows, most)
-        return [self._draft(ask.row, lengths.get(ask.row, 0)) for ask in asks]
+            rows, max_drafts = np.array(list(lengths), dtype=np.int32), np.array(list(lengths.values()), dtype=np.int32)
+            lengths = self._write_drafts(rows, max_drafts)
+        return [self._draft(request.row, lengths.get(request.row, 0)) for request in requests]
 
-    def _length(self, ask: DraftRequest) -> int:
-        """How many guesses the head can make: none where it has not seen the row's last state."""
-        owner, known = self._owner[ask.row], int(self._rows.num_known[ask.row])
-        if owner is None or owner[0] is not ask.request or owner[1] != ask.choice:
+    def _length(self, request: DraftRequest) -> int:
+        """Return how many drafts the head can make: none where it has not read the row's last state."""
+        owner, known = self._owner[request.row], int(self._rows.num_known[request.row])
+        if owner is None or owner[0] is not request.request or owner[1] != request.choice:
             return 0
-        if not 1 <= known - 1 - self._next[ask.row] <= self._count[ask.row]:
+        if not 1 <= known - 1 - self._next[request.row] <= self._count[request.row]:
             return 0
-        return min(ask.most, self._most_positions + 2 - known)
+        return min(request.max_drafts, self._max_positions + 2 - known)
 
-    def _guess(self, rows: Ints, lengths: Ints) -> dict[int, int]:
-        """Write guesses behind the known tokens of these rows, so many at most; row -> how many there are."""
+    def _write_drafts(self, rows: Ints, lengths: Ints) -> dict[int, int]:
+        """Write up to `lengths` drafts behind the known tokens of these rows; returns row -> number of drafts."""
         known = self._rows.num_known[rows]
         counts = known - 1 - self._next[rows]
         order = np.argsort(counts > 1, kind="stable")
         rows, lengths, known, counts = rows[order], lengths[order], known[order], counts[order]
-        kept = torch.cat([self._kept[row, :count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)])
-        hidden = self._compute(rows, self._next[rows], counts, kept)
+        states = torch.cat(
+            [self._states[row, :count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+        )
+        hidden = self._compute(rows, self._next[rows], counts, states)
         hidden = hidden.index_select(0, self._upload(np.cumsum(counts) - 1))
         self._next[rows], self._count[rows] = known - 1, 0
-        made, place = dict.fromkeys(rows.tolist(), 0), 0
+        made, offset = dict.fromkeys(rows.tolist(), 0), 0
         while True:
-            tokens = self._sample(hidden, rows, known + place)
+            tokens = self._sample(hidden, rows, known + offset)
             alive = tokens >= 0
-            self._rows.token_ids[rows[alive], known[alive] + place] = tokens[alive]
-            place += 1
-            made |= dict.fromkeys(rows[alive].tolist(), place)
-            going = np.flatnonzero(alive & (lengths > place))
+            self._rows.token_ids[rows[alive], known[alive] + offset] = tokens[alive]
+            offset += 1
+            made |= dict.fromkeys(rows[alive].tolist(), offset)
+            going = np.flatnonzero(alive & (lengths > offset))
             if not going.size:
                 return made
             rows, lengths, known = rows[going], lengths[going], known[going]
             hidden = hidden.index_select(0, self._upload(going))
-            hidden = self._compute(rows, known + place - 2, np.ones(len(rows), dtype=np.int32), hidden)
+            hidden = self._compute(rows, known + offset - 2, np.ones(len(rows), dtype=np.int32), hidden)
 
     def _draft(self, row: int, length: int) -> Draft:
         known = int(self._rows.num_known[row])
         return Draft(self._rows.token_ids[row, known : known + length].copy(), "eagle3") if length else NO_DRAFT
 
     def _compute(self, rows: Ints, starts: Ints, counts: Ints, joined: Tensor) -> Tensor:
-        """Positions of the head, single ones first; [T, hidden], what follows each."""
+        """Compute positions of the head, single ones first; returns their outputs [T, hidden]."""
         none = np.zeros(len(rows), dtype=np.int32)
         plan = StepPlan(
             rows=rows, starts=starts, counts=counts, num_logits=none, samples=none > 0,
@@ -222,7 +225,7 @@ class EagleProposer:
         return self._head.forward(joined, next_ids, self._upload(positions), attend)
 
     def _sample(self, hidden: Tensor, rows: Ints, at: Ints) -> Ints:
-        """Tokens of the model's vocabulary at positions `at`, negative where there are none; hidden [S, hidden]."""
+        """Sample tokens of the model's vocabulary at positions `at`, negative where none; hidden [S, hidden]."""
         logits, targets = self._head.logits(hidden), self._head.targets
         if self._sampler.plain(rows).all():
             best, tokens = logits.max(-1)

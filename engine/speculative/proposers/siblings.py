@@ -1,7 +1,7 @@
-"""Answers that have ended, kept to be copied from: requests of one job often want alike answers.
+"""Ended answers as a source of drafts: requests of one job often have similar answers.
 
-Of the newest answers as many are kept as fit into a fixed number of tokens. The salt of a request keeps owners apart:
-it enters the n-grams' hashes, and is compared where a place was found.
+The newest answers are retained up to a fixed number of tokens. The salt of a request separates owners: it enters the
+n-grams' hashes, and is compared at each position found.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Ints = NDArray[np.int32]
 SIZES = (5, 3)
 
 CAPACITY = 1 << 16
-"""Tokens kept, at most. When they are reached the older half goes."""
+"""Maximum tokens retained. At the limit the older half is dropped."""
 
 SHARE = 8
-"""Of one answer the last tokens are kept, at most one part in so many."""
+"""The last tokens of an answer are retained, at most this fraction (1 / SHARE) of the capacity."""
 
 
 class Siblings:
@@ -39,11 +39,11 @@ class Siblings:
         self._index = NgramIndex(SIZES, len(self._text))
 
     def __len__(self) -> int:
-        """Tokens kept."""
+        """Tokens retained."""
         return self._length
 
     def add(self, token_ids: Ints, salt: bytes) -> None:
-        """Keep an answer; int32 [tokens]."""
+        """Add an answer; int32 [tokens]."""
         token_ids = token_ids[-(len(self._text) // SHARE) :]
         if len(token_ids) < SIZES[-1]:
             return
@@ -58,29 +58,29 @@ class Siblings:
     def _drop_older_half(self) -> None:
         half = bisect_right(self._starts, self._length // 2)
         ends = [*self._starts[1:], self._length]
-        kept = [
+        retained = [
             (self._text[start:end].copy(), salt)
             for start, end, salt in zip(self._starts[half:], ends[half:], self._salts[half:], strict=True)
         ]
         self._begin()
-        for token_ids, salt in kept:
+        for token_ids, salt in retained:
             self.add(token_ids, salt)
 
     def find(self, known: Ints, salt: bytes) -> tuple[int, Ints, int, int] | None:
-        """Where an answer of this owner went on behind what `known` (int32) ends with: how many tokens before agree,
-        the text, the place in it, and the answer's end. None: nowhere."""
+        """Find the best continuation of `known` (int32) in an answer of this owner: the number of agreeing tokens, the
+        text, the position in it, and the answer's end. None: there is none."""
         best: tuple[int, Ints, int, int] | None = None
         if not self._length:
             return None
-        for place in self._index.places(known, _number(salt)):
-            answer = bisect_right(self._starts, place - 1) - 1
+        for position in self._index.positions(known, _number(salt)):
+            answer = bisect_right(self._starts, position - 1) - 1
             start = self._starts[answer]
             end = self._starts[answer + 1] if answer + 1 < len(self._starts) else self._length
-            if self._salts[answer] != salt or place >= end:
+            if self._salts[answer] != salt or position >= end:
                 continue
-            agreed = agreement(self._text[start:], place - start, known)
+            agreed = agreement(self._text[start:], position - start, known)
             if agreed >= SIZES[-1] and (best is None or agreed > best[0]):
-                best = (agreed, self._text, place, end)
+                best = (agreed, self._text, position, end)
         return best
 
 

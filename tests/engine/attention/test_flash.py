@@ -170,7 +170,7 @@ def test_what_a_library_can_not_do_is_said_with_the_fix(
     assert (told is None) if reason is None else (told is not None and reason in told)
 
 
-def test_by_name_a_library_is_had_or_an_error_says_why_not() -> None:
+def test_a_library_selected_by_name_is_used_or_an_error_names_the_reason() -> None:
     with pytest.raises(EngineError, match=r"^attention 'flash3' runs on CUDA devices, not on cpu$"):
         make_backend("flash3", LAYOUT, torch.bfloat16, torch.device("cpu"))
     with pytest.raises(EngineError, match=r"^attention 'flash2' takes blocks of 256 .*: set kv_block_size$"):
@@ -196,7 +196,7 @@ def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest
         ((), 256, False, "paged-sdpa"),
     ],
 )
-def test_the_best_of_what_is_installed_is_chosen(
+def test_the_best_installed_backend_is_chosen(
     installed: tuple[str, ...], block_size: int, fp8: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -211,7 +211,7 @@ def test_the_best_of_what_is_installed_is_chosen(
     assert (found is not None) == (chosen in LIBRARIES)
 
 
-def test_flash3_is_looked_for_in_its_homes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash3_is_searched_in_its_packages_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, vllm = module(), module(is_fa_version_supported=lambda version: version == 3)
     asked: list[str] = []
     homes = {

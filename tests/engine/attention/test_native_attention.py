@@ -125,7 +125,7 @@ def test_an_int8_cache_stays_close(path: str) -> None:
 
 
 @pytest.mark.parametrize("kv_kind", [None, ElementKind.I8])
-def test_what_is_not_finite_reaches_the_row_and_no_other(kv_kind: ElementKind | None) -> None:
+def test_non_finite_values_reach_their_row_and_no_other(kv_kind: ElementKind | None) -> None:
     # Given two sequences, one of which has met a NaN in its keys
     attention = backend("avx2", 10, kv_kind=kv_kind)
     q, k, v = inputs(40, seed=5)

@@ -47,7 +47,7 @@ class TestPool:
         assert order[1:] == [blocks[1], blocks[0], blocks[2]]
         assert len(index) == 0
 
-    def test_of_a_sequence_that_nobody_else_will_read_the_tail_goes_first(self) -> None:
+    def test_the_tail_of_a_sequence_without_readers_is_evicted_first(self) -> None:
         index = PrefixIndex(1)
         pool = BlockPool(0, 9, index)
         blocks = pool.allocate(3)
@@ -78,7 +78,7 @@ class TestPool:
         pool.release([block])
         assert pool.num_free == 1
 
-    def test_releasing_too_often_is_our_own_mistake_and_says_so(self) -> None:
+    def test_releasing_too_often_fails_an_assertion(self) -> None:
         pool = BlockPool(0, 3, PrefixIndex(1))
         (block,) = pool.allocate(1)
         pool.release([block])
@@ -100,7 +100,7 @@ class TestPool:
     def test_the_check_names_the_block_and_both_counts(self) -> None:
         pool = BlockPool(0, 3, PrefixIndex(1))
         (block,) = pool.allocate(1)
-        with pytest.raises(AssertionError, match=f"block {block}: 1 references kept, 0 in the tables"):
+        with pytest.raises(AssertionError, match=f"block {block}: 1 references counted, 0 in the tables"):
             pool.check(np.zeros(3, dtype=np.int64))
 
 
@@ -209,7 +209,7 @@ class TestPrefixes:
         others = [last(b"", None, b"aaab", b"bbbb"), last(b"s", None, b"aaaa", b"bbbb"), last(b"", 9, b"aaaa", b"bbbb")]
         assert len({base, *others}) == 4
 
-    def test_each_block_is_hashed_once_and_a_fork_knows_what_its_twin_knew(self) -> None:
+    def test_each_block_is_hashed_once_and_a_fork_copies_the_digests(self) -> None:
         calls = []
 
         def counting(parent: bytes, tokens: bytes) -> bytes:

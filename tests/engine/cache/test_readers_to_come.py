@@ -240,7 +240,7 @@ def test_each_shared_prefix_is_computed_once_when_the_pool_is_large_enough(
 
 
 @pytest.mark.parametrize("chunk", [None, 6, 2])
-def test_two_that_share_a_prompt_and_come_together_compute_it_once(chunk: int | None) -> None:
+def test_two_simultaneous_requests_that_share_a_prompt_compute_it_once(chunk: int | None) -> None:
     h = harness(budget=21, chunk=chunk)
     for name in "abc":
         h.scheduler.add(ask(name, [*tokens(1, 40), ord(name) % 9 + 3]), 0.0)

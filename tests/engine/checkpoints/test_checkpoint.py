@@ -127,7 +127,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(place, sharded):
         load(sharded)
 
 
-def test_an_index_that_places_a_tensor_wrongly_is_refused(sharded):
+def test_an_index_with_a_wrong_file_for_a_tensor_is_refused(sharded):
     other = sorted(p.name for p in sharded.glob("*.safetensors"))
     reindex(
         sharded, lambda m: m.update({"model.norm.weight": other[0] if m["model.norm.weight"] != other[0] else other[1]})

@@ -37,7 +37,7 @@ def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
     assert float(one) == 3.0
 
 
-def test_what_does_not_lie_together_is_filled_too(tmp_path: Path) -> None:
+def test_non_contiguous_memory_is_filled_too(tmp_path: Path) -> None:
     weight = torch.randn(4, 6)
     save_file({"weight": weight}, tmp_path / "model.safetensors")
     into = torch.zeros(6, 4).t()
@@ -71,7 +71,7 @@ def _resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def test_a_large_tensor_costs_no_memory_beside_its_place(tmp_path: Path) -> None:
+def test_a_large_tensor_takes_no_memory_but_its_destination(tmp_path: Path) -> None:
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         pytest.skip("NOT TESTED HERE: the memory of loading; this system does not tell a process's peak")

@@ -153,7 +153,7 @@ def test_numbers_that_are_not_finite_fail_their_text_alone() -> None:
     assert done["good"].pooled.tolist() == [5, 1]
 
 
-def test_what_is_cancelled_or_late_says_so() -> None:
+def test_cancelled_and_late_requests_report_their_reason() -> None:
     clock = Clock()
     engine = make(clock=clock)
     engine.add(ask("gone", [5]))

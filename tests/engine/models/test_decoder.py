@@ -71,7 +71,7 @@ def test_windows_come_from_the_config_and_matter(family, tiny_model, tiny_models
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_the_spec_says_what_the_model_is(family, tiny_model):
+def test_the_spec_describes_the_model(family, tiny_model):
     config = AutoConfig.from_pretrained(tiny_model(family))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
     description = describe_model(tiny_model(family), dtype=torch.float32)

@@ -46,7 +46,7 @@ def test_logits_equal_transformers_over_flat_chunked_batches(family, tiny_model,
 
 
 @pytest.mark.parametrize("family", FALLBACK)
-def test_the_spec_says_what_the_model_is(family, tiny_model, tiny_models):
+def test_the_spec_describes_the_model(family, tiny_model, tiny_models):
     config = AutoConfig.from_pretrained(tiny_model(family))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model(family))
     description = describe_model(tiny_model(family), dtype=torch.float32)
@@ -96,7 +96,7 @@ def test_no_mask_is_built(tiny_model, prompts):
         ("Qwen3NextConfig", "linear_attention|keeps a state", {"head_dim": 16, "num_experts": 4}),
     ],
 )
-def test_attention_that_is_not_ours_to_replace_is_refused_by_name(class_name, named, changes, tiny_models, tmp_path):
+def test_attention_that_can_not_be_replaced_is_refused_by_name(class_name, named, changes, tiny_models, tmp_path):
     config = getattr(transformers, class_name)(**{**tiny_models._SHAPE, **changes})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=named):
@@ -115,7 +115,7 @@ def test_keys_that_a_model_repeats_itself_are_cached_as_it_makes_them(tiny_model
 
 
 @pytest.mark.parametrize("said", [2, 8])
-def test_heads_that_the_config_does_not_tell_are_refused(said, tmp_path):
+def test_heads_that_the_config_does_not_declare_are_refused(said, tmp_path):
     # Given a model of one key-value head whose config says more
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64, "n_inner": 80, "num_key_value_heads": said}
     config = transformers.GPTBigCodeConfig(vocab_size=257, bos_token_id=1, eos_token_id=2, **sizes)
@@ -197,7 +197,7 @@ def test_a_model_that_disagrees_with_transformers_is_refused(tiny_model):
         check_against_eager(model, reference)
 
 
-def test_a_window_that_the_config_does_not_tell_is_refused(tiny_model, prompts):
+def test_a_window_that_the_config_does_not_declare_is_refused(tiny_model, prompts):
     model = load(tiny_model("phi3"))
     model._slot.spec = replace(model.spec, windows=(None, None, None))
     with pytest.raises(UnsupportedModel, match="Phi3Attention 0 has a window of 8, but its config says None"):

@@ -25,7 +25,7 @@ def test_rotations_equal_transformers_far_beyond_the_original_context(family, ti
     for kind in kinds:
         # When tokens far beyond them are rotated
         table = RotaryTable(rope_spec(config, config.head_dim, kind), torch.float32, CPU, positions=8)
-        ours = table.look_up(positions, None).apply(x)
+        ours = table.lookup(positions, None).apply(x)
         # Then they turn as transformers turns them
         cos, sin = reference(x, positions[None], *([kind] if kind else []))
         half = config.head_dim // 2
@@ -39,11 +39,11 @@ def test_the_table_grows_and_keeps_what_it_had(tiny_models):
     spec = rope_spec(config, config.head_dim)
     grown = RotaryTable(spec, torch.float32, CPU, positions=4)
     for last in (3, 4, 5, 100):
-        grown.look_up(torch.tensor([last]), None)
+        grown.lookup(torch.tensor([last]), None)
     whole = RotaryTable(spec, torch.float32, CPU, positions=200)
     positions = torch.arange(100)
-    assert torch.equal(grown.look_up(positions, None).cos, whole.look_up(positions, None).cos)
-    assert torch.equal(grown.look_up(positions, None).sin, whole.look_up(positions, None).sin)
+    assert torch.equal(grown.lookup(positions, None).cos, whole.lookup(positions, None).cos)
+    assert torch.equal(grown.lookup(positions, None).sin, whole.lookup(positions, None).sin)
 
 
 @pytest.mark.parametrize("prompt_length", [9, 16, 17, 30])

@@ -86,7 +86,7 @@ def test_what_needs_the_kernels_is_refused_without_a_compiler(
 
 
 @pytest.mark.parametrize(("option", "value"), [("instruction_set", "avx2"), ("kv_dtype", "int8")])
-def test_what_needs_the_kernels_is_refused_beside_another_backend(option: str, value: str) -> None:
+def test_options_that_need_the_kernels_are_refused_with_another_backend(option: str, value: str) -> None:
     config = EngineConfig(attention="paged-sdpa", **{option: value})
     with pytest.raises(
         EngineError, match=f"{option} '{value}' is of the native kernels, but attention is 'paged-sdpa'"
@@ -102,7 +102,7 @@ def test_a_dtype_that_the_kernels_lack_is_torchs(logged: list[dict[str, object]]
         native_library(EngineConfig(attention="native"), torch.float16, CPU)
 
 
-def test_a_compiler_that_fails_is_told_by_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_failure_reports_its_first_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ -include /nowhere/missing.h")
     with pytest.raises(NativeUnavailable, match=r"the compiler g\+\+ failed: .*error: /nowhere/missing\.h: No such"):
         build()
@@ -185,7 +185,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
         NativeLibrary(tmp_path / "other.so", "avx2", 1)
 
 
-def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torn.so").write_bytes(b"\x7fELF")
     with pytest.raises(NativeUnavailable, match=r"the built kernels don't load: .*torn"):
         NativeLibrary(tmp_path / "torn.so", "avx2", 1)
@@ -212,7 +212,7 @@ def test_every_instruction_set_that_the_processor_lacks_is_refused_by_name(built
     assert load_library("auto", 1).name == best
 
 
-def test_an_instruction_set_that_nobody_knows_is_refused_with_those_that_are() -> None:
+def test_an_unknown_instruction_set_is_refused_with_the_known_ones() -> None:
     with pytest.raises(NativeUnavailable, match="no instruction set 'sse9'; choose one of auto, avx2, avx512"):
         load_library("sse9", 1)
 

@@ -114,7 +114,7 @@ def test_company_changes_no_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_positions_that_nobody_reads_are_left_out_of_the_last_layer(
+def test_unread_positions_are_left_out_of_the_last_layer(
     family: str, precision: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
@@ -163,6 +163,6 @@ def test_small_forms_stay_near_the_plain_one(precision: str, tiny_model: TinyMod
     assert abs(small.mean() - exact.mean()) < 0.02
 
 
-def test_the_engine_says_what_serves(tiny_model: TinyModel) -> None:
+def test_the_engine_reports_its_backend(tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), 2, 64, instruction_set="avx2", dtype="float32")
     assert engine.attention_name == "native (avx2)"

@@ -143,7 +143,7 @@ def test_of_equal_products_the_lowest_column_wins(name: str, library: NativeLibr
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_rows_that_are_not_finite_are_told_and_spoil_no_other(name: str, broken: float, library: NativeLibrary) -> None:
+def test_non_finite_rows_are_reported_and_change_no_other(name: str, broken: float, library: NativeLibrary) -> None:
     kind, dtype, _ = KINDS[name]
     weight, bias, x = made(70, 50, 124, dtype)
     linear = NativeLinear.dense(library, kind, weight, bias)
@@ -186,7 +186,7 @@ def test_no_rows_are_no_work(path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_quantized_weights_take_the_place_they_should(path: str) -> None:
+def test_quantized_weights_take_the_expected_memory(path: str) -> None:
     library = native_path(path)
     weight, _, _ = made(640, 576, 1, torch.float32)
     sizes = {kind: NativeLinear.dense(library, kind, weight).num_bytes for kind, _, _ in KINDS.values()}

@@ -144,7 +144,7 @@ def test_int8_rows_for_other_inputs_are_dequantized_bit_for_bit(dtype: str, libr
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_they_take_the_place_that_they_are_stored_in(name: str, library: NativeLibrary) -> None:
+def test_they_take_the_memory_of_their_stored_form(name: str, library: NativeLibrary) -> None:
     weight = random_weight(MADE[name], 640, 576, 32)
     assert weight.nbytes <= small(library, weight).num_bytes <= weight.nbytes + 64
 

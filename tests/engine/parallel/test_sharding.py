@@ -27,7 +27,7 @@ def read(source: Any, name: str) -> torch.Tensor:
     return into
 
 
-def test_parts_put_together_are_the_whole(tiny_model: Callable[[str], Path]) -> None:
+def test_joined_parts_equal_the_whole(tiny_model: Callable[[str], Path]) -> None:
     opened = open_model(tiny_model("llama-bias"))
     assert opened.decoder is not None
     ranks = [ShareOfWeights(opened.weights, Share(opened.decoder, rank, 2)) for rank in range(2)]

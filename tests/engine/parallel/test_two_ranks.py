@@ -55,10 +55,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[RankGroupProcesses]:
-    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=60)
-    yield team
-    team.close()
+def rank_group() -> Iterator[RankGroupProcesses]:
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=60)
+    yield rank_group
+    rank_group.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def alone(path: Path, setting: Setting = PLAIN, **changes: Any) -> Engine:
     return Engine.load(path, setting.config(max_model_len=256, attention="paged-sdpa", **changes))
 
 
-def shared(path: Path, team: RankGroupProcesses, setting: Setting = PLAIN, **changes: Any) -> Engine:
+def shared(path: Path, rank_group: RankGroupProcesses, setting: Setting = PLAIN, **changes: Any) -> Engine:
     config = setting.config(max_model_len=256, tensor_parallel=2, **changes)
-    return Engine.load(path, config, team)
+    return Engine.load(path, config, rank_group)
 
 
 def all_tokens(completions: list[Completion]) -> list[list[int]]:
@@ -82,12 +82,12 @@ def all_tokens(completions: list[Completion]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_answers_as_one_process_does(
-    name: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     family, changes = FAMILIES[name]
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
-    engine = shared(path, team, CUT)
+    engine = shared(path, rank_group, CUT)
     assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS, expected_tokens=1)) == wanted
     stats = engine.stats()
     assert stats.preemptions > 0 or family == "llama-dynamic"  # whose prefixes are shared less
@@ -97,7 +97,7 @@ def test_every_family_answers_as_one_process_does(
 
 
 def test_choices_log_probabilities_and_scored_prompts_are_the_same(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     params = SamplingParams(
         max_tokens=5, temperature=0.8, top_p=0.9, n=3, seed=5, logprobs=4, prompt_logprobs=2, repetition_penalty=1.2
@@ -105,7 +105,7 @@ def test_choices_log_probabilities_and_scored_prompts_are_the_same(
     requests = [Request(str(i), as_token_ids(prompt), params) for i, prompt in enumerate(prompts[:4])]
     path = tiny_model("qwen3")
     one, two = (
-        {done.request_id: done for done in engine.run(requests)} for engine in (alone(path), shared(path, team))
+        {done.request_id: done for done in engine.run(requests)} for engine in (alone(path), shared(path, rank_group))
     )
     assert one.keys() == two.keys() == {request.request_id for request in requests}
     for name, wanted in one.items():
@@ -120,21 +120,23 @@ def test_choices_log_probabilities_and_scored_prompts_are_the_same(
         np.testing.assert_allclose(wanted.prompt_logprobs.chosen, got.prompt_logprobs.chosen, atol=1e-4)
 
 
-def test_guessed_tokens_change_nothing(team: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
+def test_drafted_tokens_do_not_change_answers(
+    rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]
+) -> None:
     prompts = [[5, 6, 7, 8] * 12, [9, 10, 11] * 9]
     path = tiny_model("llama")
     wanted = all_tokens(engine_answers(alone(path), prompts, 24))
-    engine = shared(path, team, speculation=SpeculationConfig("ngram"))
+    engine = shared(path, rank_group, speculation=SpeculationConfig("ngram"))
     assert all_tokens(engine_answers(engine, prompts, 24)) == wanted
     assert engine.stats().speculation.sources["ngram"].num_drafted > 0
 
 
 def test_bfloat16_is_as_near_as_rounding_allows(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("llama")
     exact, rounded = (scores(alone(path, dtype=dtype), prompts[:4]) for dtype in ("float32", "bfloat16"))
-    parallel = scores(shared(path, team, dtype="bfloat16"), prompts[:4])
+    parallel = scores(shared(path, rank_group, dtype="bfloat16"), prompts[:4])
     assert np.abs(parallel - exact).mean() < 1.5 * np.abs(rounded - exact).mean()
 
 
@@ -168,23 +170,23 @@ def weights_for(tiny_models: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_quantized_checkpoints_answer_as_one_process_does(
-    name: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    name: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     folder = weights_for(tiny_models, tmp_path / "plain")
     write(folder, tmp_path / "packed", settings_of(name), PACKINGS[name])
     wanted = all_tokens(engine_answers(alone(tmp_path / "packed"), prompts, MAX_TOKENS))
-    assert all_tokens(engine_answers(shared(tmp_path / "packed", team), prompts, MAX_TOKENS)) == wanted
+    assert all_tokens(engine_answers(shared(tmp_path / "packed", rank_group), prompts, MAX_TOKENS)) == wanted
 
 
 @pytest.mark.parametrize("inputs", ["calibrated", "as they come"])
 def test_int8_checkpoints_with_int8_inputs_answer_as_one_process_does(
-    inputs: str, team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    inputs: str, rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     library = pytest.importorskip("tests.engine.quant.library")
     how = library.INT8_STATIC if inputs == "calibrated" else library.INT8_TOKENS
     folder = weights_for(tiny_models, tmp_path / "plain")
     library.compress(folder, tmp_path / "packed", {"all": library.group(library.INT8_ROWS, how)}, "int-quantized")
-    one, two = alone(tmp_path / "packed"), shared(tmp_path / "packed", team)
+    one, two = alone(tmp_path / "packed"), shared(tmp_path / "packed", rank_group)
     if inputs == "calibrated":
         wanted = all_tokens(engine_answers(one, prompts, MAX_TOKENS))
         assert all_tokens(engine_answers(two, prompts, MAX_TOKENS)) == wanted
@@ -204,24 +206,26 @@ def scores(engine: Engine, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
 
 
 def test_weights_in_activation_order_are_refused_by_name_unless_they_are_made_dense(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     folder = weights_for(tiny_models, tmp_path / "plain")
     settings = {**settings_of("gptq"), "desc_act": True}
     write(folder, tmp_path / "packed", settings, lambda _, weight: pack_gptq(weight, shuffled=True))
     with pytest.raises(EngineError, match=r"o_proj.weight is stored in activation order.*--quantize dense"):
-        shared(tmp_path / "packed", team)
+        shared(tmp_path / "packed", rank_group)
     wanted = all_tokens(engine_answers(alone(tmp_path / "packed", quantize="dense"), prompts, MAX_TOKENS))
-    engine = shared(tmp_path / "packed", team, quantize="dense")
+    engine = shared(tmp_path / "packed", rank_group, quantize="dense")
     assert all_tokens(engine_answers(engine, prompts, MAX_TOKENS)) == wanted
 
 
-def test_each_rank_holds_its_share_and_no_more(team: RankGroupProcesses, tiny_models: Any, tmp_path: Path) -> None:
+def test_each_rank_holds_its_share_and_no_more(
+    rank_group: RankGroupProcesses, tiny_models: Any, tmp_path: Path
+) -> None:
     path = tiny_models.make_tiny_model(
         "llama", tmp_path / "large", vocab_size=20_000, hidden_size=384, intermediate_size=1536, num_hidden_layers=6
     )
     whole = (path / "model.safetensors").stat().st_size
-    engine = shared(path, team)
+    engine = shared(path, rank_group)
     resident = engine._runner._inner._model.resident  # type: ignore[attr-defined]
     # This process has memory to use again, from the models of other tests; the other rank has not.
     assert len(resident) == 2
@@ -241,11 +245,11 @@ def test_each_rank_holds_its_share_and_no_more(team: RankGroupProcesses, tiny_mo
     ],
 )
 def test_models_that_can_not_be_cut_are_refused(
-    family: str, changes: dict[str, Any], message: str, team: RankGroupProcesses, tiny_models: Any, tmp_path: Path
+    family: str, changes: dict[str, Any], message: str, rank_group: RankGroupProcesses, tiny_models: Any, tmp_path: Path
 ) -> None:
     path = tiny_models.make_tiny_model(family, tmp_path / "model", **changes)
     with pytest.raises(UnsupportedModel, match=message):
-        shared(path, team)
+        shared(path, rank_group)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +263,14 @@ def test_models_that_can_not_be_cut_are_refused(
     ],
 )
 def test_settings_that_several_ranks_can_not_follow_are_refused(
-    changes: dict[str, Any], message: str, team: RankGroupProcesses, tiny_model: Callable[[str], Path]
+    changes: dict[str, Any], message: str, rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(EngineError, match=message):
-        shared(tiny_model("llama"), team, **changes)
+        shared(tiny_model("llama"), rank_group, **changes)
 
 
-def test_what_is_not_finite_is_wiped_off_every_rank(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
+def test_non_finite_blocks_are_zeroed_on_every_rank(
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_models: Any, tmp_path: Path
 ) -> None:
     poison = 255
 
@@ -276,7 +280,7 @@ def test_what_is_not_finite_is_wiped_off_every_rank(
 
     path = tiny_models.make_tiny_model("llama", tmp_path / "model", edit=edit)
     wanted = all_tokens(engine_answers(alone(path), prompts, MAX_TOKENS))
-    engine = shared(path, team, CUT)
+    engine = shared(path, rank_group, CUT)
     for _ in range(3):  # until every block has held it
         failed = engine_answers(engine, [[poison, 5 + n] * 45 for n in range(4)], MAX_TOKENS)
         assert {one.choices[0].finish_reason.value for one in failed} == {"error"}
@@ -284,13 +288,13 @@ def test_what_is_not_finite_is_wiped_off_every_rank(
 
 
 def test_pooled_states_are_the_same(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     params = SamplingParams(max_tokens=0, temperature=0.0)
     requests = [Request(str(i), as_token_ids(p), params, pooling="mean") for i, p in enumerate(prompts[:5])]
     path = tiny_model("qwen3")
     one, two = (
-        {done.request_id: done.pooled for done in e.run(requests)} for e in (alone(path), shared(path, team, CUT))
+        {done.request_id: done.pooled for done in e.run(requests)} for e in (alone(path), shared(path, rank_group, CUT))
     )
     for name, wanted in one.items():
         got = two[name]
@@ -299,24 +303,26 @@ def test_pooled_states_are_the_same(
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-def test_memory_is_of_all_ranks_together(team: RankGroupProcesses, tiny_model: Callable[[str], Path]) -> None:
+def test_the_memory_limit_is_the_total_of_all_ranks(
+    rank_group: RankGroupProcesses, tiny_model: Callable[[str], Path]
+) -> None:
     config = EngineConfig(
         dtype="float32", max_model_len=64, cache=CacheConfig(memory_bytes=1 << 20, prefix_caching=False)
     )
     one = Engine.load(tiny_model("llama"), config)
-    two = Engine.load(tiny_model("llama"), replace(config, tensor_parallel=2), team)
+    two = Engine.load(tiny_model("llama"), replace(config, tensor_parallel=2), rank_group)
     # Each has half of the heads and half of the memory.
     assert two.stats().total_blocks == one.stats().total_blocks
 
 
-def test_the_largest_step_is_computed_by_all_ranks_together(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+def test_all_ranks_compute_the_largest_step_collectively(
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """As on GPUs before the cache is made; they are in step afterwards."""
     path = tiny_model("llama-tied")
-    engine = shared(path, team)
+    engine = shared(path, rank_group)
     own = engine._runner._inner._model._model  # type: ignore[attr-defined]
-    uses = _measured(own, EngineConfig(schedule=ScheduleConfig(5, 70)), team)
+    uses = _measured(own, EngineConfig(schedule=ScheduleConfig(5, 70)), rank_group)
     assert len(uses) == 2
     assert all(use.total > 0 for use in uses)
     wanted = all_tokens(engine_answers(alone(path), prompts[:3], MAX_TOKENS))
@@ -333,12 +339,12 @@ def test_on_gpus_the_cache_takes_what_the_fullest_rank_has_left() -> None:
 
 def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str], Path]) -> None:
     """On GPUs the others learn of a death from their host alone: what waited for the dead is let go, and goes on."""
-    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=30)
-    engine = shared(tiny_model("llama"), team)
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=30)
+    engine = shared(tiny_model("llama"), rank_group)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     assert engine.step() == []
     model = engine._runner._inner._model  # type: ignore[attr-defined]
-    logits, (rank,) = model.logits, team._ranks
+    logits, (rank,) = model.logits, rank_group._ranks
 
     def last(hidden: torch.Tensor) -> torch.Tensor:
         found = logits(hidden)
@@ -353,23 +359,23 @@ def test_a_step_in_which_a_rank_dies_gives_no_tokens(tiny_model: Callable[[str],
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_engine_when_its_time_is_over(tiny_model: Callable[[str], Path]) -> None:
-    team = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=8)
-    engine = shared(tiny_model("llama"), team)
+    rank_group = RankGroupProcesses(2, torch.device("cpu"), threads=2, timeout=8)
+    engine = shared(tiny_model("llama"), rank_group)
     engine.add(Request("a", as_token_ids([3, 4, 5]), SamplingParams(max_tokens=50, temperature=0.0)))
     engine.step()
-    (pid,) = team.pids
+    (pid,) = rank_group.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineLost, match=r"the engine lost a rank: .*[Tt]im"):
         engine.step()
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_rank_that_is_killed_ends_the_engine_within_seconds_and_says_so(
-    team: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
+def test_a_killed_rank_ends_the_engine_within_seconds_with_an_error(
+    rank_group: RankGroupProcesses, prompts: list[list[int]], tiny_model: Callable[[str], Path]
 ) -> None:
     """The last one: nothing can be computed by this pair any more."""
-    engine = shared(tiny_model("llama"), team, CUT)
-    (pid,) = team.pids
+    engine = shared(tiny_model("llama"), rank_group, CUT)
+    (pid,) = rank_group.pids
     for number, prompt in enumerate(prompts):
         engine.add(Request(str(number), as_token_ids(prompt), SamplingParams(max_tokens=50, temperature=0.0)))
     engine.step()
@@ -379,4 +385,4 @@ def test_a_rank_that_is_killed_ends_the_engine_within_seconds_and_says_so(
     with pytest.raises(EngineLost, match="was killed by SIGKILL"):
         engine.step()
     with pytest.raises(EngineLost, match="was killed by SIGKILL"):
-        shared(tiny_model("llama"), team)
+        shared(tiny_model("llama"), rank_group)

@@ -201,7 +201,7 @@ def test_a_scheme_for_the_cache_is_taken_or_said_to_be_ignored(folder: Path, tmp
         events = [entry["event"] for entry in said if "KV cache" in entry["event"]]
         taken = kind == "int" and "torch's operators serve" not in str(said) and attention == "auto"
         assert events == [
-            "the KV cache is int8, as the model's config wants it"
+            "the KV cache is int8, as in the model's config"
             if taken
-            else "the KV cache is not quantized as the model's config wants it: no kernel here does"
+            else "the KV cache is not quantized as in the model's config: no kernel here supports it"
         ]

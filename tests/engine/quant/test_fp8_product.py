@@ -36,7 +36,7 @@ def test_it_is_the_product_of_quantized_inputs_with_the_weight(scale: float | No
 
 
 @BY_ROWS
-def test_a_rows_result_depends_on_nothing_beside_it() -> None:
+def test_a_rows_result_does_not_depend_on_other_rows() -> None:
     # Its scale is its own. The operator may add up in another order, and round a sum that is almost 0 otherwise.
     q, x = weight(), torch.randn(9, 64, generator=torch.Generator().manual_seed(2))
     product = Fp8Product(q, None)
@@ -45,7 +45,7 @@ def test_a_rows_result_depends_on_nothing_beside_it() -> None:
         torch.testing.assert_close(product(x[row : row + 1])[0], whole[row], rtol=2**-7, atol=1e-4)
 
 
-def test_what_is_beyond_a_calibrated_scale_is_cut_off_and_zeros_stay_zeros() -> None:
+def test_values_beyond_a_calibrated_scale_are_clipped_and_zeros_stay_zeros() -> None:
     x = torch.tensor([[1000.0, -1000.0, 0.5], [0.0, 0.0, 0.0]])
     codes, scales = quantize_rows_fp8(x, 0.01)
     assert (codes.float() * scales)[0].tolist() == pytest.approx([4.48, -4.48, 0.5], rel=0.1)

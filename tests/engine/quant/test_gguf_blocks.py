@@ -48,7 +48,7 @@ def wanted(name: str, stored: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("at_once", [1 << 22, 1000])  # all rows, or a few at a time
-def test_random_blocks_stand_for_what_the_gguf_package_says(
+def test_random_blocks_dequantize_as_in_the_gguf_package(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.quant.formats.gguf._BYTES_AT_ONCE", at_once)
@@ -68,7 +68,7 @@ def test_a_factor_whose_eightfold_float16_does_not_hold() -> None:
     assert torch.equal(weight.dequantize(), wanted("Q4_0", stored))
 
 
-def test_what_is_not_kept_is_left_to_dequantizing() -> None:
+def test_forms_that_are_not_retained_are_dequantized() -> None:
     for kind in (GGMLQuantizationType.F16, GGMLQuantizationType.Q2_K, GGMLQuantizationType.IQ4_NL):
         assert unpack(kind, np.zeros((2, 256), np.uint8)) is None
 

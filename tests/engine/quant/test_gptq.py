@@ -92,7 +92,7 @@ def test_a_product_quantizes_itself_to_what_it_sees_and_passes_on_what_it_then_c
     torch.testing.assert_close(y, x @ made.dequantize().t() + 1.0)
 
 
-def test_fused_products_are_told_apart_again() -> None:
+def test_fused_products_are_split_again() -> None:
     stacked = [round_to_nearest(weight(n), Rounding("int4", group=32)) for n in (64, 32, 80, 24)]
     modules = by_module([*stacked, None, *stacked[1:]], (32, 16, 16), 40, "model.")
     assert len(modules) == 7 + 4

@@ -133,7 +133,7 @@ def test_it_is_chosen_where_it_is_installed_and_keeps_no_second_copy(monkeypatch
     assert fast_kernel(q, torch.float32) is None, "it computes in 16 bits"
 
 
-def test_a_library_that_can_not_compile_says_what_to_do() -> None:
+def test_a_library_that_can_not_compile_raises_an_error_with_a_remedy() -> None:
     class NoCompiler(Layer):
         def transform(self) -> None:
             raise FileNotFoundError("nvcc")

@@ -52,7 +52,7 @@ def test_the_product_of_quantized_rows_and_weights_is_that_of_what_they_stand_fo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_kinds_are_near_the_product_and_take_less_place(dtype: torch.dtype) -> None:
+def test_both_kinds_are_near_the_product_and_take_less_memory(dtype: torch.dtype) -> None:
     weight, bias, x = made(96, 576, 40)
     x = x.to(dtype)
     wanted = F.linear(x.double(), weight.double(), bias.double())
@@ -117,5 +117,5 @@ def test_a_library_that_wants_more_rows_gets_zeros(monkeypatch: pytest.MonkeyPat
     generator = torch.Generator().manual_seed(rows)
     left, weight = (torch.randint(-8, 8, (n, 32), generator=generator, dtype=torch.int8) for n in (rows, 24))
     # When rows are multiplied, then those that were asked for come back
-    product = int8_product(left, weight, least=17)
+    product = int8_product(left, weight, min_rows=17)
     assert torch.equal(product.long(), left.long() @ weight.long().t())

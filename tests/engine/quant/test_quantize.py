@@ -54,7 +54,7 @@ def logits(folder: Path, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("target", [*TARGETS, "int4-asymmetric"])
 @pytest.mark.parametrize("family", ["llama-bias", "gemma3", "phi"])
-def test_what_is_written_is_what_was_rounded(target: Any, family: str, plain: Any, tmp_path: Path) -> None:
+def test_the_written_weights_are_the_rounded_ones(target: Any, family: str, plain: Any, tmp_path: Path) -> None:
     scheme = Scheme("int4", symmetric=False) if target == "int4-asymmetric" else Scheme(target)
     done = write(plain(family), tmp_path / "made", scheme)
     source = folder_weights(tmp_path / "made")

@@ -88,7 +88,7 @@ def test_codes_are_chosen_for_the_scale_that_is_stored() -> None:
         assert bool((off <= (other * scale - weight).abs() + 1e-7)[inside].all())
 
 
-def test_what_lies_on_sixteen_values_between_is_kept() -> None:
+def test_weights_on_sixteen_evenly_spaced_values_are_exact() -> None:
     # Given weights of llama.cpp's Q4_1 kind, when they are rounded again in the same groups, then nothing is lost
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, (8, 4, 32), generator=generator)

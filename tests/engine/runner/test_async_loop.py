@@ -165,7 +165,7 @@ def test_a_step_ahead_gives_the_same_answers(family: str, blocks: int, tiny_mode
                 assert (stats.preemptions > 0) == (blocks < 200 and rows == 8)
 
 
-def test_rows_that_nobody_must_see_are_never_waited_for(llama: Path) -> None:
+def test_rows_whose_results_are_not_needed_are_never_waited_for(llama: Path) -> None:
     requests = [Request(str(i), prompt(i, 6), PARAMS[i % 4]) for i in range(8)]
     engine = load(llama, True)
     want = answers(load(llama, False), requests)
@@ -244,7 +244,7 @@ def test_all_are_cancelled_while_a_step_is_under_way(llama: Path) -> None:
     assert again == answers(load(llama, False), [Request("a", prompt(1, 8), PARAMS[0])])
 
 
-def test_a_pooled_prompt_that_is_cancelled_half_way_changes_nobody_else(llama: Path) -> None:
+def test_a_pooled_prompt_that_is_cancelled_half_way_changes_no_other_request(llama: Path) -> None:
     """Its row stays empty, and what the runner keeps of it must not touch the tokens that the others go on from."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     requests = [Request(name, prompt(i, 5), params) for i, name in enumerate("ab")]
@@ -264,7 +264,7 @@ def test_a_pooled_prompt_that_is_cancelled_half_way_changes_nobody_else(llama: P
     check_idle(engine)
 
 
-def test_no_block_is_named_by_a_token_that_nobody_knows(llama: Path) -> None:
+def test_no_block_is_published_under_an_unknown_token(llama: Path) -> None:
     """Blocks that fill up with a promised token are found later, and by the right name; those of answers, too."""
     engine = load(llama, True)
     params = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)

@@ -48,7 +48,7 @@ def test_an_int8_pool_of_the_same_memory_holds_nearly_twice_the_tokens() -> None
 
 @pytest.mark.parametrize(("kv_dtype", "kind"), [("auto", ElementKind.BF16), ("int8", ElementKind.I8)])
 @pytest.mark.parametrize("windows", [(None,) * 4, (None, 64, None, 64)])
-def test_what_is_planned_is_what_is_stored(
+def test_the_stored_tensors_are_the_planned_ones(
     kv_dtype: KVDType, kind: ElementKind, windows: tuple[int | None, ...]
 ) -> None:
     groups = pools(kv_dtype, windows=windows)

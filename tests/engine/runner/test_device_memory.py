@@ -13,7 +13,7 @@ from engine.errors import OutOfMemory
 from engine.models.base import CausalModel
 from engine.models.load import load_model
 from engine.runner.device_memory import MemoryUse, cache_budget, largest_step
-from engine.scheduler.token_budget import PATIENCE, TokenBudget
+from engine.scheduler.token_budget import STEPS_BEFORE_GROWTH, TokenBudget
 
 GIB = 2**30
 
@@ -51,13 +51,13 @@ def test_steps_that_have_no_room_halve_and_are_tried_larger_later() -> None:
     assert budget.shrink()
     assert budget.shrink()
     assert budget.tokens == 25
-    for _ in range(4 * PATIENCE - 1):
-        budget.worked()
+    for _ in range(4 * STEPS_BEFORE_GROWTH - 1):
+        budget.record_success()
     assert budget.tokens == 25
-    budget.worked()
+    budget.record_success()
     assert budget.tokens == 50
-    for _ in range(4 * PATIENCE):
-        budget.worked()
+    for _ in range(4 * STEPS_BEFORE_GROWTH):
+        budget.record_success()
     assert budget.tokens == 100
     while budget.tokens > 1:
         assert budget.shrink()

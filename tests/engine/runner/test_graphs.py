@@ -25,7 +25,7 @@ from engine.attention.reference import ReferenceAttention, ReferenceStep
 from engine.errors import EngineError
 from engine.plan import CacheGroup
 from engine.runner.buckets import NO_SLOT, GraphBuckets, GraphShape, decode_sizes, mixed_sizes, padded
-from engine.runner.graphs import graphs_of
+from engine.runner.graphs import make_graphs
 from tests.engine.runner.test_async_loop import answers, plain_work, prompt, workload
 
 TinyModel = Callable[[str], Path]
@@ -121,7 +121,7 @@ def test_the_largest_is_recorded_first_and_all_at_the_start(recorder: Rerun, tin
     assert len(recorder.sizes) == 5
 
 
-def test_what_is_scored_or_pooled_takes_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_scored_or_pooled_rows_use_no_graph(recorder: Rerun, tiny_model: TinyModel) -> None:
     engine = load(tiny_model("llama"), True)
     score = Request("score", prompt(1, 9), SamplingParams(max_tokens=0, prompt_logprobs=1))
     pool = Request("pool", prompt(1, 9), SamplingParams(max_tokens=0), pooling="mean")
@@ -134,7 +134,7 @@ def test_what_is_scored_or_pooled_takes_no_graph(recorder: Rerun, tiny_model: Ti
     assert engine.stats().steps_recorded == 4
 
 
-def test_what_has_no_graphs_says_so(recorder: Rerun, tiny_model: TinyModel) -> None:
+def test_a_device_without_graphs_raises_an_error(recorder: Rerun, tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     with pytest.raises(EngineError, match="attention 'paged-sdpa' has no fixed places for its ranges"):
         load(path, True, attention="paged-sdpa")
@@ -160,9 +160,9 @@ def test_on_a_cuda_device_the_oracle_is_launched_without_graphs(monkeypatch: pyt
     oracle = ReferenceAttention(layout, torch.float32, torch.device("cpu"))
     model: Any = SimpleNamespace(recordable=True)
 
-    assert graphs_of(EngineConfig(), model, oracle, 4, torch.device("cuda")) is None
+    assert make_graphs(EngineConfig(), model, oracle, 4, torch.device("cuda")) is None
     with pytest.raises(EngineError, match="attention 'reference' reads its ranges on the host"):
-        graphs_of(EngineConfig(cuda_graphs=True), model, oracle, 4, torch.device("cuda"))
+        make_graphs(EngineConfig(cuda_graphs=True), model, oracle, 4, torch.device("cuda"))
 
 
 def test_a_forward_pass_that_can_not_be_recorded_names_its_size(
@@ -197,10 +197,10 @@ def test_where_graphs_were_not_asked_for_an_engine_starts_without_them(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **rest: torch.empty(*size, **rest).zero_())
 
-    assert graphs_of(EngineConfig(), model, attention, 4, torch.device("cuda")) is None
+    assert make_graphs(EngineConfig(), model, attention, 4, torch.device("cuda")) is None
     assert str(error) in capsys.readouterr().out
     with pytest.raises(EngineError, match=str(error)):
-        graphs_of(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
+        make_graphs(EngineConfig(cuda_graphs=True), model, attention, 4, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 300, 1000])

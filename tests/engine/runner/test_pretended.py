@@ -17,7 +17,7 @@ from engine.errors import EngineError, EngineLost
 from engine.quant.int8 import Int8Linear, Int8WeightLinear
 from engine.quant.linear import QuantizedLinear, fast_kernel, int8_weight_only
 from engine.quant.weight import Activations, QWeight
-from engine.transfer import PinnedTransfer, transfer_of
+from engine.transfer import PinnedTransfer, make_transfer
 from tests.engine.quant.test_fp8_product import BY_ROWS
 from tests.engine.runner.pretended import DEVICE, Here, PretendedCuda, compiler, pretended_cuda
 from tests.engine.runner.test_async_loop import answers, check_idle, plain_work, prompt, workload
@@ -42,7 +42,7 @@ def load(path: Path, device: str, **changes: Any) -> Engine:
     )  # fmt: skip
 
 
-def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
+def test_the_pretended_device_refuses_the_same_calls_as_a_device() -> None:
     with pretended_cuda() as device:
         there = torch.arange(6.0, device=DEVICE).view(2, 3)
         with pytest.raises(AssertionError, match="add: tensors of the host and of the device together"):
@@ -62,7 +62,7 @@ def test_what_is_pretended_refuses_what_a_device_refuses() -> None:
 
 def test_what_comes_down_is_there_when_it_was_waited_for_and_not_before() -> None:
     with pretended_cuda() as device:
-        transfer = transfer_of(DEVICE)
+        transfer = make_transfer(DEVICE)
         (there,) = transfer.up(np.arange(4, dtype=np.int64))
         assert isinstance(there, Here)
         down: Any = transfer.down(there * 3)
@@ -168,7 +168,7 @@ def test_int8_weights_alone_go_through_the_small_product() -> None:
 
 
 @pytest.mark.slow
-def test_the_cache_is_kept_in_fp8(tiny_model: TinyModel) -> None:
+def test_the_cache_is_stored_in_fp8(tiny_model: TinyModel) -> None:
     path, work = tiny_model("llama"), list(islice(plain_work(), 2))
     with pretended_cuda() as device:
         engine = load(path, "cuda", kv_dtype="fp8")

@@ -196,7 +196,7 @@ def test_a_wrong_reference_is_rejected(name: str) -> None:
         SamplingParams(top_k=9, top_p=0.7, min_p=0.7, temperature=8.0),
     ],
 )
-def test_exactly_the_kept_tokens_are_drawn_when_logits_tie(params: SamplingParams) -> None:
+def test_exactly_the_retained_tokens_are_drawn_when_logits_tie(params: SamplingParams) -> None:
     # bfloat16 models give many equal logits; the lower ids of a tie are kept first
     logits = np.array([0, 1, 2, 1, 1, 0, 2, 1, 1, 0, 1], dtype=np.float32)
     counts = draw_counts(logits, params, calls=20)

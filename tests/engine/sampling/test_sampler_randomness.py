@@ -99,7 +99,7 @@ def test_seeds_of_any_size_and_sign_fold_to_different_64_bits() -> None:
     assert folded == [fold_seed(seed) for seed in seeds]
 
 
-def test_one_uniform_does_not_depend_on_what_is_asked_beside_it() -> None:
+def test_one_uniform_does_not_depend_on_the_other_requested_ones() -> None:
     positions = np.arange(50)
     together = uniforms(np.full(50, 3, dtype=np.uint64), np.zeros(50, dtype=np.int64), positions)
     for position in (0, 17, 49):

@@ -21,7 +21,7 @@ def samplers(params: list[SamplingParams]) -> tuple[Sampler, Sampler]:
     for sampler in pair:
         for row, each in enumerate(params):
             sampler.assign(row, Request(str(row), as_token_ids([1]), each), 0, as_token_ids([1]), 1)
-    pair[1]._asks = False
+    pair[1]._may_synchronize = False
     return pair
 
 

@@ -1,4 +1,4 @@
-"""Runs plans of the scheduler on a simulated paged cache, and knows what every answer must be.
+"""Runs plans of the scheduler on a simulated paged cache, and computes the expected answers.
 
 The "model" is a hash: the key of a position is a hash of everything that a real key depends on (all tokens up to it,
 and the rotary length), and the next token is a hash of the key that comes last. The simulated cache holds keys in
@@ -39,7 +39,7 @@ def next_key(previous: int, token: int, rope_length: int) -> int:
 
 @dataclass
 class Script:
-    """What the model makes of one choice: tokens, and the key of every position."""
+    """The expected result of one choice: tokens, and the key of every position."""
 
     tokens: list[int]
     keys: list[int]
@@ -63,8 +63,8 @@ def script(request: Request, choice: int, rope_original_max: int | None = None) 
             length = max(len(prompt), position + 1, rope_original_max) if rope_original_max else 0
             keys.append(next_key(keys[-1] if keys else 7, known[position], length))
         if params.max_tokens == 0:
-            looked_at = params.prompt_logprobs is not None or request.pooling is not None
-            reason = FinishReason.ERROR if looked_at and NAN in keys else FinishReason.LENGTH
+            reads_all = params.prompt_logprobs is not None or request.pooling is not None
+            reason = FinishReason.ERROR if reads_all and NAN in keys else FinishReason.LENGTH
             return Script([], keys, reason, None)
         generated = len(known) - len(prompt)
         if keys[-1] == NAN:
@@ -87,9 +87,9 @@ class Harness:
     """A scheduler, its simulated cache, and a log of what happened.
 
     Attributes:
-        depth: steps that may be planned before the results of the first one are taken (1: one after the other).
+        depth: steps that may be planned before the results of the first one are processed (1: synchronous).
         computed: tokens computed, by (request_id, choice).
-        guessing: most drafts of a row; `Guesser` makes them.  poison: with the poisonous token among them.
+        max_drafts: maximum drafts of a row; `NoisyProposer` makes them.  poison: with the poisonous token among them.
     """
 
     config: ScheduleConfig
@@ -100,7 +100,7 @@ class Harness:
     rope_original_max: int | None = None
     depth: int = 1
     options: dict = field(default_factory=dict)
-    guessing: int = 0
+    max_drafts: int = 0
     poison: bool = True
 
     def __post_init__(self) -> None:
@@ -118,12 +118,12 @@ class Harness:
         self.finished: dict[tuple[str, int], FinishedSequence] = {}
         self.computed: dict[tuple[str, int], int] = {}
         self.plans: list[StepPlan] = []
-        if self.guessing:
-            self.scheduler.speculate(Guesser(self), FixedLengths(self.guessing))
+        if self.max_drafts:
+            self.scheduler.speculate(NoisyProposer(self), FixedLengths(self.max_drafts))
         self._scripts: dict[tuple[str, int], Script] = {}
         self._owner: dict[int, tuple[Request, int]] = {}
         self._reached: dict[int, int] = {}
-        self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
 
     def script(self, request: Request, choice: int) -> Script:
         key = (request.request_id, choice)
@@ -137,11 +137,11 @@ class Harness:
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
-            self._flying.append(self._compute(plan))
-            if self.guessing and self.rope_original_max is None:
-                self.check_names()
-        if self._flying and (plan is None or len(self._flying) >= self.depth):
-            done, out = self._flying.popleft()
+            self._in_flight.append(self._compute(plan))
+            if self.max_drafts and self.rope_original_max is None:
+                self.check_published()
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            done, out = self._in_flight.popleft()
             ended = self.scheduler.update(
                 done, out.token_ids, out.failed, now, accepted=out.accepted, tainted=out.tainted
             )
@@ -153,11 +153,11 @@ class Harness:
     def run(self, now: float = 0.0, limit: int = 5000) -> None:
         """Step until all work is done; a step that does nothing while there is work is a deadlock."""
         for _ in range(limit):
-            if not self.scheduler.has_work and not self._flying:
+            if not self.scheduler.has_work and not self._in_flight:
                 return
-            flying, done = len(self._flying), len(self.finished)
+            in_flight, done = len(self._in_flight), len(self.finished)
             plan = self.step(now)
-            assert plan is not None or flying or len(self.finished) > done, "nothing moves: deadlock"
+            assert plan is not None or in_flight or len(self.finished) > done, "nothing moves: deadlock"
         raise AssertionError(f"not done after {limit} steps")
 
     def _note(self, finished: list[FinishedSequence]) -> None:
@@ -167,7 +167,7 @@ class Harness:
             self.finished[key] = end
 
     def check_end(self, end: FinishedSequence) -> None:
-        """The answer is what the model dictates, whole or up to where it was cut off."""
+        """Check the answer against the model's, whole or up to its end by cancellation."""
         due = self.script(end.request, end.choice)
         got = end.token_ids.tolist()
         if end.finish_reason in (FinishReason.CANCELLED, FinishReason.TIMEOUT):
@@ -175,8 +175,8 @@ class Harness:
         else:
             assert (got, end.finish_reason, end.stop_token_id) == (due.tokens, due.finish_reason, due.stop_token_id)
 
-    def check_names(self) -> None:
-        """Whoever hits a named block finds the keys of the tokens that it is named by, and of no guess."""
+    def check_published(self) -> None:
+        """Check that published blocks hold the keys of their prefix's tokens, and of no draft."""
         for group, pool in enumerate(self.scheduler._cache.pools):
             for block, node in pool.named():
                 names, at = [], node
@@ -189,7 +189,7 @@ class Harness:
                 assert self.kv[group][block].tolist() == keys[-self.block_size :], "a block is not what it is named"
 
     def check_empty(self) -> None:
-        """Everything is given back."""
+        """Check that all blocks and rows are released."""
         stats = self.scheduler.stats
         assert stats.free_blocks == stats.total_blocks
         assert (stats.running, stats.waiting) == (0, 0)
@@ -294,7 +294,7 @@ class Harness:
                     self.kv[group][block, offset] = keys[position]
 
     def _read(self, plan: StepPlan, i: int) -> None:
-        """What the row's queries see must be the row's own keys, and no NaN but its own may be near."""
+        """Check that the row's queries see the row's own keys, and no NaN of others in the blocks that are read."""
         row, start, end = int(plan.rows[i]), int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])
         keys = self.keys_of(row, end)
         finite = True
@@ -310,27 +310,27 @@ class Harness:
         assert finite, "a NaN that another sequence, or a draft, left behind reaches a healthy row"
 
 
-class Guesser:
-    """Drafts what the model will say, with an error here and there, and now and then the poisonous token."""
+class NoisyProposer:
+    """Drafts the model's next tokens, with occasional errors, and now and then the poisonous token."""
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        return [Draft(np.array(self._guess(ask), dtype=np.int32), "guess") for ask in asks]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft(np.array(self._draft_tokens(request), dtype=np.int32), "guess") for request in requests]
 
     def learn(self, request: Request, token_ids: NDArray[np.int32]) -> None:
         pass
 
-    def _guess(self, ask: DraftRequest) -> list[int]:
+    def _draft_tokens(self, request: DraftRequest) -> list[int]:
         rows = self._harness.scheduler.rows
-        known = int(rows.num_known[ask.row])
-        keys = self._harness.script(ask.request, ask.choice).keys
+        known = int(rows.num_known[request.row])
+        keys = self._harness.script(request.request, request.choice).keys
         key, tokens = keys[known - 1], []
-        for position in range(known, known + hash((keys[known - 1], 3)) % (ask.most + 1)):
+        for position in range(known, known + hash((keys[known - 1], 3)) % (request.max_drafts + 1)):
             limit = self._harness.rope_original_max
-            length = max(len(ask.request.prompt_token_ids), position + 1, limit) if limit else 0
-            token = next_token(key, ask.request, ask.choice)
+            length = max(len(request.request.prompt_token_ids), position + 1, limit) if limit else 0
+            token = next_token(key, request.request, request.choice)
             chance = hash((key, position, 5)) % 16
             tokens.append(
                 POISON if chance == 0 and self._harness.poison else (token + 1) % VOCAB if chance < 4 else token

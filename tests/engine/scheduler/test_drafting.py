@@ -11,9 +11,9 @@ from engine.request import FinishReason, Request, SamplingParams
 from tests.engine.scheduler.scheduler_harness import Harness
 
 
-def harness(blocks: int, guessing: int, *, block_size: int = 4, rows: int = 4, budget: int = 64) -> Harness:
+def harness(blocks: int, max_drafts: int, *, block_size: int = 4, rows: int = 4, budget: int = 64) -> Harness:
     groups = (CacheGroup((0,), None, blocks + 1),)
-    return Harness(ScheduleConfig(rows, budget), groups, block_size=block_size, guessing=guessing)
+    return Harness(ScheduleConfig(rows, budget), groups, block_size=block_size, max_drafts=max_drafts)
 
 
 def requests(count: int, max_tokens: int = 24) -> list[Request]:
@@ -38,7 +38,7 @@ def run(h: Harness, made: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
-def test_given_guesses_that_fill_blocks_and_are_wrong_then_no_block_is_named_by_them(block_size: int) -> None:
+def test_given_rejected_drafts_that_fill_blocks_then_no_block_is_published_under_them(block_size: int) -> None:
     # Given a cache whose named blocks are compared with their names after each step (see the harness),
     h = harness(1000, 9, block_size=block_size)
     run(h, requests(24))
@@ -53,7 +53,7 @@ def test_given_guesses_that_fill_blocks_and_are_wrong_then_no_block_is_named_by_
     assert h.finished["again", 0].cached_tokens >= 24 // block_size * block_size
 
 
-def test_given_a_small_budget_then_drafts_get_what_nobody_else_wants() -> None:
+def test_given_a_small_budget_then_drafts_use_only_unused_tokens() -> None:
     h = harness(400, 9, budget=6)
     run(h, requests(12))
     drafted = [plan for plan in h.plans if plan.drafts is not None]
@@ -67,7 +67,7 @@ def test_given_a_small_budget_then_drafts_get_what_nobody_else_wants() -> None:
     assert widest == 4
 
 
-def test_given_a_full_pool_then_nobody_gives_way_to_a_guess() -> None:
+def test_given_a_full_pool_then_no_sequence_is_preempted_for_a_draft() -> None:
     # Given room for just what two sequences hold at their ends,
     made = requests(2, max_tokens=23)
     h = harness(14, 9, rows=2)
@@ -91,7 +91,7 @@ def test_given_no_room_behind_the_last_token_then_nothing_is_drafted_there() -> 
     assert h.scheduler.stats.speculation.drafted == 0
 
 
-def test_given_rows_that_fail_at_an_accepted_guess_then_nothing_they_drafted_behind_it_reaches_others() -> None:
+def test_given_rows_that_fail_at_an_accepted_draft_then_no_later_draft_of_theirs_reaches_other_rows() -> None:
     """The model itself says the poisonous token here (its seed lets it), and a guess that says so is accepted: all that
     was drafted behind it is as poisonous, in blocks that others get in the next step."""
     failures = 0

@@ -22,11 +22,11 @@ from tests.engine.scheduler.test_scheduler_properties import Event, harnesses, h
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-def test_the_buckets_are_those_that_workers_tell() -> None:
+def test_the_buckets_are_those_that_workers_report() -> None:
     assert BOUNDS == LATENCY_BOUNDS
 
 
-def test_a_bucket_holds_what_is_not_above_its_end() -> None:
+def test_a_bucket_includes_its_upper_end() -> None:
     histogram = LatencyHistogram()
     samples = [0.0, 0.001, 0.0010001, 0.05, 599.9, 600.0, 600.1, 1e6]
     for sample in samples:

@@ -169,7 +169,7 @@ def test_given_a_whole_answer_when_resumed_then_nothing_is_computed(tiny_model: 
         (PartialChoice(0, as_token_ids([5]), stop_token_id=2), "did not end with one"),
     ],
 )
-def test_given_what_is_no_beginning_when_resumed_then_it_is_refused(
+def test_given_an_invalid_partial_choice_then_the_request_is_refused(
     partial: PartialChoice, why: str, tiny_model: TinyModel
 ) -> None:
     engine = load(tiny_model("llama"))

@@ -193,7 +193,7 @@ class TestSharing:
         finish(h)
         assert sorted(h.finished) == sorted((f"r{i}", 0) for i in range(12))
 
-    def test_the_same_tokens_after_another_prefix_are_no_hit_even_if_the_digest_says_so(self) -> None:
+    def test_the_same_tokens_after_another_prefix_are_no_hit_even_with_equal_digests(self) -> None:
         # Given a digest that ignores the parent: the second block of both prompts has the same name,
         h = harness(digest=lambda parent, tokens: tokens[:16])
         h.scheduler.add(ask("a", [5, 5, 5, 5, *shared(8)]), 0.0)
@@ -338,7 +338,7 @@ class TestFairness:
         assert stats.preemptions > 0
         assert 0 < stats.recomputed_tokens < 0.3 * stats.computed_tokens
 
-    def test_right_guesses_lead_to_no_preemption(self) -> None:
+    def test_accepted_drafts_lead_to_no_preemption(self) -> None:
         h = harness(rows=16, blocks=(32,))
         for i in range(40):
             h.scheduler.add(ask(f"r{i}", 6, 30 - i % 11, expected_tokens=30 - i % 11), 0.0)

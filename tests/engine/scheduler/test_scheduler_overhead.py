@@ -63,7 +63,7 @@ def lines_of_decode_steps(*, prefix_caching: bool, windows: tuple[int | None, ..
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (512, None)])
-def test_a_step_does_not_look_through_the_queue(prefix_caching: bool, windows: tuple[int | None, ...]) -> None:
+def test_a_step_does_not_scan_the_queue(prefix_caching: bool, windows: tuple[int | None, ...]) -> None:
     alone = lines_of_decode_steps(prefix_caching=prefix_caching, windows=windows, waiting=0)
     behind = lines_of_decode_steps(prefix_caching=prefix_caching, windows=windows, waiting=2_000)
     print(f"lines a row: {np.median(alone) / ROWS:.1f} alone, {np.median(behind) / ROWS:.1f} with a queue")

@@ -95,7 +95,7 @@ def harnesses(draw: st.DrawFn) -> Harness:
         rope_original_max=draw(st.sampled_from([None, None, 12])),
         depth=draw(st.sampled_from([1, 1, 2, 3])),
         options=draw(st.sampled_from([{}, {}, {"digest": colliding}])),
-        guessing=draw(st.sampled_from([0, 1, 3, 9])),
+        max_drafts=draw(st.sampled_from([0, 1, 3, 9])),
     )
 
 

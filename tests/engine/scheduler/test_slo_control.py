@@ -14,7 +14,7 @@ from engine.models.base import ModelSpec
 from engine.plan import StepOutput, StepPlan
 from engine.request import Completion, FinishReason, Request, SamplingParams
 from engine.runner.null_runner import NullRunner
-from engine.scheduler.slo_control import LEAST_CHUNK, Limit, PaceStats, Quantile
+from engine.scheduler.slo_control import MIN_CHUNK_TOKENS, Limit, PaceStats, Quantile
 
 BASE, PER_TOKEN = 0.005, 0.001
 """A step's seconds: of its own, and for each token."""
@@ -152,19 +152,19 @@ class TestStreams:
         assert machine.bulk_tokens >= 64 * 99
         assert machine.stats.utilisation == 1.0
 
-    def test_when_nobody_reads_bulk_work_has_the_whole_step_again(self) -> None:
+    def test_without_urgent_rows_bulk_work_has_the_whole_step_again(self) -> None:
         machine = filled(SloConfig(itl=0.030))
         stream(machine, "reader", 100)
         machine.step()
         assert machine.plans[-1].num_tokens == 64
 
-    def test_what_was_learnt_is_kept_for_the_next_reader(self) -> None:
+    def test_measured_times_are_stored_for_the_next_reader(self) -> None:
         machine = filled(SloConfig(itl=0.030))
         stream(machine, "first", 200)
         stream(machine, "second", 50)
         assert np.quantile(machine.gaps["second"], 0.9) <= 0.030
 
-    def test_a_promise_that_cant_be_kept_leaves_bulk_work_its_least(self) -> None:
+    def test_an_unreachable_objective_leaves_bulk_work_its_minimum(self) -> None:
         machine = filled(SloConfig(itl=0.001, least_tokens=3))
         stream(machine, "reader", 100)
         assert machine.bulk_tokens >= 3 * 99
@@ -217,7 +217,7 @@ class TestPrompts:
         machine.run()
         # The first chunk is as long as the budget lets it; then it is known what that costs.
         assert sum(gap > 0.160 for gap in machine.gaps["reader"]) <= 6
-        assert machine.stats.beside_streams >= LEAST_CHUNK
+        assert machine.stats.beside_streams >= MIN_CHUNK_TOKENS
 
     def test_a_reader_s_next_token_comes_before_another_s_chunk(self) -> None:
         # Given an older prompt with chunks of 1,000 tokens, and sixteen that answer beside it,
@@ -247,7 +247,7 @@ class TestDrops:
 
 
 class TestReport:
-    def test_the_objective_weighs_what_it_says(self) -> None:
+    def test_the_objective_is_the_weighted_sum_of_its_terms(self) -> None:
         config = SloConfig(itl=0.040, ttft=0.5, weight_ttft=2, weight_itl=3, weight_utilisation=5, weight_drops=7)
         machine = filled(config)
         stream(machine, "reader", 200)
@@ -261,7 +261,7 @@ class TestReport:
         assert (stats.terms.ttft, stats.terms.itl) == pytest.approx((stats.ttft / 0.5, stats.itl / 0.040))
         assert (stats.terms.utilisation, stats.terms.drops) == (pytest.approx(1 - stats.utilisation), 0)
 
-    def test_the_share_of_others_is_what_they_had_beside_streams(self) -> None:
+    def test_the_share_of_other_classes_is_measured_with_streams(self) -> None:
         machine = filled(SloConfig(itl=0.040, weight_utilisation=0.0))
         beside: list[tuple[int, int]] = []
 
@@ -291,12 +291,12 @@ class TestTracking:
             used = limit.tokens
             is_late = used > random.lognormal(6, 0.3)
             late += is_late and i >= 2_000
-            limit.note(late=bool(is_late), used=used, held=True)
+            limit.note(late=bool(is_late), used=used, is_limited=True)
         assert late / 38_000 == pytest.approx(0.1, abs=0.01)
 
-    def test_a_step_that_held_nothing_says_nothing_about_the_limit(self) -> None:
+    def test_a_step_without_other_tokens_does_not_change_the_limit(self) -> None:
         limit = Limit(1, 100, 0.9, 1.0, 0.0)
-        limit.note(late=True, used=0, held=False)
+        limit.note(late=True, used=0, is_limited=False)
         assert limit.tokens == 100
 
     def test_a_quantile_is_followed(self) -> None:

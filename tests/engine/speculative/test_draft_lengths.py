@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from engine.config import SpeculationConfig
-from engine.speculative.draft_lengths import LOOK_EVERY, AdaptiveLengths, FixedLengths, StepCosts, lengths_of
+from engine.speculative.draft_lengths import (
+    PROBE_INTERVAL_STEPS,
+    AdaptiveLengths,
+    FixedLengths,
+    StepCosts,
+    make_draft_lengths,
+)
 
 LONGEST = 8
 
@@ -30,15 +36,15 @@ class Machine:
         """One step of decoding rows whose drafts stay with this chance each; the drafts made."""
         at = np.arange(rows, dtype=np.int32)
         drafted = 0
-        if self.lengths.worthwhile(at, np.ones(rows, dtype=np.int32)):
+        if self.lengths.is_worthwhile(at, np.ones(rows, dtype=np.int32)):
             for row in range(rows):
-                length = self.lengths.keep(row, 1, 0, LONGEST)
+                length = self.lengths.trim(row, 1, 0, LONGEST)
                 if length > 0:
                     stays = int(np.cumprod(self.noise.random(length) < chance).sum())
                     self.lengths.note(row, 1, 0, length, stays)
                     drafted += length
         seconds = (self.fixed + self.each * (rows + drafted)) * (1 + self.spread * self.noise.standard_normal())
-        self.lengths.timed(rows, rows + drafted, drafted, seconds)
+        self.lengths.record_step(rows, rows + drafted, drafted, seconds)
         return drafted
 
     def run(self, rows: int, steps: int, chance: float = 0.8) -> list[int]:
@@ -76,16 +82,16 @@ def test_given_rows_that_fare_differently_then_each_has_a_length_of_its_own() ->
     lengths = AdaptiveLengths(4, LONGEST)
     rows = np.arange(3, dtype=np.int32)
     for _ in range(30):
-        lengths.timed(3, 3, 0, 10e-3)
-        lengths.timed(3, 12, 9, 16e-3)
-        assert lengths.worthwhile(rows, np.ones(3, dtype=np.int32))
+        lengths.record_step(3, 3, 0, 10e-3)
+        lengths.record_step(3, 12, 9, 16e-3)
+        assert lengths.is_worthwhile(rows, np.ones(3, dtype=np.int32))
         for row, stays in enumerate((6, 1, 0)):
-            lengths.keep(row, 1, 0, LONGEST)
+            lengths.trim(row, 1, 0, LONGEST)
             lengths.note(row, 1, 0, 6, stays)
-    good, poor, bad = (lengths.keep(row, 1, 0, LONGEST) for row in range(3))
+    good, poor, bad = (lengths.trim(row, 1, 0, LONGEST) for row in range(3))
     assert good > poor > bad
     # A new owner of the row begins with what is known of all.
-    fresh = [lengths.keep(row, 2, 0, LONGEST) for row in (0, 2)]
+    fresh = [lengths.trim(row, 2, 0, LONGEST) for row in (0, 2)]
     assert fresh[0] == fresh[1]
     assert bad <= fresh[1] <= good
 
@@ -94,13 +100,13 @@ def test_given_kinds_of_drafts_that_fare_differently_then_each_has_a_length_of_i
     lengths = AdaptiveLengths(4, 16)
     rows = np.arange(1, dtype=np.int32)
     for _ in range(30):
-        lengths.timed(1, 1, 0, 10e-3)
-        lengths.timed(1, 9, 8, 26e-3)  # a draft costs a fifth of a token
-        assert lengths.worthwhile(rows, np.ones(1, dtype=np.int32))
+        lengths.record_step(1, 1, 0, 10e-3)
+        lengths.record_step(1, 9, 8, 26e-3)  # a draft costs a fifth of a token
+        assert lengths.is_worthwhile(rows, np.ones(1, dtype=np.int32))
         for trust, stays in ((5, 8), (2, 2), (0, 0)):
-            lengths.keep(0, 1, trust, 16)
+            lengths.trim(0, 1, trust, 16)
             lengths.note(0, 1, trust, 8, stays)
-    sure, middling, bad = (lengths.keep(0, 1, trust, 16) for trust in (5, 2, 0))
+    sure, middling, bad = (lengths.trim(0, 1, trust, 16) for trust in (5, 2, 0))
     assert sure == 16
     assert sure > middling > 0
     assert bad == 0
@@ -110,15 +116,15 @@ def test_given_a_row_whose_drafts_were_bad_then_it_is_tried_again_after_a_while(
     lengths = AdaptiveLengths(2, LONGEST)
     rows = np.arange(2, dtype=np.int32)
     for _ in range(10):
-        lengths.timed(2, 2, 0, 10e-3)
-        lengths.timed(2, 4, 2, 13e-3)  # a draft costs 0.3 tokens
-    assert lengths.worthwhile(rows, np.ones(2, dtype=np.int32))
+        lengths.record_step(2, 2, 0, 10e-3)
+        lengths.record_step(2, 4, 2, 13e-3)  # a draft costs 0.3 tokens
+    assert lengths.is_worthwhile(rows, np.ones(2, dtype=np.int32))
     for _ in range(30):
         for row, stays in ((0, 0), (1, 4)):
-            lengths.keep(row, 1, 0, LONGEST)
+            lengths.trim(row, 1, 0, LONGEST)
             lengths.note(row, 1, 0, 4, stays)
-    assert lengths.keep(0, 1, 0, LONGEST) == 0
-    later = [lengths.keep(0, 1, 0, LONGEST) for _ in range(200)]
+    assert lengths.trim(0, 1, 0, LONGEST) == 0
+    later = [lengths.trim(0, 1, 0, LONGEST) for _ in range(200)]
     assert later[-1] > 0
 
 
@@ -128,8 +134,8 @@ def test_given_noise_about_the_price_where_drafts_stop_paying_then_they_are_not_
     machine.run(64, 30)
     on = [bool(drafted) for drafted in machine.run(24, 600)]
     switches = sum(one != other for one, other in pairwise(on))
-    # Beside looks at what a step takes without drafts, which come once in `LOOK_EVERY` steps.
-    assert switches <= 2 * (600 // LOOK_EVERY) + 12
+    # Beside looks at what a step takes without drafts, which come once in `PROBE_INTERVAL_STEPS` steps.
+    assert switches <= 2 * (600 // PROBE_INTERVAL_STEPS) + 12
 
 
 def test_given_a_price_that_was_measured_wrong_when_few_decode_then_it_is_found_out() -> None:
@@ -149,16 +155,16 @@ def test_given_a_price_that_was_measured_wrong_when_few_decode_then_it_is_found_
 def test_given_drafts_that_pay_then_now_and_then_a_step_goes_without_to_see_what_it_takes() -> None:
     machine = Machine(fixed=5.0e-3, each=0.05e-3)
     drafted = machine.run(1, 400, chance=1.0)
-    assert 3 <= drafted[10:].count(0) <= 400 // LOOK_EVERY + 1
+    assert 3 <= drafted[10:].count(0) <= 400 // PROBE_INTERVAL_STEPS + 1
 
 
-def test_given_a_step_that_computes_a_prompt_then_nobody_drafts_and_its_time_is_not_counted() -> None:
+def test_given_a_step_that_computes_a_prompt_then_no_row_drafts_and_its_time_is_not_counted() -> None:
     lengths = AdaptiveLengths(4, LONGEST)
-    assert not lengths.worthwhile(np.arange(2, dtype=np.int32), np.array([1, 300], dtype=np.int32))
+    assert not lengths.is_worthwhile(np.arange(2, dtype=np.int32), np.array([1, 300], dtype=np.int32))
     costs = StepCosts()
-    lengths.timed(2, 301, 0, 1.0)
+    lengths.record_step(2, 301, 0, 1.0)
     assert costs.price(2) is None
-    assert lengths.worthwhile(np.arange(2, dtype=np.int32), np.ones(2, dtype=np.int32))
+    assert lengths.is_worthwhile(np.arange(2, dtype=np.int32), np.ones(2, dtype=np.int32))
 
 
 def test_a_price_is_the_share_of_what_a_token_costs_without() -> None:
@@ -174,10 +180,13 @@ def test_a_price_is_the_share_of_what_a_token_costs_without() -> None:
 
 
 def test_settings_say_who_decides() -> None:
-    assert isinstance(lengths_of(SpeculationConfig("auto"), 4), AdaptiveLengths)
-    fixed = lengths_of(SpeculationConfig("ngram", longest=3), 4)
+    assert isinstance(make_draft_lengths(SpeculationConfig("auto"), 4), AdaptiveLengths)
+    fixed = make_draft_lengths(SpeculationConfig("ngram", longest=3), 4)
     assert isinstance(fixed, FixedLengths)
-    assert fixed.most == 3
-    assert lengths_of(SpeculationConfig("ngram"), 4).most > lengths_of(SpeculationConfig("draft"), 4).most
+    assert fixed.max_drafts == 3
+    assert (
+        make_draft_lengths(SpeculationConfig("ngram"), 4).max_drafts
+        > make_draft_lengths(SpeculationConfig("draft"), 4).max_drafts
+    )
     with pytest.raises(ValueError, match="longest is 0, but must be 1 or more"):
-        lengths_of(SpeculationConfig("auto", longest=0), 4)
+        make_draft_lengths(SpeculationConfig("auto", longest=0), 4)

@@ -29,7 +29,7 @@ def test_it_is_what_stayed_less_what_the_time_would_have_brought() -> None:
     assert gain.tokens == pytest.approx(5 - 4)
 
 
-def test_guesses_that_cost_more_than_they_bring_lose_tokens() -> None:
+def test_drafts_that_cost_more_than_they_yield_lose_tokens() -> None:
     gain = Gain()
     gain.note(16, 0, 0, 0.010)
     gain.note(16, 64, 3, 0.030)
@@ -54,19 +54,21 @@ class EveryOther:
         self._answers = answers
         self.asked = 0
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self.asked += 1
-        return [Draft(self._guess(ask) if self.asked % 2 else as_token_ids([]), "oracle") for ask in asks]
+        return [
+            Draft(self._draft_tokens(request) if self.asked % 2 else as_token_ids([]), "oracle") for request in requests
+        ]
 
     def learn(self, request: Request, token_ids: Any) -> None:
         pass
 
-    def _guess(self, ask: DraftRequest) -> Any:
-        answer = self._answers[ask.request.request_id]
-        done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
+    def _draft_tokens(self, request: DraftRequest) -> Any:
+        answer = self._answers[request.request.request_id]
+        done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
         guess = [*answer[done : done + 2], 0, 0, 0][:3]
         guess[2] = (answer[done + 2] + 1) % 257 if done + 2 < len(answer) else 0
-        return as_token_ids(guess)[: ask.most]
+        return as_token_ids(guess)[: request.max_drafts]
 
 
 BASE, PER_TOKEN = 0.008, 0.001
@@ -102,19 +104,19 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_models: Any) -> 
     return timed
 
 
-def asks(count: int) -> Sequence[Request]:
+def requests(count: int) -> Sequence[Request]:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     return [Request(str(i), as_token_ids(np.arange(5) * (i + 3) % 200 + 5), params) for i in range(count)]
 
 
-def test_an_engine_says_what_its_guesses_gained(timed: Any) -> None:
-    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed().run(asks(2))}
+def test_an_engine_reports_the_gain_of_its_drafts(timed: Any) -> None:
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed().run(requests(2))}
     engine = timed()
     engine.scheduler.speculate(EveryOther(engine, answers), FixedLengths(3))
     plans: list[Any] = []
     schedule = engine.scheduler.schedule
     engine.scheduler.schedule = lambda now: plans.append(plan := schedule(now)) or plan  # type: ignore[method-assign]
-    done = {one.request_id: one.choices[0].token_ids.tolist() for one in engine.run(asks(2))}
+    done = {one.request_id: one.choices[0].token_ids.tolist() for one in engine.run(requests(2))}
     assert done == answers
     stats = engine.stats().speculation
     # Both rows decode in step until the end, so what is compared is every step with guesses, behind the first without.
@@ -131,36 +133,36 @@ def test_an_engine_says_what_its_guesses_gained(timed: Any) -> None:
     assert stats.gained > 0
 
 
-def test_without_guesses_nothing_is_said(timed: Any) -> None:
+def test_without_drafts_no_gain_is_reported(timed: Any) -> None:
     engine = timed()
-    list(engine.run(asks(2)))
+    list(engine.run(requests(2)))
     assert engine.stats().speculation.gained_per_second is None
 
 
 class AllWrong(EveryOther):
     """Guesses tokens of which none is right."""
 
-    def _guess(self, ask: DraftRequest) -> Any:
-        answer = self._answers[ask.request.request_id]
-        done = int(self._rows.num_known[ask.row]) - len(ask.request.prompt_token_ids)
-        return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: ask.most]
+    def _draft_tokens(self, request: DraftRequest) -> Any:
+        answer = self._answers[request.request.request_id]
+        done = int(self._rows.num_known[request.row]) - len(request.request.prompt_token_ids)
+        return as_token_ids([(token + 1) % 257 for token in answer[done : done + 3]])[: request.max_drafts]
 
 
 def drafted_by_budget(engine: Engine, proposer: Any, count: int) -> Any:
     """The speculation of a job of so many requests, as `auto` has it with this proposer."""
     engine.scheduler.speculate(proposer, AdaptiveLengths(engine.max_num_seqs, 8), TrialBudget())
-    assert sum(1 for _ in engine.run(asks(count))) == count
+    assert sum(1 for _ in engine.run(requests(count))) == count
     return engine.stats().speculation
 
 
 def test_given_a_small_job_then_nothing_is_drafted_that_could_not_pay_before_its_end(timed: Any) -> None:
-    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(16).run(asks(13))}
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(16).run(requests(13))}
     engine = timed(16)
     assert drafted_by_budget(engine, EveryOther(engine, answers), 13).drafted == 0
 
 
 def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) -> None:
-    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(asks(40))}
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)
     stats = drafted_by_budget(engine, EveryOther(engine, answers), 40)
     assert stats.accepted > 200
@@ -168,7 +170,7 @@ def test_given_a_large_job_that_copies_then_drafts_begin_and_gain(timed: Any) ->
 
 
 def test_given_a_large_job_whose_drafts_are_all_wrong_then_they_lose_no_more_than_their_share(timed: Any) -> None:
-    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(asks(40))}
+    answers = {done.request_id: done.choices[0].token_ids.tolist() for done in timed(2).run(requests(40))}
     engine = timed(2)
     stats = drafted_by_budget(engine, AllWrong(engine, answers), 40)
     generated = engine.stats().generated

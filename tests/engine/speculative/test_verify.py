@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.plan import NO_TOKEN
 from engine.request import Request, SamplingParams
 from engine.sampling.sampler import NON_FINITE, Sampler
-from engine.speculative.verify import NO_DRAFTED, Drafted, Verifier
+from engine.speculative.verify import NO_DRAFT_ID, Drafted, Verifier
 from tests.engine.sampling.test_sampler_distribution import EOS, OUTPUT, PROMPT, logits_of, p_value, reference
 
 ROWS = 2048
@@ -50,7 +50,7 @@ Draws = Callable[[Sampler, Drafted, torch.Tensor], tuple[NDArray[np.int32], NDAr
 
 def exact_rule(sampler: Sampler, drafted: Drafted, lines: torch.Tensor) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Accepted drafts and the tokens behind them, as the engine decides."""
-    out = Verifier(sampler, lambda hidden: hidden, None, most_lines=1 << 20).verify(lines, drafted)
+    out = Verifier(sampler, lambda hidden: hidden, None, max_lines=1 << 20).verify(lines, drafted)
     assert not out.failed.any()
     return out.accepted, out.token_ids
 
@@ -146,7 +146,7 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
     ]  # fmt: skip
     # when drafts are right up to a place that differs from row to row, and of different lengths,
     counts = (rows % 4).astype(np.int32)
-    drafts = np.full((64, 3), NO_DRAFTED, dtype=np.int32)
+    drafts = np.full((64, 3), NO_DRAFT_ID, dtype=np.int32)
     for row in range(64):
         for place in range(counts[row]):
             drafts[row, place] = (single[place][row] + (row % 3 == place)) % VOCAB
@@ -154,7 +154,7 @@ def test_given_drafts_then_each_row_gets_what_it_would_have_drawn_without_them(n
     first = np.cumsum(counts + 1) - (counts + 1)
     hidden = torch.from_numpy(np.concatenate([lines[: count + 1] for count in counts]))
     at, outputs = np.full(64, 40, dtype=np.int32), np.full(64, 5, dtype=np.int32)
-    out = Verifier(sampler, lambda part: part.clone(), None, most_lines=16).verify(
+    out = Verifier(sampler, lambda part: part.clone(), None, max_lines=16).verify(
         hidden, Drafted(rows, first.astype(np.int64), drafts, counts, at, outputs)
     )
     # then the right ones stay, and behind them comes what would have come.

@@ -112,7 +112,7 @@ def test_heads_share_keys_in_any_number(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 5, 37])
-def test_windows_hide_what_is_behind_them(window: int, device: torch.device, upcast: bool) -> None:
+def test_windows_hide_earlier_positions(window: int, device: torch.device, upcast: bool) -> None:
     compare(device, upcast, seed=3, window=window)
 
 
@@ -169,7 +169,7 @@ def test_fp8_keys_are_torchs_own_codes(device: torch.device, upcast: bool) -> No
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_so_in_fp8_and_harms_no_other_head(
+def test_non_finite_values_stay_so_in_fp8_and_affect_no_other_head(
     broken: float, device: torch.device, upcast: bool
 ) -> None:
     x = torch.randn(3, 2, 16)

@@ -121,14 +121,14 @@ def test_bfloat16_stays_close(embedding_model: Path, texts: list[np.ndarray]) ->
         assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
 
 
-def test_without_a_wish_encoders_compute_in_float32(embedding_model: Path) -> None:
+def test_encoders_compute_in_float32_by_default(embedding_model: Path) -> None:
     cpu = torch.device("cpu")
     assert resolve_model_dtype(embedding_model, "auto", cpu) is torch.float32
     assert resolve_model_dtype(embedding_model, "bfloat16", cpu) is torch.bfloat16
     assert EncoderEngine.load(embedding_model, EngineConfig(threads=1)).spec.dtype is torch.float32
 
 
-def test_what_is_said_before_the_weights_are_read(embedding_model: Path) -> None:
+def test_the_description_before_the_weights_are_read(embedding_model: Path) -> None:
     description = describe_model(embedding_model, dtype=torch.float32)
     encoder = load_encoder(embedding_model, folder_config(embedding_model), torch.float32)
     assert is_encoder(embedding_model)

@@ -47,7 +47,7 @@ def test_everything_published_is_read(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_folder_that_says_nothing_has_no_settings(tiny_encoders: Any, tmp_path: Path) -> None:
+def test_a_folder_without_modules_has_no_settings(tiny_encoders: Any, tmp_path: Path) -> None:
     assert embedding_settings(tiny_encoders.make_embedding_model("bert", tmp_path, pooling=None)) is None
 
 
@@ -156,7 +156,7 @@ def test_a_vector_of_zeros_stays_one() -> None:
     np.testing.assert_array_equal(head.apply(np.zeros((1, 4), np.float32)), np.zeros((1, 4), np.float32))
 
 
-def test_a_dense_layers_weights_must_be_those_it_says(folder: Path) -> None:
+def test_a_dense_layers_weights_must_match_its_config(folder: Path) -> None:
     weights = folder / "2_Dense" / "model.safetensors"
     settings = embedding_settings(folder)
     assert settings is not None

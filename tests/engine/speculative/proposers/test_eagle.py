@@ -62,11 +62,11 @@ class Spy:
         self._rows = engine.scheduler.rows
         self._proposer = proposer
 
-    def propose(self, asks: list[DraftRequest]) -> list[Draft]:
-        drafts = self._proposer.propose(asks)
-        for ask, draft in zip(asks, drafts, strict=True):
-            known = self._rows.token_ids[ask.row, : self._rows.num_known[ask.row]].tolist()
-            self.seen.append(Guess(ask.request, known, draft.tokens.tolist()))
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        drafts = self._proposer.propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            known = self._rows.token_ids[request.row, : self._rows.num_known[request.row]].tolist()
+            self.seen.append(Guess(request.request, known, draft.tokens.tolist()))
         return drafts
 
     def learn(self, request: Request, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> None:
@@ -103,7 +103,7 @@ def drawing(request: Request, vocab_size: int) -> Callable[[Tensor, int], int]:
         ("speculators", "gemma3", "native", [0, 2, 4]),
     ],
 )
-def test_given_a_random_head_when_it_guesses_then_its_guesses_are_those_of_the_paper(
+def test_given_a_random_head_when_it_drafts_then_its_drafts_are_those_of_the_paper(
     kind: str, family: str, attention: str, layers: list[int], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     path = tiny_model(family)
@@ -157,7 +157,7 @@ def test_given_a_random_head_when_it_guesses_then_its_guesses_are_those_of_the_p
         pytest.param("qwen3", "native", False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_given_any_kind_of_request_and_little_room_when_a_head_guesses_then_answers_are_those_without(
+def test_given_any_kind_of_request_and_few_blocks_when_a_head_drafts_then_answers_are_those_without(
     family: str, attention: str, prefix_caching: bool, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     path, requests = tiny_model(family), requests_of(18)
@@ -209,7 +209,7 @@ def shares(engine: Engine) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
-def test_given_a_head_that_was_taught_when_it_guesses_then_most_guesses_stay(taught: Taught, attention: str) -> None:
+def test_given_a_trained_head_when_it_drafts_then_most_drafts_are_accepted(taught: Taught, attention: str) -> None:
     plain, engine = load(taught.path, "off"), with_head(taught.path, taught.head, longest=2, attention=attention)
     run(plain, taught.requests)
     assert_same(run(engine, taught.requests), taught.answers)
@@ -220,7 +220,7 @@ def test_given_a_head_that_was_taught_when_it_guesses_then_most_guesses_stay(tau
 
 
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
-def test_given_a_head_that_reads_other_states_than_it_was_taught_with_then_few_guesses_stay(
+def test_given_a_head_that_reads_other_states_than_in_training_then_few_drafts_are_accepted(
     taught: Taught, attention: str, tmp_path: Path
 ) -> None:
     # Given the same weights that read one layer further up,
@@ -234,7 +234,7 @@ def test_given_a_head_that_reads_other_states_than_it_was_taught_with_then_few_g
     assert shares(random)[0] < 0.1
 
 
-def test_given_prompts_in_the_prefix_cache_when_a_head_guesses_then_it_has_its_keys_there_too(taught: Taught) -> None:
+def test_given_prompts_in_the_prefix_cache_when_a_head_drafts_then_its_keys_are_cached_too(taught: Taught) -> None:
     engine = with_head(taught.path, taught.head, longest=1, cache=CacheConfig(block_size=4, num_blocks=400))
     spy = spied(engine, 1)
     run(engine, taught.requests)
@@ -254,9 +254,7 @@ def test_given_prompts_in_the_prefix_cache_when_a_head_guesses_then_it_has_its_k
     assert len(first.keys() & again.keys()) > 100
 
 
-def test_given_texts_longer_than_a_head_was_made_for_then_it_stops_guessing_there(
-    taught: Taught, tmp_path: Path
-) -> None:
+def test_given_texts_longer_than_a_heads_context_then_it_stops_drafting_there(taught: Taught, tmp_path: Path) -> None:
     head = heads.save_head(tmp_path, {**taught.config, "max_position_embeddings": 24}, taught.weights)
     engine = with_head(taught.path, head, longest=2, schedule=ScheduleConfig(8, 32))
     spy = spied(engine, 2)
@@ -299,7 +297,7 @@ def test_given_a_head_without_an_embedding_then_it_reads_the_model_s(taught: Tau
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["native", "paged-sdpa"])
-def test_given_a_head_that_overflows_when_it_guesses_then_nothing_is_lost_but_its_guesses(
+def test_given_a_head_that_overflows_when_it_drafts_then_only_its_drafts_are_lost(
     taught: Taught, attention: str, tmp_path: Path
 ) -> None:
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight", "fc.weight", "lm_head.weight"):

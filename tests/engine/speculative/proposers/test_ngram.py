@@ -31,22 +31,22 @@ class Rows:
         return draft.tokens.tolist(), draft.source
 
 
-def test_given_a_run_that_came_before_then_what_followed_it_is_guessed() -> None:
+def test_given_an_ngram_that_occurred_before_then_the_tokens_behind_it_are_drafted() -> None:
     text = [*range(10, 60), 200, 201, *range(20, 28)]
     assert Rows().draft(text) == (list(range(28, 36)), "ngram")
     assert Rows().draft(text, most=3) == ([28, 29, 30], "ngram")
 
 
-def test_given_nothing_that_came_before_then_nothing_is_guessed() -> None:
+def test_given_no_earlier_occurrence_then_nothing_is_drafted() -> None:
     assert Rows().draft(list(range(10, 400)))[0] == []
 
 
-def test_given_two_places_then_the_one_whose_past_agrees_longest_is_followed() -> None:
+def test_given_two_positions_then_the_one_with_the_longest_agreement_is_copied() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 100, 101, 102, 103, 9, 6, 7, 110, 111, 112, 113, 50, 1, 2, 3, 4, 5, 6, 7]
     assert Rows().draft(text, most=3)[0] == [100, 101, 102]
 
 
-def test_given_few_agreeing_tokens_then_few_are_guessed() -> None:
+def test_given_few_agreeing_tokens_then_few_are_drafted() -> None:
     text = [1, 2, 50, 51, 52, 53, 54, 55, 9, 1, 2]
     assert Rows().draft(text)[0] == [50, 51]
 
@@ -124,7 +124,7 @@ def test_given_a_text_read_in_pieces_then_it_is_indexed_as_if_read_at_once(chunk
         places = [last_before(text, text[end - size : end]) for size in (5, 3, 2)]
         for index in (whole, pieces):
             # N-grams share entries now and then, and a shared one names the place of another.
-            right += sum(place in index.places(text[:end]) for place in places)
+            right += sum(place in index.positions(text[:end]) for place in places)
     assert right > 0.9 * 2 * 3 * 690
 
 
@@ -142,7 +142,7 @@ def test_agreement_is_counted_from_the_end_and_not_further_than_needed() -> None
     assert agreement(long, 100, long) == AGREEMENT
 
 
-def test_a_step_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_only_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, text = Rows(), list(range(3, 3000))
     rows.draft(text)
     seen: list[tuple[int, int]] = []
@@ -157,12 +157,12 @@ def test_a_step_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(2996, 2999)]
 
 
-def test_given_a_text_in_which_nothing_comes_again_then_it_is_looked_at_less_often_until_something_does() -> None:
+def test_given_a_text_without_repetition_then_the_lookup_interval_grows_until_a_hit() -> None:
     rows, looks, text = Rows(), [], list(range(3, 40))
     for token in range(100, 160):
         text.append(token)
         rows.draft(text)
-        looks.append(rows.proposer._rows[0].vain)
+        looks.append(rows.proposer._rows[0].misses)
     assert 24 < looks[-1] < 40
     # What begins to come again then is found within a few tokens.
     found = []
