@@ -1,4 +1,4 @@
-"""When the open jobs should be done: what is left of each, at the speed that their models' workers measure."""
+"""Forecasts when open jobs finish, from their remaining tokens and the throughput that their models' workers measure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.scaling.tenant_backlog import BYTES_PER_TOKEN
 from schemas.jobs.job import Job, Tier
 
 Tokens = Mapping[str, float]
-"""What is left of a job, by what computes it (`ModelPin.key`)."""
+"""A job's remaining tokens by model (`ModelPin.key`)."""
 
 
 class EtaForecaster:
-    """The forecasts of a dispatcher. `weights`: of tenants."""
+    """Forecasts the completion of a dispatcher's jobs. `weights`: of tenants."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -28,8 +28,8 @@ class EtaForecaster:
         self._triage: dict[tuple[str, Tier], SheddingPlan] = {}
 
     def look(self, jobs: Collection[OpenJob], workers: Collection[WorkerState], now: datetime) -> None:
-        """Learn how the jobs and the workers stand, and tell each job when it should be done. Those that are being
-        planned or closed are told nothing."""
+        """Update throughput and remaining tokens, and set each job's ETA. A job that is being planned or closed gets
+        None."""
         self._rates = defaultdict(float)
         for worker in workers:
             for model in worker.models:
@@ -43,18 +43,18 @@ class EtaForecaster:
             job.expect(None if seconds is None else now + timedelta(seconds=seconds))
 
     def end_of(self, job: Job, tokens: Tokens, now: datetime) -> datetime | None:
-        """When a job that isn't planned yet should be done, beside the others; None: nothing is known of its models'
-        workers yet."""
+        """Forecast when a job that isn't planned yet finishes, given the open jobs; None: the throughput of its models'
+        workers is not known yet."""
         others = [(other, left) for other, left in self._left if other.id != job.id]
         seconds = self._ends([*others, (job, tokens)]).get(job.id)
         return None if seconds is None else now + timedelta(seconds=seconds)
 
     def rate(self, model: str) -> float:
-        """Tokens a second of all that computes this (`ModelPin.key`), as of the last look; 0: not known."""
+        """Tokens per second of all workers of a model (`ModelPin.key`), as of the last refresh; 0: not known."""
         return self._rates.get(model, 0.0)
 
     def plan_shedding(self, model: str, tier: Tier) -> SheddingPlan:
-        """Which of a tier's deadlines can be met by what computes this (`ModelPin.key`), as of the last look."""
+        """Which of a tier's deadlines the workers of a model (`ModelPin.key`) can meet, as of the last refresh."""
         return self._triage.get((model, tier), SheddingPlan())
 
     def _sorted_out(self, now: datetime) -> dict[tuple[str, Tier], SheddingPlan]:
@@ -75,8 +75,8 @@ class EtaForecaster:
 
 
 def _done(jobs: Collection[OpenJob], workers: Collection[WorkerState]) -> dict[tuple[str, str], float]:
-    """What workers have computed of shards that have no part yet, by job and model. They say it for all that they hold
-    together; it is spread evenly."""
+    """Tokens that workers have computed of shards without a part, by job and model. A worker reports one number for all
+    shards that it holds; it is spread evenly over them."""
     open_jobs = {job.job.id: job for job in jobs}
     done: defaultdict[tuple[str, str], float] = defaultdict(float)
     for worker in workers:
@@ -92,6 +92,6 @@ def _done(jobs: Collection[OpenJob], workers: Collection[WorkerState]) -> dict[t
 
 
 def _left(job: OpenJob, done: Mapping[tuple[str, str], float]) -> Tokens:
-    if not job.planned:  # more will come; its input says how much, roughly
+    if not job.planned:  # segments are still to come; the input's size estimates the total
         return {job.job.models[0].key: max(job.left.total(), job.job.input.size / BYTES_PER_TOKEN)}
     return {model: max(0.0, tokens - done.get((job.job.id, model), 0.0)) for model, tokens in job.left.items()}

@@ -1,6 +1,7 @@
-"""Whose shard goes next onto a queue: tenants by weight, then the tenant's jobs by deadline and age, then the planner's
-order; but a job that would miss its deadline if it waited for its turn goes first, and one that is lost (`triage`)
-after those that are not. Nothing is looked up and nothing is sent here, so that what decides can be simulated."""
+"""The dispatch order of shards on a queue: tenants by weight, then the tenant's jobs by deadline and age, then the
+planner's order. A job that would miss its deadline if it waited for its tenant's turn goes first. A job whose deadline
+is given up (`load_shedding`) goes after its tenant's jobs that can be in time. The functions here are pure, so that the
+simulator uses them too."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from typing import Final, Protocol, TypeVar
 from pipeline.dispatcher.fair_share import FairShares
 
 PRESSING_TIMES: Final = 2.0
-"""A job presses when this many times what is left of it, done by all workers, takes it to its deadline,"""
+"""A job's deadline is at risk when this many times its remaining tokens, computed by all workers, take until then,"""
 
 PRESSING_SECONDS: Final = 300.0
-"""and so many seconds: shards on their way, and answers that turn out longer."""
+"""and this many seconds more: for shards in transit, and answers that are longer than estimated."""
 
 PRESSING_TOGETHER: Final = 1.25
-"""It presses, too, when it and all that is due before it take that many times less than the time until its deadline."""
+"""It is also at risk when this many times its tokens and those of all jobs due before it take until its deadline."""
 
 ADVANCE_SECONDS: Final = 1_800.0
-"""A tenant is at most so much of all workers' time ahead of the others by that: deadlines are no way to get more than
-one's share for long."""
+"""Time of all workers by which deadlines may bring a tenant ahead of the others: deadlines must not give a tenant more
+than its share for long."""
 
 FAR = datetime.max.replace(tzinfo=UTC)
 
 
 class OrderingKey(Protocol):
-    """What of an order says whose turn it is."""
+    """The fields of a job that decide its dispatch order."""
 
     @property
     def id(self) -> str: ...
@@ -45,7 +46,7 @@ J = TypeVar("J")
 
 
 def urgency(job: OrderingKey) -> tuple[datetime, datetime, str]:
-    """Which job of a tenant and tier goes first: by deadline, then age."""
+    """Sort key of a tenant's jobs of one tier: by deadline, then age."""
     return (job.deadline or FAR, job.created_at, job.id)
 
 
@@ -58,15 +59,15 @@ def dispatch_order(
     lost: Callable[[J], bool] = lambda _job: False,
     allowed: Callable[[J, int], bool] = lambda _job, _number: True,
 ) -> Iterator[tuple[J, int]]:
-    """Up to `room` shards, one after the other. Whoever takes one charges its tenant before asking for the next.
+    """Up to `room` shards, one after the other. The caller charges a shard's tenant before it asks for the next.
 
     Args:
-        jobs: each with the numbers of shards that it wants to put, the first to go last; they are used up.
-        pressing: whether a job would miss its deadline if it waited for its tenant's turn. Such jobs go first, the
-            nearest deadline before the others; their tenants are charged, so the others have their turns afterwards.
-        lost: whether a job misses its deadline whatever is done. Of its tenant's jobs it goes after those that don't,
-            and before those that have none: what is done of it until then is kept.
-        allowed: whether the shard may be put now; if not, its job is passed over.
+        jobs: each with the numbers of its shards to dispatch, in reverse order; the lists are consumed.
+        pressing: whether a job would miss its deadline if it waited for its tenant's turn. Such jobs go first, by
+            nearest deadline; their tenants are charged, so the other tenants catch up afterwards.
+        lost: whether a job's deadline is given up. It goes after its tenant's jobs that can be in time, and before
+            those without a deadline, since results that it has by its deadline count.
+        allowed: whether the shard may be dispatched now; if not, its job is skipped.
     """
     by_tenant: defaultdict[str, list[tuple[J, list[int]]]] = defaultdict(list)
 
@@ -100,12 +101,13 @@ def dispatch_order(
 def is_deadline_at_risk(
     time_left: float | None, tokens_left: float, together: float, rate: float, ahead: float
 ) -> bool:
-    """Whether a job that isn't lost goes before its tenant's turn.
+    """Whether a job whose deadline isn't given up goes before its tenant's turn.
 
     Args:
-        time_left: seconds until its deadline; None: it has none.  tokens_left: of it.
-        together: tokens of it and of all that is due before it (`SheddingPlan.together`).
-        rate: tokens a second of all workers that can compute it; 0: not known.
+        time_left: seconds until its deadline; None: it has none.
+        tokens_left: remaining tokens of the job.
+        together: tokens of the job and of all jobs due before it (`SheddingPlan.together`).
+        rate: tokens per second of all workers that can compute it; 0: not known.
         ahead: of its tenant, see `FairShares.ahead`.
     """
     if time_left is None or rate <= 0:
@@ -115,6 +117,6 @@ def is_deadline_at_risk(
 
 
 def backlog_for(least: int, workers: int, per_worker: float) -> int:
-    """Shards that may wait in a queue: few, so that order and priority can still change, but no fewer than its workers
-    take between two looks."""
+    """Shards that may wait in a queue: few, so that order and priority can still change, but as many as its workers take
+    between two ticks."""
     return max(least, ceil(workers * per_worker))

@@ -1,8 +1,9 @@
-"""What is new of all open jobs, read at once: over a network one answer takes as long as many.
+"""The state poller reads new plan segments and parts of all open jobs, with concurrent requests: over a network one
+answer takes as long as many.
 
-Some looks can't wait: shards that were put and that nobody holds, the plans that are being made here. The others (a
-full listing of a job's parts now and then, the plans of jobs whose turn to be planned has not come) are spread over
-many ticks, so that none lasts long however many jobs are open.
+Some reads are urgent: parts of shards that were queued and that no worker holds, and plans that this controller is
+making. The others (periodic full listings of a job's parts, plans of jobs that wait for a planner) are spread over many
+ticks, so that a tick stays short however many jobs are open.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from pipeline.results.parts import PartEntry
 from pipeline.runtime.inline_executor import AT_ONCE
 
 AT_LEISURE: Final = AT_ONCE
-"""Of the looks that can wait, so many of each kind are taken at once."""
+"""Reads of each deferrable kind in one poll."""
 
 READ_AT_ONCE: Final = 128
-"""Parts read in one look: a dispatcher that takes up a large job has very many to read."""
+"""Parts read in one poll: a dispatcher that takes over a large job has very many to read."""
 
 _T = TypeVar("_T")
 
 
 class StatePoller:
-    """One look at all open jobs.
+    """One poll of all open jobs.
 
     Args:
-        together: runs the requests.
-        planning: jobs whose plans may have grown; None: all, and nothing is left for later.
+        together: executor of the requests.
+        planning: jobs whose plans may have grown; None: all jobs, and no read is deferred.
     """
 
     def __init__(self, together: Executor, held: set[Shard], now: float, planning: Container[str] | None) -> None:
@@ -44,7 +45,7 @@ class StatePoller:
         self._found: defaultdict[str, list[Found]] = defaultdict(list)
 
     def take(self, jobs: Sequence[OpenJob]) -> None:
-        """Read what is new, and have the jobs learn it."""
+        """Read new segments and parts, and apply them to the jobs."""
         plans = self._all(OpenJob.read_plan, self._whose_plans(jobs))
         for job, segments in plans:
             self._guarded(job, partial(job.learn_plan, segments, self._now))
@@ -55,7 +56,7 @@ class StatePoller:
         self._read_parts(jobs)
 
     def of(self, job: OpenJob) -> list[Found]:
-        """The job's parts that are new; raises what looking at it raised."""
+        """The job's new parts; raises the exception that polling this job raised."""
         if (error := self._failed.get(job.job.id)) is not None:
             raise error
         return self._found[job.job.id]
@@ -89,20 +90,20 @@ class StatePoller:
     def _all(
         self, read: Callable[..., _T], jobs: Sequence[OpenJob], *arguments: Sequence[int]
     ) -> list[tuple[OpenJob, _T]]:
-        """The answers there are; what failed is kept."""
+        """The jobs' answers; the exception of a failed read is stored for `of`."""
         futures = [self._together.submit(read, *each) for each in zip(jobs, *arguments, strict=True)]
         answers = []
         for job, future in zip(jobs, futures, strict=True):
             try:
                 answers.append((job, future.result()))
-            except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
+            except Exception as error:  # noqa: BLE001 - concerns one job; `of` raises it
                 self._failed.setdefault(job.job.id, error)
         return answers
 
     def _guarded(self, job: OpenJob, learn: Callable[[], None]) -> None:
         try:
             learn()
-        except Exception as error:  # noqa: BLE001 - of one job; raised where its turn comes
+        except Exception as error:  # noqa: BLE001 - concerns one job; `of` raises it
             self._failed.setdefault(job.job.id, error)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that stand still since something is wrong with them alone: why, and when each is tried again."""
+"""Jobs that are paused after an error that concerns them alone: the reason, and when each is retried."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pipeline.ledger.ledger import JobLedger
 
 FIRST_PAUSE_SECONDS: Final = 5.0
 MAX_PAUSE_SECONDS: Final = 300.0
-"""Before a job is tried again; doubles from the first."""
+"""Pause before a job is retried; doubles from the first."""
 
 
 @dataclass(slots=True)
 class StalledJob:
-    """Of one job.
+    """The failures of one job.
 
     Attributes:
         reason: what is wrong, and what to do.
-        tries: how often the job has failed in a row.
-        again: when it is tried again, or counts as well if it is being tried (monotonic).
-        is_tried: it was taken up again, and has not failed since.
+        tries: failures in a row.
+        again: when it is retried, or, during a retry, when it counts as recovered (monotonic).
+        is_tried: it is being retried, and has not failed since.
     """
 
     ledger: JobLedger
@@ -32,7 +32,7 @@ class StalledJob:
 
 
 class Attention:
-    """The jobs of one dispatcher that need somebody's attention, by id. For the thread that ticks."""
+    """The stalled jobs of one dispatcher, by id. For the thread that ticks."""
 
     def __init__(self) -> None:
         self._troubles: dict[str, StalledJob] = {}
@@ -41,7 +41,7 @@ class Attention:
         return len(self._troubles)
 
     def note(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
-        """The job has failed (again), and rests for a while."""
+        """Record a failure of the job, and pause it."""
         trouble = self._troubles.get(job)
         if trouble is None:
             trouble = self._troubles[job] = StalledJob(ledger, reason)
@@ -52,27 +52,27 @@ class Attention:
         return trouble
 
     def reason(self, job: str) -> str | None:
-        """What is wrong with the job; None: nothing."""
+        """Why the job is stalled; None: it isn't."""
         trouble = self._troubles.get(job)
         return None if trouble is None else trouble.reason
 
     def rests(self, job: str) -> bool:
-        """Whether the job is not to be looked at now."""
+        """Whether the job is paused now."""
         trouble = self._troubles.get(job)
         return trouble is not None and not trouble.is_tried
 
     def forget(self, job: str) -> None:
-        """The job has ended, is gone, or is well."""
+        """Remove a job that has ended, was removed, or has recovered."""
         self._troubles.pop(job, None)
 
     def due(self, now: float) -> list[tuple[str, StalledJob]]:
-        """Jobs whose time has come: to be tried again, or well, if they are being tried."""
+        """Jobs whose pause is over: they are due for a retry, or have recovered if they are being retried."""
         return [(job, trouble) for job, trouble in self._troubles.items() if now >= trouble.again]
 
     def try_again(self, trouble: StalledJob, now: float) -> None:
-        """The job is taken up again; without a further failure it is well after as long a pause."""
+        """Start a retry; without a further failure the job has recovered after as long a pause."""
         trouble.is_tried, trouble.again = True, now + trouble.pause_seconds
 
     def postpone(self, trouble: StalledJob, now: float) -> None:
-        """The job could not be taken up again now; it rests for as long a pause as before."""
+        """Pause the job again, as long as before: the retry could not start."""
         trouble.is_tried, trouble.again = False, now + trouble.pause_seconds
