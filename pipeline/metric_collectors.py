@@ -99,7 +99,7 @@ def dispatching(figures: DispatchMetrics, clock: Clock) -> Source:
     """What a dispatcher knows: how jobs stand while it leads, and what it has seen committed."""
 
     def tell(told: Samples) -> None:
-        standing = figures.standing
+        standing = figures.snapshot
         told.value("tokenmill_leading", int(standing is not None))
         if standing is not None:
             told.value("tokenmill_jobs_needing_attention", standing.attention)
@@ -118,8 +118,8 @@ def dispatching(figures: DispatchMetrics, clock: Clock) -> Source:
             told.value("tokenmill_committed_tokens_total", tokens, model, tier, kind)
         for (tier, status), count in _with_zeros(figures.ended(), JOB_TIERS, ENDS):
             told.value("tokenmill_jobs_ended_total", count, tier, status)
-        for tier in sorted({*JOB_TIERS, *figures.took}):
-            took = figures.took.get(tier)
+        for tier in sorted({*JOB_TIERS, *figures.job_durations}):
+            took = figures.job_durations.get(tier)
             counts, seconds = ((), 0.0) if took is None else took.read()
             told.value("tokenmill_job_seconds", Times(counts, seconds, JOB_BOUNDS), tier)
         for tier, cost in sorted(figures.cost().items()):

@@ -44,7 +44,7 @@ from schemas.jobs.outcome import JobStatus
 PLANNING_FAILED: Final = "planning_failed"
 DEADLINE_UNREACHABLE: Final = "deadline_unreachable"
 
-LOOKED_AT: Final = 5
+MAX_OPEN_CHECKS: Final = 5
 """Tracked jobs whose openness is checked in one refresh."""
 
 MAX_PLANNING_FAILURES: Final = 3
@@ -65,8 +65,8 @@ class JobControllerSettings:
             (`planning_order`).
         retry_after: delay before planning that failed temporarily is retried; doubles with each retry.
         max_retry_after: upper bound of that delay.
-        renew_every: interval between two renewals of the lease.
-        taking_up: longest time that one refresh spends on adding new jobs.
+        renew_interval_seconds: interval between two renewals of the lease.
+        max_adding_seconds: longest time that one refresh spends on adding new jobs.
     """
 
     tick_every: float = 0.2
@@ -75,8 +75,8 @@ class JobControllerSettings:
     planners: int = 2
     retry_after: float = 15.0
     max_retry_after: float = 300.0
-    renew_every: float = RENEW_SECONDS
-    taking_up: float = 0.25
+    renew_interval_seconds: float = RENEW_SECONDS
+    max_adding_seconds: float = 0.25
 
 
 class JobPlanner(Protocol):
@@ -134,29 +134,29 @@ class _Failure:
 
 
 @dataclass(slots=True)
-class _Known:
+class _TrackedJob:
     """An open job and the state of its planning.
 
     Attributes:
         tenant, created_at: of the job; they decide the planning order.
-        planned: the job needs no more planning: the plan is complete, or the job has ended.
+        is_planned: the job needs no more planning: the plan is complete, or the job has ended.
         planning: the plan that is queued or running; None: none is, and planning is retried at `retry_at`.
         failure: of the last attempt, until it is recorded and, after the last attempt, the job has ended as failed.
-        begun: the first segment of the plan is committed.
+        is_begun: the first segment of the plan is committed.
         tries: temporary planning failures in a row.
-        in_time: the deadline can be met, or need not be checked.
+        is_in_time: the deadline can be met, or need not be checked.
     """
 
     ledger: JobLedger
     tenant: str
     created_at: datetime
-    planned: bool = False
+    is_planned: bool = False
     planning: Future[PlanOutcome] | None = None
     failure: _Failure | None = None
-    begun: bool = False
+    is_begun: bool = False
     tries: int = 0
     retry_at: float = 0.0
-    in_time: bool = False
+    is_in_time: bool = False
 
     @property
     def is_being_planned(self) -> bool:
@@ -188,12 +188,12 @@ class JobController:
         self._dispatcher = dispatcher
         self._planner = planner or InProcessPlanner(world, open_input)
         self._settings = settings or JobControllerSettings()
-        self._known: dict[str, _Known] = {}
+        self._tracked: dict[str, _TrackedJob] = {}
         self._planners = planners or ThreadPoolExecutor(self._settings.planners, thread_name_prefix="planner")
         self._planning = PlanningQueue(self._planners, self._settings.planners)
         self._sweeper = planners or ThreadPoolExecutor(1, thread_name_prefix="sweeper")
-        self._leading = Leading(lease, world.clock, "dispatching", self._settings.renew_every)
-        self._next_look = self._next_sweep = 0.0
+        self._leadership = Leading(lease, world.clock, "dispatching", self._settings.renew_interval_seconds)
+        self._next_refresh = self._next_sweep = 0.0
         self._sweeping: Future[SweepResult] | None = None
 
     def run(self, stop: threading.Event) -> None:
@@ -217,17 +217,17 @@ class JobController:
         broker can't be reached."""
         now = self._world.clock.monotonic()
         self._planner.end_stuck()
-        if not self._leading.now():
+        if not self._leadership.now():
             self._dispatcher.stand_by()
             return
         self._sweep(now)
-        if now >= self._next_look:
-            self._next_look = now + self._settings.look_every
-            self._look()
-        for name, known in self._known.items():
-            self._plan(name, known, now)
-        planning = {name for name, known in self._known.items() if known.planned or known.is_being_planned}
-        self._dispatcher.tick(planning, self._leading.now)
+        if now >= self._next_refresh:
+            self._next_refresh = now + self._settings.look_every
+            self._refresh_open_jobs()
+        for name, tracked in self._tracked.items():
+            self._plan(name, tracked, now)
+        planning = {name for name, tracked in self._tracked.items() if tracked.is_planned or tracked.is_being_planned}
+        self._dispatcher.tick(planning, self._leadership.now)
 
     def close(self) -> None:
         """Wait for plans that can't be stopped. The next controller plans the other jobs."""
@@ -235,30 +235,30 @@ class JobController:
         self._planner.close()
         self._planners.shutdown(wait=True, cancel_futures=True)
         self._sweeper.shutdown(wait=True, cancel_futures=True)
-        self._leading.give_up()
+        self._leadership.give_up()
 
-    def _look(self) -> None:
+    def _refresh_open_jobs(self) -> None:
         """Add new jobs and remove ended ones, by the markers of open jobs. A marker may outlive its job, so new jobs,
         and a few tracked jobs in rotation, are also checked for being open."""
         clock = self._world.clock
         marked = {ledger.name: ledger for ledger in marked_jobs(self._world.store)}
-        turn = set(islice(self._known, LOOKED_AT))
-        for name in [name for name in self._known if name not in marked or name in turn]:
-            known = self._known.pop(name)
-            if known.planning is not None or (name in marked and self._is_open(known.ledger)):
-                self._known[name] = known  # at the end of the rotation
+        checked = set(islice(self._tracked, MAX_OPEN_CHECKS))
+        for name in [name for name in self._tracked if name not in marked or name in checked]:
+            tracked = self._tracked.pop(name)
+            if tracked.planning is not None or (name in marked and self._is_open(tracked.ledger)):
+                self._tracked[name] = tracked  # at the end of the rotation
             else:
                 self._dispatcher.forget(name)
                 logger.info("job ended", job=name)
-        until = clock.monotonic() + self._settings.taking_up
+        until = clock.monotonic() + self._settings.max_adding_seconds
         for name, ledger in marked.items():
-            if name in self._known or self._dispatcher.rests(name):
+            if name in self._tracked or self._dispatcher.is_paused(name):
                 continue
             if clock.monotonic() > until:
-                self._next_look = 0.0  # tracked jobs must not wait; the next tick adds the remaining jobs
+                self._next_refresh = 0.0  # tracked jobs must not wait; the next tick adds the remaining jobs
                 return
             if self._is_open(ledger):
-                self._take_up(name, ledger)
+                self._add_job(name, ledger)
 
     def _is_open(self, ledger: JobLedger) -> bool:
         """Whether the job is open. A job that can't be read counts as open."""
@@ -268,16 +268,16 @@ class JobController:
             logger.warning("a job's state can't be read now", job=ledger.name, reason=_reason(error))
             return True
 
-    def _take_up(self, name: str, ledger: JobLedger) -> None:
+    def _add_job(self, name: str, ledger: JobLedger) -> None:
         try:
-            job = self._dispatcher.job_of(name) if self._dispatcher.add(ledger) else None
+            job = self._dispatcher.get_job(name) if self._dispatcher.add(ledger) else None
         except PartStopped:
             raise
         except PipelineError as error:  # the next refresh retries
             logger.warning("a job can't be read now", job=name, reason=str(error))
             return
         if job is not None:
-            self._known[name] = _Known(ledger, job.tenant, job.created_at)
+            self._tracked[name] = _TrackedJob(ledger, job.tenant, job.created_at)
             logger.info("job added", job=name)
 
     def _sweep(self, now: float) -> None:
@@ -298,108 +298,113 @@ class JobController:
             if swept.marked or swept.removed:
                 logger.info("markers repaired", marked=swept.marked, removed=swept.removed)
 
-    def _plan(self, name: str, known: _Known, now: float) -> None:
-        if known.planned or self._dispatcher.rests(name):
+    def _plan(self, name: str, tracked: _TrackedJob, now: float) -> None:
+        if tracked.is_planned or self._dispatcher.is_paused(name):
             return
-        self._end_unplanned(name, known, now)
-        if known.planned or known.failure is not None or now < known.retry_at or self._dispatcher.rests(name):
+        self._end_unplanned(name, tracked, now)
+        if (
+            tracked.is_planned
+            or tracked.failure is not None
+            or now < tracked.retry_at
+            or self._dispatcher.is_paused(name)
+        ):
             return
         try:
-            self._plan_on(name, known)
+            self._submit_or_apply(name, tracked)
         except PartStopped:
             raise
         except PlanningCancelled:
             logger.info("planning cancelled", job=name)  # the next tick ends the job
         except PipelineError as error:
-            pause = min(self._settings.max_retry_after, self._settings.retry_after * 2.0 ** min(known.tries, 32))
-            known.tries, known.retry_at = known.tries + 1, now + pause
+            pause = min(self._settings.max_retry_after, self._settings.retry_after * 2.0 ** min(tracked.tries, 32))
+            tracked.tries, tracked.retry_at = tracked.tries + 1, now + pause
             logger.warning("planning failed and will be retried", job=name, reason=str(error), seconds=pause)
         except Exception as error:  # noqa: BLE001 - an exception of planning concerns one job
-            known.failure = _Failure(error)
-            self._end_unplanned(name, known, now)
+            tracked.failure = _Failure(error)
+            self._end_unplanned(name, tracked, now)
 
-    def _end_unplanned(self, name: str, known: _Known, now: float) -> None:
+    def _end_unplanned(self, name: str, tracked: _TrackedJob, now: float) -> None:
         """End a job that needs no more planning: a closed one, or one whose planning failed too often. A job that can't
         be ended is paused, for longer each time, and is not planned meanwhile."""
         try:
-            self._end_closed(name, known)
-            if known.failure is not None and not known.planned:
-                self._count_failure(name, known, known.failure, now)
+            self._end_closed(name, tracked)
+            if tracked.failure is not None and not tracked.is_planned:
+                self._count_failure(name, tracked, tracked.failure, now)
         except PartStopped:
             raise
         except Exception as error:  # noqa: BLE001 - a failure of one job; the others go on
-            self._dispatcher.leave_alone(name, error)
+            self._dispatcher.pause(name, error)
 
-    def _plan_on(self, name: str, known: _Known) -> None:
+    def _submit_or_apply(self, name: str, tracked: _TrackedJob) -> None:
         """Submit the job for planning, or apply the outcome of its plan; raises the exception that planning raised."""
-        if known.planning is None:
-            plan = partial(self._planner.plan, known.ledger, in_time=known.in_time)
-            known.planning = self._planning.submit(known.tenant, known.created_at, plan)
-        elif known.planning.done():
-            planning, known.planning = known.planning, None
+        if tracked.planning is None:
+            plan = partial(self._planner.plan, tracked.ledger, in_time=tracked.is_in_time)
+            tracked.planning = self._planning.submit(tracked.tenant, tracked.created_at, plan)
+        elif tracked.planning.done():
+            planning, tracked.planning = tracked.planning, None
             outcome = planning.result()
             if outcome.refused is not None:
-                known.planned = True
-                self._dispatcher.failed(name)
+                tracked.is_planned = True
+                self._dispatcher.remove_ended(name)
                 logger.info("job refused", job=name, reason=outcome.refused)
             elif outcome.closed is not None:
-                self._report_closed(name, known, outcome.closed)
+                self._report_closed(name, tracked, outcome.closed)
             elif outcome.tokens_of_models is not None:
-                known.in_time = True
-                known.planned = self._refuse_late(known.ledger, outcome.tokens_of_models)
+                tracked.is_in_time = True
+                tracked.is_planned = self._fail_if_late(tracked.ledger, outcome.tokens_of_models)
             else:
-                known.planned = True
+                tracked.is_planned = True
 
-    def _end_closed(self, name: str, known: _Known) -> None:
+    def _end_closed(self, name: str, tracked: _TrackedJob) -> None:
         """End a job that was closed before a segment of its plan was committed, and cancel its planning. A plan that
         has begun is completed, so that each row of the input gets a result."""
-        closing = self._dispatcher.closing_of(name)
-        if closing is None or known.begun:
+        closing = self._dispatcher.get_closing(name)
+        if closing is None or tracked.is_begun:
             return
-        known.begun = known.ledger.segment(0) is not None
-        if known.begun:
+        tracked.is_begun = tracked.ledger.segment(0) is not None
+        if tracked.is_begun:
             return
-        if known.planning is not None and not known.planning.cancel():
+        if tracked.planning is not None and not tracked.planning.cancel():
             self._planner.cancel(name)
             return
-        known.planning = None
-        self._report_closed(name, known, end_unplanned(known.ledger, known.ledger.job(), closing, self._world))
+        tracked.planning = None
+        self._report_closed(name, tracked, end_unplanned(tracked.ledger, tracked.ledger.job(), closing, self._world))
 
-    def _report_closed(self, name: str, known: _Known, status: JobStatus) -> None:
-        known.planned = True
-        self._dispatcher.failed(name, status)
+    def _report_closed(self, name: str, tracked: _TrackedJob, status: JobStatus) -> None:
+        tracked.is_planned = True
+        self._dispatcher.remove_ended(name, status)
         logger.info("job ended before it was planned", job=name, status=status.value)
 
-    def _count_failure(self, name: str, known: _Known, failure: _Failure, now: float) -> None:
+    def _count_failure(self, name: str, tracked: _TrackedJob, failure: _Failure, now: float) -> None:
         """Count an unexpected planning failure in the job's ledger, so that the count survives restarts. Raises when
         the ledger can't be written; a repeated call doesn't repeat writes that succeeded."""
         reason, at = _reason(failure.error), self._world.clock.now()
         if failure.number is None:
-            failure.number = known.ledger.record_planning_failure(
+            failure.number = tracked.ledger.record_planning_failure(
                 lambda number: PlanningFailure(attempt=number, error=reason, at=at)
             )
             trace = _trace(failure.error)
             logger.error("planning failed", job=name, attempt=failure.number, reason=reason, traceback=trace)
         if failure.number < MAX_PLANNING_FAILURES:
-            known.failure, known.retry_at = None, now + self._settings.retry_after
+            tracked.failure, tracked.retry_at = None, now + self._settings.retry_after
             return
         message = f"planning failed {failure.number} times, the last time with: {reason}; the log says where"
-        fail_job(known.ledger, known.ledger.job(), self._world, PLANNING_FAILED, message)
-        known.planned, known.failure = True, None
-        self._dispatcher.failed(name)
+        fail_job(tracked.ledger, tracked.ledger.job(), self._world, PLANNING_FAILED, message)
+        tracked.is_planned, tracked.failure = True, None
+        self._dispatcher.remove_ended(name)
         logger.info("job refused", job=name, reason=message)
 
-    def _refuse_late(self, ledger: JobLedger, tokens: Mapping[str, int]) -> bool:
+    def _fail_if_late(self, ledger: JobLedger, tokens: Mapping[str, int]) -> bool:
         """End a job as failed if the forecast says that it misses its deadline; returns whether it was ended."""
         job = ledger.job()
         keys = {pin.name: pin.key for pin in job.models}
-        end = self._dispatcher.end_of(job, {keys[name]: left for name, left in tokens.items()})
+        end = self._dispatcher.forecast_end(job, {keys[name]: left for name, left in tokens.items()})
         if end is None or job.deadline is None or end <= job.deadline:
             return False
         due, then = (moment.isoformat(timespec="seconds") for moment in (job.deadline, end))
         message = f"it should be done at {then}, but its deadline is {due}; submit it with a later one, or without"
         fail_job(ledger, job, self._world, DEADLINE_UNREACHABLE, message)
-        self._dispatcher.failed(job.id)
+        self._dispatcher.remove_ended(job.id)
         logger.info("job refused", job=job.id, reason=message)
         return True
 

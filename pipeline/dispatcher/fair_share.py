@@ -28,7 +28,7 @@ class FairShares:
         self._active: frozenset[str] = frozenset()
         self._time = 0.0
 
-    def wants(self, tenants: Collection[str]) -> None:
+    def set_active(self, tenants: Collection[str]) -> None:
         """Set the tenants that have work now; all others have none."""
         self._active = frozenset(tenants)
         known = [self._clocks[tenant] for tenant in self._active if tenant in self._clocks]
@@ -45,8 +45,8 @@ class FairShares:
 
     def ahead(self, tenant: str) -> float:
         """Tokens per unit of weight that an active tenant has received more than the one that received least."""
-        least = min((self._clocks[name] for name in self._active), default=0.0)
-        return self._clocks.get(tenant, least) - least
+        lowest = min((self._clocks[name] for name in self._active), default=0.0)
+        return self._clocks.get(tenant, lowest) - lowest
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Charge the tenant for dispatched tokens; below 0: refund an estimate that was too high."""

@@ -50,7 +50,7 @@ def forecast(
     ends: dict[str, float] = {}
     for model, of_model in by_model.items():
         rate = rates.get(model, 0.0)
-        for job, seconds in _of_model(of_model, rate, weights, floor).items() if rate > 0 else ():
+        for job, seconds in _forecast_model(of_model, rate, weights, floor).items() if rate > 0 else ():
             ends[job] = max(ends.get(job, 0.0), seconds)
     unknown = {load.job for model, of_model in by_model.items() if not rates.get(model) for load in of_model}
     return {job: seconds for job, seconds in ends.items() if job not in unknown}
@@ -94,7 +94,7 @@ class _Shares:
         heappush(self._ends, (self._clock + load.tokens / self._weights.get(tenant, 1.0), tenant, load.job))
 
 
-def _of_model(loads: list[JobLoad], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
+def _forecast_model(loads: list[JobLoad], rate: float, weights: Mapping[str, float], floor: float) -> dict[str, float]:
     urgent, bulk = (_Shares([load for load in loads if load.tier is tier], weights) for tier in BY_URGENCY)
     now, ends = 0.0, {}
     while urgent or bulk:

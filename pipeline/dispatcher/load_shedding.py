@@ -28,11 +28,11 @@ class SheddingPlan:
 
     Attributes:
         lost: jobs whose deadlines are given up.
-        together: other job -> its tokens and those of all jobs due before it.
+        cumulative_tokens: other job -> its tokens and those of all jobs due before it.
     """
 
     lost: frozenset[str] = frozenset()
-    together: Mapping[str, float] = field(default_factory=dict)
+    cumulative_tokens: Mapping[str, float] = field(default_factory=dict)
 
 
 def plan_shedding(jobs: Iterable[JobDeadline], rate: float) -> SheddingPlan:
@@ -41,18 +41,18 @@ def plan_shedding(jobs: Iterable[JobDeadline], rate: float) -> SheddingPlan:
     if rate <= 0:
         return SheddingPlan()
     ordered = sorted(jobs, key=lambda due: (due.time_left, due.job))
-    kept: list[tuple[float, str]] = []  # the largest first
+    on_time: list[tuple[float, str]] = []  # the largest first
     lost, total = set[str](), 0.0
     for due in ordered:
-        heapq.heappush(kept, (-due.tokens, due.job))
+        heapq.heappush(on_time, (-due.tokens, due.job))
         total += due.tokens
-        while kept and total > max(0.0, due.time_left) * rate:
-            tokens, job = heapq.heappop(kept)
+        while on_time and total > max(0.0, due.time_left) * rate:
+            tokens, job = heapq.heappop(on_time)
             total += tokens
             lost.add(job)
-    together, total = dict[str, float](), 0.0
+    cumulative_tokens, total = dict[str, float](), 0.0
     for due in ordered:
         if due.job not in lost:
             total += due.tokens
-            together[due.job] = total
-    return SheddingPlan(frozenset(lost), together)
+            cumulative_tokens[due.job] = total
+    return SheddingPlan(frozenset(lost), cumulative_tokens)

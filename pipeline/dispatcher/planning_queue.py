@@ -48,8 +48,8 @@ class PlanningQueue:
         self._is_closed = True
 
     def _run_tasks(self) -> None:
-        """Plan one job after another until none may be planned. A job that waits for a running plan of its own tenant is
-        taken by the thread of that plan."""
+        """Plan one job after another until none may be planned. A job that waits for a running plan of its own tenant
+        is taken by the thread of that plan."""
         while (taken := self._take()) is not None:
             tenant, task = taken
             try:

@@ -5,7 +5,7 @@ the limit. Running shards go on until the cost so far reaches the limit: the cos
 to their checkpoints. Then the job is closed, even while shards run. It is also closed when no shard runs and the next
 one would pass the limit. Computed rows stay, and the other rows' errors say why they have no answer. So a job never
 costs more than the limit plus what its workers compute until they learn of the closing: between two checkpoints, two
-reads of these (`LOGGED_SECONDS`) and two heartbeats.
+reads of these (`LOGGED_COST_INTERVAL_SECONDS`) and two heartbeats.
 
 The cost of a token is measured on the job's own parts; before there are any, it is computed from the price and the
 throughput that workers report. Where neither is known, one shard starts alone. Costs are read from the ledger, so a
@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from pipeline.dispatcher.job_state import OpenJob, Shard, cost
+from pipeline.dispatcher.job_state import OpenJob, ShardId, estimated_tokens
 from pipeline.jobs.tenant_spend import EndedSpending
 from pipeline.ports import WorkerState, World
 from schemas.jobs.job import Closing
@@ -29,9 +29,9 @@ from schemas.jobs.plan import ShardRef
 from schemas.requests.limits import SpendLimits
 
 NO_LIMITS: Final = SpendLimits()
-SILENT_SECONDS: Final = 60.0
+WARNING_INTERVAL_SECONDS: Final = 60.0
 """Interval between two log warnings that a tenant's jobs wait."""
-LOGGED_SECONDS: Final = 2.0
+LOGGED_COST_INTERVAL_SECONDS: Final = 2.0
 """Interval between two reads of the cost of open shards."""
 
 logger = structlog.get_logger(__name__)
@@ -61,23 +61,23 @@ class _Limit:
     Attributes:
         spent: cost of parts.
         expected: expected cost of running shards, and cost of failed attempts at others.
-        logged: cost of attempts at open shards so far.
+        logged_cost: cost of attempts at open shards so far.
         shards: running shards.
         unpriced: the cost of some of the work is unknown.
     """
 
-    of: str
+    name: str
     amount: float
     spent: float
     expected: float
-    logged: float
+    logged_cost: float
     shards: int
     of_tenant: bool = False
     unpriced: bool = False
 
     @property
     def is_reached(self) -> bool:
-        return self.spent + self.logged >= self.amount
+        return self.spent + self.logged_cost >= self.amount
 
 
 class SpendLimiter:
@@ -98,12 +98,12 @@ class SpendLimiter:
         self._rates: Mapping[str, float] = {}
         self._unpriced: Set[str] = frozenset()
         self._refused: dict[str, tuple[OpenJob, _Limit, str]] = {}
-        self._told: dict[str, float] = {}
+        self._next_warning: dict[str, float] = {}
         self._next_logged = 0.0
-        self._logged_anew = False
+        self._is_logged_fresh = False
 
-    def look(
-        self, jobs: Collection[OpenJob], workers: Collection[WorkerState], held: Set[Shard], *, trusted: bool
+    def refresh(
+        self, jobs: Collection[OpenJob], workers: Collection[WorkerState], held: Set[ShardId], *, trusted: bool
     ) -> None:
         """Update jobs, prices and held shards. `trusted`: `held` has all shards that workers hold."""
         self._jobs = [job for job in jobs if self._is_limited(job)]
@@ -114,7 +114,7 @@ class SpendLimiter:
             self._held_of = {}
             for job, number in held:
                 self._held_of.setdefault(job, set()).add(number)
-            self._logged_anew = trusted and self._learn_logged()
+            self._is_logged_fresh = trusted and self._read_logged_costs()
 
     def stand_by(self) -> None:
         """Discard cached spending, which another dispatcher updates from now on."""
@@ -126,7 +126,7 @@ class SpendLimiter:
             return True
         if not self._trusted:  # shards that workers hold already would not be counted
             return False
-        job.learn_all_logged()
+        job.read_all_logged_costs()
         return self._fits(job, job.key_of(shard), self._expected(job, shard))
 
     def allows_again(self, job: OpenJob, shard: ShardRef) -> bool:
@@ -134,10 +134,10 @@ class SpendLimiter:
         of attempts at it so far."""
         if not self._is_limited(job):
             return True
-        job.learn_logged([shard.number])
+        job.read_logged_costs([shard.number])
         return self._fits(job, job.key_of(shard), 0.0)
 
-    def close(self) -> None:
+    def close_jobs(self) -> None:
         """Close the jobs that have reached a limit, and those that were refused a shard while no running shard can
         change that."""
         if not self._trusted:
@@ -146,34 +146,38 @@ class SpendLimiter:
             if limit.shards and not limit.is_reached:
                 continue
             if limit.of_tenant and (self._settings.wait or limit.unpriced):
-                self._tell(job, why)
+                self._warn(job, why)
                 continue
             if job.ledger.create_closing(Closing(kind="spend", at=self._world.clock.now(), reason=why)):
                 logger.warning("a job ends at its spending limit", job=job.job.id, reason=why)
 
     def _reached(self) -> Iterator[tuple[OpenJob, _Limit, str]]:
         """Jobs that have running shards though they have reached a limit."""
-        for job in self._jobs if self._logged_anew else ():
+        for job in self._jobs if self._is_logged_fresh else ():
             if job.closing is not None or not self._under_way(job):
                 continue
             for limit in self._limits(job):
                 if limit.is_reached:
-                    yield job, limit, f"{limit.of} is {limit.amount:g}: {limit.spent + limit.logged:.4g} is spent"
+                    yield (
+                        job,
+                        limit,
+                        f"{limit.name} is {limit.amount:g}: {limit.spent + limit.logged_cost:.4g} is spent",
+                    )
                     break
 
-    def _learn_logged(self) -> bool:
+    def _read_logged_costs(self) -> bool:
         """Read the cost so far of the shards that workers hold, if it is due; False if not. Each shard costs a listing
         and a read of a small object."""
         now = self._world.clock.monotonic()
         if now < self._next_logged:
             return False
-        self._next_logged = now + LOGGED_SECONDS
+        self._next_logged = now + LOGGED_COST_INTERVAL_SECONDS
         for job in self._jobs:
             if job.closing is None:
-                job.learn_logged(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+                job.read_logged_costs(self._held_of.get(job.job.id, set()) & job.open_shards.keys())
         return True
 
-    def ends(self, job: OpenJob) -> None:
+    def record_end(self, job: OpenJob) -> None:
         """Record the job's cost for its tenant in markers, before the job gets its outcome."""
         if job.ledger.in_root and self._settings.of(job.job.tenant):
             self._ended.ended(job.job.tenant, job.job.id, job.spent_by_day)
@@ -186,14 +190,14 @@ class SpendLimiter:
             due = limit.spent + limit.expected
             if limit.unpriced or model in self._unpriced:
                 limit = replace(limit, unpriced=True)
-                why = f"{limit.of} can't be kept: nobody says what an hour of its workers costs"
+                why = f"{limit.name} can't be kept: nobody says what an hour of its workers costs"
             elif expected is None and not limit.shards and due < limit.amount:
                 continue  # the first shard measures the cost
             elif expected is not None and due + expected <= limit.amount:
                 continue
             else:
                 more = "" if expected is None else f", and the next shard should cost {expected:.4g}"
-                why = f"{limit.of} is {limit.amount:g}: {due:.4g} is spent{more}"
+                why = f"{limit.name} is {limit.amount:g}: {due:.4g} is spent{more}"
             self._refused[job.job.id] = job, limit, why
             return False
         return True
@@ -218,22 +222,22 @@ class SpendLimiter:
                 yield self._limit(f"what its tenant may spend in a {what}", amount, spent, jobs, of_tenant=True)
 
     def _limit(
-        self, of: str, amount: float, spent: float, jobs: Collection[OpenJob], *, of_tenant: bool = False
+        self, name: str, amount: float, spent: float, jobs: Collection[OpenJob], *, of_tenant: bool = False
     ) -> _Limit:
         expected, logged, shards = 0.0, 0.0, 0
         for job in jobs:
             under_way = self._under_way(job)
             shards += len(under_way)
-            logged += sum(job.logged.values())
-            for number in under_way | job.logged.keys():
+            logged += sum(job.logged_cost.values())
+            for number in under_way | job.logged_cost.keys():
                 cost = self._expected(job, job.open_shards[number]) if number in under_way else None
-                expected += max(cost or 0.0, job.logged.get(number, 0.0))
+                expected += max(cost or 0.0, job.logged_cost.get(number, 0.0))
         unpriced = any(job.spent.unpriced for job in jobs)
-        return _Limit(of, amount, spent, expected, logged, shards, of_tenant, unpriced)
+        return _Limit(name, amount, spent, expected, logged, shards, of_tenant, unpriced)
 
     def _under_way(self, job: OpenJob) -> Set[int]:
         """The job's shards that are on a queue or held by a worker."""
-        return job.puts.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
+        return job.queued.keys() | (self._held_of.get(job.job.id, set()) & job.open_shards.keys())
 
     def _expected(self, job: OpenJob, shard: ShardRef) -> float | None:
         """Expected cost of the shard; None: not known yet."""
@@ -241,12 +245,12 @@ class SpendLimiter:
         rate = job.cost_per_token(model)
         if rate is None:
             rate = self._rates.get(model)
-        return None if rate is None else rate * cost(shard)
+        return None if rate is None else rate * estimated_tokens(shard)
 
-    def _tell(self, job: OpenJob, why: str) -> None:
+    def _warn(self, job: OpenJob, why: str) -> None:
         now = self._world.clock.monotonic()
-        if now >= self._told.get(job.job.tenant, 0.0):
-            self._told[job.job.tenant] = now + SILENT_SECONDS
+        if now >= self._next_warning.get(job.job.tenant, 0.0):
+            self._next_warning[job.job.tenant] = now + WARNING_INTERVAL_SECONDS
             logger.warning("a tenant's jobs wait for its spending limit", tenant=job.job.tenant, reason=why)
 
 

@@ -19,60 +19,60 @@ class StalledJob:
     Attributes:
         reason: what is wrong, and what to do.
         tries: failures in a row.
-        again: when it is retried, or, during a retry, when it counts as recovered (monotonic).
-        is_tried: it is being retried, and has not failed since.
+        retry_at: when it is retried, or, during a retry, when it counts as recovered (monotonic).
+        is_retrying: it is being retried, and has not failed since.
     """
 
     ledger: JobLedger
     reason: str
     tries: int = 0
     pause_seconds: float = FIRST_PAUSE_SECONDS
-    again: float = 0.0
-    is_tried: bool = False
+    retry_at: float = 0.0
+    is_retrying: bool = False
 
 
-class Attention:
+class StalledJobs:
     """The stalled jobs of one dispatcher, by id. For the thread that ticks."""
 
     def __init__(self) -> None:
-        self._troubles: dict[str, StalledJob] = {}
+        self._stalled: dict[str, StalledJob] = {}
 
     def __len__(self) -> int:
-        return len(self._troubles)
+        return len(self._stalled)
 
-    def note(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
+    def record_failure(self, job: str, ledger: JobLedger, reason: str, now: float) -> StalledJob:
         """Record a failure of the job, and pause it."""
-        trouble = self._troubles.get(job)
-        if trouble is None:
-            trouble = self._troubles[job] = StalledJob(ledger, reason)
+        stalled = self._stalled.get(job)
+        if stalled is None:
+            stalled = self._stalled[job] = StalledJob(ledger, reason)
         else:
-            trouble.pause_seconds = min(2 * trouble.pause_seconds, MAX_PAUSE_SECONDS)
-        trouble.tries += 1
-        trouble.reason, trouble.is_tried, trouble.again = reason, False, now + trouble.pause_seconds
-        return trouble
+            stalled.pause_seconds = min(2 * stalled.pause_seconds, MAX_PAUSE_SECONDS)
+        stalled.tries += 1
+        stalled.reason, stalled.is_retrying, stalled.retry_at = reason, False, now + stalled.pause_seconds
+        return stalled
 
     def reason(self, job: str) -> str | None:
         """Why the job is stalled; None: it isn't."""
-        trouble = self._troubles.get(job)
-        return None if trouble is None else trouble.reason
+        stalled = self._stalled.get(job)
+        return None if stalled is None else stalled.reason
 
-    def rests(self, job: str) -> bool:
+    def is_paused(self, job: str) -> bool:
         """Whether the job is paused now."""
-        trouble = self._troubles.get(job)
-        return trouble is not None and not trouble.is_tried
+        stalled = self._stalled.get(job)
+        return stalled is not None and not stalled.is_retrying
 
     def forget(self, job: str) -> None:
         """Remove a job that has ended, was removed, or has recovered."""
-        self._troubles.pop(job, None)
+        self._stalled.pop(job, None)
 
     def due(self, now: float) -> list[tuple[str, StalledJob]]:
         """Jobs whose pause is over: they are due for a retry, or have recovered if they are being retried."""
-        return [(job, trouble) for job, trouble in self._troubles.items() if now >= trouble.again]
+        return [(job, stalled) for job, stalled in self._stalled.items() if now >= stalled.retry_at]
 
-    def try_again(self, trouble: StalledJob, now: float) -> None:
+    def start_retry(self, stalled: StalledJob, now: float) -> None:
         """Start a retry; without a further failure the job has recovered after as long a pause."""
-        trouble.is_tried, trouble.again = True, now + trouble.pause_seconds
+        stalled.is_retrying, stalled.retry_at = True, now + stalled.pause_seconds
 
-    def postpone(self, trouble: StalledJob, now: float) -> None:
+    def postpone(self, stalled: StalledJob, now: float) -> None:
         """Pause the job again, as long as before: the retry could not start."""
-        trouble.is_tried, trouble.again = False, now + trouble.pause_seconds
+        stalled.is_retrying, stalled.retry_at = False, now + stalled.pause_seconds

@@ -26,11 +26,13 @@ class Leading:
         what: is done by whoever leads, for the log.
     """
 
-    def __init__(self, lease: Lease | None, clock: Clock, what: str, renew_every: float = RENEW_SECONDS) -> None:
+    def __init__(
+        self, lease: Lease | None, clock: Clock, what: str, renew_interval_seconds: float = RENEW_SECONDS
+    ) -> None:
         self._lease = lease
         self._clock = clock
         self._what = what
-        self._renew_every = renew_every
+        self._renew_interval_seconds = renew_interval_seconds
         self._leads = lease is None
         self._next_renewal = 0.0
 
@@ -38,7 +40,7 @@ class Leading:
         """Whether the work is ours now."""
         at = self._clock.monotonic()
         if self._lease is not None and at >= self._next_renewal:
-            self._next_renewal = at + self._renew_every
+            self._next_renewal = at + self._renew_interval_seconds
             try:
                 leads = self._lease.renew()
             except ServiceUnavailable as error:

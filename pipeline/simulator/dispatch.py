@@ -39,8 +39,8 @@ class SimulatedDispatch:
         self._settings = settings
         self._jobs: dict[Tier, dict[str, list[SimJob]]] = {tier: {} for tier in BY_URGENCY}  # by tenant, by urgency
         self._shares = {tier: FairShares(settings.weights) for tier in BY_URGENCY}
-        self._triage = dict.fromkeys(BY_URGENCY, SheddingPlan())
-        self._sorted_out: dict[Tier, float] = {}
+        self._shedding_plans = dict.fromkeys(BY_URGENCY, SheddingPlan())
+        self._shed_at: dict[Tier, float] = {}
         self.queues: dict[Tier, deque[WaitingShard]] = {tier: deque() for tier in BY_URGENCY}
 
     def __iter__(self) -> Iterator[SimJob]:
@@ -95,23 +95,23 @@ class SimulatedDispatch:
 
     def _sort_out(self, tier: Tier, now: float, rate: float) -> None:
         """Which deadlines can be met, looked at as often as the dispatcher does."""
-        if now < self._sorted_out.get(tier, -inf) + self._settings.cache_every:
+        if now < self._shed_at.get(tier, -inf) + self._settings.cache_every:
             return
-        self._sorted_out[tier] = now
+        self._shed_at[tier] = now
         due = [
             JobDeadline(job.order.id, job.due - now, job.rows_left * job.planned_tokens)
             for jobs in self._jobs[tier].values()
             for job in jobs
             if job.due is not None
         ]
-        self._triage[tier] = plan_shedding(due, rate)
+        self._shedding_plans[tier] = plan_shedding(due, rate)
 
     def _is_lost(self, job: SimJob) -> bool:
-        return job.order.id in self._triage[job.order.tier].lost
+        return job.order.id in self._shedding_plans[job.order.tier].lost
 
     def _presses(self, job: SimJob, shares: FairShares, now: float, rate: float) -> bool:
         left = None if job.due is None or self._is_lost(job) else job.due - now
-        together = self._triage[job.order.tier].together.get(job.order.id, 0.0)
+        together = self._shedding_plans[job.order.tier].cumulative_tokens.get(job.order.id, 0.0)
         return is_deadline_at_risk(
             left, job.rows_left * job.planned_tokens, together, rate, shares.ahead(job.order.tenant)
         )

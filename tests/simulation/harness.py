@@ -123,7 +123,12 @@ class House:
         self._wait_for_the_lock(process)
         with self.office(process, idle=0.2) as office:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, patience=5.0, sweep_every=6.0, cache_every=1.0, tick_every=0.5, grace=8.0
+                backlog=self.scenario.backlog,
+                retry_timeout_seconds=5.0,
+                sweep_every=6.0,
+                cache_every=1.0,
+                tick_every=0.5,
+                grace=8.0,
             )
             dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
             while office.ledger.find_job() is None:

@@ -36,7 +36,7 @@ from schemas.requests.limits import Limits, PlanSettings
 from tests.pipeline.made_jobs import MODELS, computed, order, report
 from tests.waiting import HANG_SECONDS, wait_for
 
-SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_every=0.02)
+SETTINGS = JobControllerSettings(tick_every=0.002, look_every=0.01, retry_after=0.05, renew_interval_seconds=0.02)
 
 
 class Table:
@@ -98,7 +98,7 @@ class Endless(InProcessPlanner):
 
     def __init__(self, world: World, begin: Callable[[JobLedger], object] = lambda _: None) -> None:
         super().__init__(world, open_pinned)
-        self.begun, self.tried = threading.Event(), 0
+        self.is_begun, self.tried = threading.Event(), 0
         self._begin = begin
         self._cancelled = threading.Event()
 
@@ -106,7 +106,7 @@ class Endless(InProcessPlanner):
         self.tried += 1
         if self._cancelled.is_set():
             return super().plan(ledger, in_time=in_time)
-        self.begun.set()
+        self.is_begun.set()
         assert self._cancelled.wait(HANG_SECONDS)
         self._begin(ledger)
         raise PlanningCancelled("cancelled")
@@ -135,7 +135,7 @@ class Root:
         submit(order(input=pin_input(source), settings=settings, **changes), self.ledger(name), self.world, job_id=name)
 
     def foreman(self, lease: Lease | None = None, planner: JobPlanner | None = None) -> JobController:
-        settings = DispatchSettings(isolate=True, patience=0.5, sweep_every=0.2)
+        settings = DispatchSettings(isolate=True, retry_timeout_seconds=0.5, sweep_every=0.2)
         dispatcher = Dispatcher(self.world, self.queue, self.beats, settings=settings)
         return JobController(self.world, dispatcher, settings=SETTINGS, lease=lease, planner=planner)
 
@@ -411,7 +411,7 @@ def test_given_a_plan_under_way_when_its_job_is_cancelled_then_planning_ends_and
     planner = Endless(root.world)
     root.submit("endless", lines(5))
     root.start_foreman(planner=planner)
-    assert planner.begun.wait(HANG_SECONDS)
+    assert planner.is_begun.wait(HANG_SECONDS)
     root.ledger("endless").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
     outcome = root.outcome("endless", HANG_SECONDS)
     assert (outcome.status, outcome.counts.total, outcome.errors) == (JobStatus.CANCELLED, 0, ())
@@ -424,7 +424,7 @@ def test_given_a_segment_that_is_committed_just_when_planning_is_cancelled_then_
     planner = Endless(root.world, lambda ledger: plan_job(ledger, ledger.job(), root.world, most_segments=1))
     root.submit("begun", lines(50))
     root.start_foreman(planner=planner)
-    assert planner.begun.wait(HANG_SECONDS)
+    assert planner.is_begun.wait(HANG_SECONDS)
     root.ledger("begun").create_closing(Closing(kind="cancel", at=root.world.clock.now()))
     outcome = root.outcome("begun", HANG_SECONDS)
     assert (outcome.status, outcome.counts.total, planner.tried) == (JobStatus.CANCELLED, 50, 2)
@@ -435,7 +435,7 @@ def test_a_job_whose_planning_fails_each_time_can_be_cancelled_between_two_tries
     planner = Failing(root.world, {"bad": ValueError("unforeseen")})
     root.submit("bad", lines(5))
     dispatcher = Dispatcher(
-        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_every=0.01)
+        root.world, root.queue, root.beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.01)
     )
     foreman = JobController(root.world, dispatcher, settings=settings, planner=planner)
     root._start(lambda: foreman.run(root.stop))
@@ -528,7 +528,7 @@ class Stepped:
         tried = len(self.planner.tried)
         self._clock.now_seconds += seconds
         self._foreman.tick()
-        planning = [known.planning for known in self._foreman._known.values() if known.planning is not None]
+        planning = [known.planning for known in self._controller._tracked.values() if known.planning is not None]
         wait_for(lambda: all(one.done() for one in planning), "planning does not end")
         assert len(self.planner.tried) <= tried + 1
 

@@ -194,7 +194,9 @@ def test_given_a_server_that_forgot_everything_then_what_was_put_before_is_put_a
         put_at += [(world.clock.monotonic(), task.shard) for task in house.queue.tasks]
         house.queue.tasks.clear()
         world.clock.sleep(1.0)
-    assert put_at == [(7.0, 2), (7.0, 3)], "when the server has kept beats for a while, and without patience"
+    assert put_at == [(7.0, 2), (7.0, 3)], (
+        "when the server has kept beats for a while, without waiting for the retry time-out"
+    )
 
 
 def test_a_dead_workers_shards_are_put_again_at_once(house: House) -> None:

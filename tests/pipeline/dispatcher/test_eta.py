@@ -23,7 +23,7 @@ from tests.pipeline.simulation import ChaoticQueue, MemoryStore, simulated_world
 ROW = 12  # tokens of a row that was planned by hand
 
 
-AT_ONCE = DispatchSettings(eta_every=0.0)
+AT_ONCE = DispatchSettings(eta_interval_seconds=0.0)
 """A forecast that moved is written with the next look."""
 
 
@@ -141,14 +141,14 @@ def test_what_another_job_would_find_depends_on_its_tier_and_tenant(tmp_path: Pa
 
     def seconds(**changes: object) -> float | None:
         new = job.model_copy(update={"id": "new", "created_at": world.clock.now() + timedelta(seconds=1), **changes})
-        end = dispatcher.end_of(new, {PIN.key: 300})
+        end = dispatcher.forecast_end(new, {PIN.key: 300})
         return None if end is None else (end - world.clock.now()).total_seconds()
 
     assert seconds(tier=Tier.STANDARD) == pytest.approx(300 / 95)
     assert seconds(tier=Tier.BULK) == pytest.approx((100 * ROW + 300) / 100)
     assert seconds(tier=Tier.BULK, tenant="other") == pytest.approx(300 / 50)
     assert seconds(tier=Tier.BULK, tenant="heavy") == pytest.approx(300 / 75)
-    assert dispatcher.end_of(job.model_copy(update={"id": "new"}), {"other model": 300}) is None
+    assert dispatcher.forecast_end(job.model_copy(update={"id": "new"}), {"other model": 300}) is None
 
 
 @pytest.mark.parametrize(("seconds", "first"), [(300.0, ["late"] * 4), (50_000.0, ["late", "other"] * 2)])
@@ -164,7 +164,9 @@ def test_given_a_deadline_that_presses_then_its_job_goes_before_its_tenants_turn
         plan_by_hand(ledger, world, [[row] for row in range(9)], tenant=name, deadline=due)
         dispatcher.add(ledger)
     beats.beat(WorkerState("w", frozenset({PIN.key}), tokens_per_second=1.0))
-    dispatcher._outlook.look((), beats.workers(), world.clock.now())  # the speed is known when the first shard goes
+    dispatcher._forecaster.refresh(
+        (), beats.workers(), world.clock.now()
+    )  # the speed is known when the first shard goes
     went = []
     while len(went) < 4:
         dispatcher.tick()

@@ -16,7 +16,7 @@ def hand_out(shares: FairShares, tenants: list[str], tokens: int, seed: int = 0)
     """Hand out about so many tokens in shards of mixed sizes to tenants who always want more."""
     chance, got = random.Random(seed), Counter[str]()
     while got.total() < tokens:
-        shares.wants(tenants)
+        shares.set_active(tenants)
         tenant = shares.next(tenants)
         size = chance.randint(100, 10_000)
         shares.charge(tenant, size)
@@ -42,16 +42,16 @@ def test_who_had_no_work_for_long_has_saved_nothing_up() -> None:
 
 def test_who_leaves_with_more_than_its_share_does_not_come_back_even() -> None:
     shares = FairShares()
-    shares.wants(["a", "b"])
+    shares.set_active(["a", "b"])
     shares.charge("a", 50_000)
     hand_out(shares, ["b"], 10_000)
-    shares.wants(["a", "b"])
+    shares.set_active(["a", "b"])
     assert shares.next(["a", "b"]) == "b"
 
 
 def test_what_was_estimated_too_high_is_given_back() -> None:
     shares = FairShares()
-    shares.wants(["a", "b"])
+    shares.set_active(["a", "b"])
     shares.charge("a", 1_000)
     shares.charge("b", 800)
     shares.charge("a", -900)

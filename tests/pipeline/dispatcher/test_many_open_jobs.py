@@ -14,7 +14,7 @@ from pipeline.adapters.folder.store import FolderStore
 from pipeline.adapters.memory.heartbeats import MemoryHeartbeats
 from pipeline.adapters.memory.shard_queue import MemoryQueue
 from pipeline.adapters.system import SystemClock, SystemRandomness
-from pipeline.dispatcher.controller import LOOKED_AT, JobController, JobControllerSettings
+from pipeline.dispatcher.controller import MAX_OPEN_CHECKS, JobController, JobControllerSettings
 from pipeline.dispatcher.dispatcher import Dispatcher, DispatchSettings
 from pipeline.ledger.active_index import sweep
 from pipeline.ledger.ledger import CLOSE, JobLedger
@@ -76,7 +76,9 @@ def job(world: World, name: str, shards: int = 3, deadline: timedelta | None = N
 
 def foreman(world: World) -> tuple[JobController, Dispatcher]:
     beats = MemoryHeartbeats(world.clock, 60.0)
-    dispatcher = Dispatcher(world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_every=0.0))
+    dispatcher = Dispatcher(
+        world, MemoryQueue(), beats, settings=DispatchSettings(isolate=True, closing_interval_seconds=0.0)
+    )
     return JobController(world, dispatcher, settings=JobControllerSettings(look_every=0.0)), dispatcher
 
 
@@ -92,8 +94,8 @@ def test_given_many_open_jobs_when_nothing_happens_then_a_turn_asks_for_a_few_of
     for _ in range(10):
         house.tick()
     # Two objects tell whether a job is open, and two shards wait in the queue.
-    assert sum(store.asked.values()) <= 10 * (2 * LOOKED_AT + 2), store.asked
-    assert store.asked["info manifest.json"] == 10 * LOOKED_AT, "what has ended would not be noticed"
+    assert sum(store.asked.values()) <= 10 * (2 * MAX_OPEN_CHECKS + 2), store.asked
+    assert store.asked["info manifest.json"] == 10 * MAX_OPEN_CHECKS, "what has ended would not be noticed"
 
     cancelled = ledgers[7]
     cancelled.create_closing(Closing(kind="cancel", at=world.clock.now()))

@@ -65,7 +65,7 @@ def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert standing.shards == {(TIER, "held"): 1, (TIER, "queued"): 2, (TIER, "waiting"): 6}
     assert standing.jobs == {(TIER, "in_progress"): 1}
@@ -80,7 +80,7 @@ def test_who_waits_for_nothing_is_not_told_as_waiting(house: House) -> None:
     client = house.client("w")
     assert client.take(0) is not None
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert (standing.oldest, standing.shards[TIER, "held"]) == ({}, 1)
 
@@ -91,7 +91,7 @@ def test_who_does_not_lead_says_nothing_of_how_jobs_stand(house: House) -> None:
     work(house, 1)
     rows = house.figures.rows()
     house.dispatcher.stand_by()
-    assert house.figures.standing is None
+    assert house.figures.snapshot is None
     assert house.figures.rows() == rows, "what it has counted stays"
 
 
@@ -118,7 +118,7 @@ def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp
     assert manifest.cost is not None
     assert house.figures.cost() == {"bulk": pytest.approx(manifest.cost)}
     assert manifest.cost > 0
-    counts, seconds = house.figures.took["bulk"].read()
+    counts, seconds = house.figures.job_durations["bulk"].read()
     assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
 
 
@@ -128,7 +128,7 @@ def test_a_name_that_only_a_user_gave_is_told_as_another(house: House) -> None:
     assert job.models == pins
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert set(standing.backlog) == {("other", TIER)}
 
@@ -141,7 +141,7 @@ def test_a_job_of_which_nothing_is_planned_waits_with_what_its_input_says(tmp_pa
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
     world.clock.sleep(timedelta(hours=1).total_seconds())
-    standing = house.figures.standing
+    standing = house.figures.snapshot
     assert standing is not None
     assert standing.jobs == {(TIER, "validating"): 1}
     assert standing.backlog == {(MODEL, TIER): order().input.size // 4}

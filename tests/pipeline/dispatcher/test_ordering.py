@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.dispatcher.fair_share import FairShares
 from pipeline.dispatcher.ordering import (
-    ADVANCE_SECONDS,
-    PRESSING_SECONDS,
+    DEADLINE_RISK_SECONDS,
+    MAX_ADVANCE_SECONDS,
     backlog_for,
     dispatch_order,
     is_deadline_at_risk,
@@ -82,10 +82,10 @@ def test_given_more_room_than_shards_then_all_are_taken_once() -> None:
         (None, 1e6, 1_000, 0, False),  # no deadline
         (5_000, 1e6, 0, 0, False),  # nobody knows how fast it goes
         (5_000, 1e6, 1_000, 0, False),  # 1,000 s of work: it may wait
-        (2 * 1_000 + PRESSING_SECONDS - 1, 1e6, 1_000, 0, True),
+        (2 * 1_000 + DEADLINE_RISK_SECONDS - 1, 1e6, 1_000, 0, True),
         (900, 1e6, 1_000, 0, True),  # it might still be in time
         (5_000, 4e6, 1_000, 0, True),  # what is due before it leaves it no room
-        (1_500, 1e6, 1_000, ADVANCE_SECONDS * 1_000 + 1, False),  # its tenant has had enough
+        (1_500, 1e6, 1_000, MAX_ADVANCE_SECONDS * 1_000 + 1, False),  # its tenant has had enough
     ],
 )
 def test_given_what_is_left_of_a_job_then_it_presses_or_not(

@@ -177,15 +177,15 @@ class RootHouse:
         """A dispatcher: plans and hands out what is open."""
         with self.office(process, idle=IDLE_SECONDS) as office:
             settings = DispatchSettings(
-                backlog=self.scenario.backlog, patience=20.0, settle=SETTLE, sweep_every=6.0, cache_every=1.0,
-                grace=8.0, isolate=True,
+                backlog=self.scenario.backlog, retry_timeout_seconds=20.0, settle=SETTLE, sweep_every=6.0,
+                cache_every=1.0, grace=8.0, isolate=True,
             )  # fmt: skip
             dispatcher = Dispatcher(office.world, office.queue, office.heartbeats, settings=settings)
             process.threaded = self.scenario.threaded
             planners = SecondThread(process) if process.threaded else InlineExecutor()
             foreman = JobController(
                 office.world, dispatcher, self.open_input,
-                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_every=2.0),
+                JobControllerSettings(look_every=1.0, sweep_every=60.0, retry_after=5.0, renew_interval_seconds=2.0),
                 RootLease(self.broker, process), planners,
             )  # fmt: skip
             foreman.run(self.stop(process))
