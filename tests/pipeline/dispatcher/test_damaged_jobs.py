@@ -71,7 +71,7 @@ class Root:
 
     def turn(self, *, work: bool = True) -> None:
         """A second in which everybody does what there is to do."""
-        for name in self.names:  # as a foreman does with what is open
+        for name in self.names:  # as a controller does with what is open
             if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.rests(name):
                 self.dispatcher.add(self.ledger(name))
         self.dispatcher.tick(planning=())

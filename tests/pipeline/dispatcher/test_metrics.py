@@ -38,7 +38,7 @@ def work(house: House, shards: int, name: str = "w") -> None:
     house.dispatcher.tick()
 
 
-def test_who_takes_over_counts_what_comes_from_then_on(house: House) -> None:
+def test_a_dispatcher_that_takes_over_counts_only_new_parts(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[n, n + 1] for n in range(0, 12, 2)], rejected=[12, 13, 14])
     house.dispatcher.add(house.ledger)
     work(house, 2)
@@ -58,7 +58,7 @@ def test_who_takes_over_counts_what_comes_from_then_on(house: House) -> None:
     assert (house.figures.ended(), other.figures.ended()) == ({}, {(TIER, "completed"): 1})
 
 
-def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
+def test_shard_states_add_up_to_the_shards_without_a_part(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[n] for n in range(9)])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -73,7 +73,7 @@ def test_how_shards_stand_adds_up_to_those_without_a_part(house: House) -> None:
     assert standing.oldest == {TIER: house.ledger.job().created_at}
 
 
-def test_who_waits_for_nothing_is_not_told_as_waiting(house: House) -> None:
+def test_a_job_without_waiting_shards_is_not_reported_as_waiting(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     house.dispatcher.tick()
@@ -85,7 +85,7 @@ def test_who_waits_for_nothing_is_not_told_as_waiting(house: House) -> None:
     assert (standing.oldest, standing.shards[TIER, "held"]) == ({}, 1)
 
 
-def test_who_does_not_lead_says_nothing_of_how_jobs_stand(house: House) -> None:
+def test_a_dispatcher_that_does_not_lead_has_no_snapshot(house: House) -> None:
     plan_by_hand(house.ledger, house.world, [[0]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
@@ -95,7 +95,7 @@ def test_who_does_not_lead_says_nothing_of_how_jobs_stand(house: House) -> None:
     assert house.figures.rows() == rows, "what it has counted stays"
 
 
-def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None:
+def test_closed_rows_are_counted_by_their_status(house: House) -> None:
     job = plan_by_hand(house.ledger, house.world, [[0, 1], [2, 3, 4]])
     house.dispatcher.add(house.ledger)
     work(house, 1)
@@ -107,7 +107,7 @@ def test_rows_that_are_closed_are_counted_as_what_they_are(house: House) -> None
     assert house.figures.ended() == {(TIER, "cancelled"): 1}
 
 
-def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp_path: Path) -> None:
+def test_cost_comes_from_manifests_and_duration_from_the_creation_time(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     settings, figures = DispatchSettings(price_per_hour=36.0), DispatchMetrics()
     house = House(world, JobLedger(world.store), settings=settings, figures=figures)
@@ -122,7 +122,7 @@ def test_the_cost_is_that_of_the_manifests_and_the_time_that_from_the_making(tmp
     assert (sum(counts), seconds) == (1, pytest.approx(world.clock.monotonic(), abs=2.0))
 
 
-def test_a_name_that_only_a_user_gave_is_told_as_another(house: House) -> None:
+def test_a_model_name_that_only_a_user_gave_is_reported_as_other(house: House) -> None:
     pins = (ModelPin(name="served", source="/models/served", digest="sha256:2", dtype="float32"),)
     job = plan_by_hand(house.ledger, house.world, [[0]], models=pins)  # its rows name a model that nobody serves
     assert job.models == pins
@@ -133,7 +133,7 @@ def test_a_name_that_only_a_user_gave_is_told_as_another(house: House) -> None:
     assert set(standing.backlog) == {("other", TIER)}
 
 
-def test_a_job_of_which_nothing_is_planned_waits_with_what_its_input_says(tmp_path: Path) -> None:
+def test_an_unplanned_job_reports_a_backlog_estimated_from_its_input(tmp_path: Path) -> None:
     world = simulated_world(tmp_path)
     house = House(world, JobLedger(world.store), settings=DispatchSettings(cache_every=0.0))
     plan_by_hand(house.ledger, world, [[0]])

@@ -95,7 +95,7 @@ def dispatcher(world: World, together: ThreadPoolExecutor | None = None) -> Disp
     return Dispatcher(world, MemoryQueue(), beats, settings=settings, together=together)
 
 
-def test_given_a_store_that_answers_late_many_requests_are_under_way_at_once(store: Far, world: World) -> None:
+def test_given_a_slow_store_many_requests_run_concurrently(store: Far, world: World) -> None:
     ledgers = [planned(world, f"job-{number}", 12) for number in range(3)]
     for ledger in ledgers:
         commit(world, ledger, 12)
@@ -144,7 +144,7 @@ def test_given_jobs_that_wait_to_be_planned_a_tick_asks_for_few_of_their_plans(s
     assert min(store.asked[plan] for plan in plans) == 1, "the others are looked at in turn"
 
 
-def test_given_a_part_that_is_damaged_its_job_alone_is_left_alone(store: Far, world: World) -> None:
+def test_given_a_damaged_part_only_its_job_is_paused(store: Far, world: World) -> None:
     good, bad = planned(world, "good", 2), planned(world, "bad", 2)
     commit(world, good, 2)
     commit(world, bad, 2)
