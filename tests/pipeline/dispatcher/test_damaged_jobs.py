@@ -72,7 +72,7 @@ class Root:
     def turn(self, *, work: bool = True) -> None:
         """A second in which everybody does what there is to do."""
         for name in self.names:  # as a controller does with what is open
-            if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.rests(name):
+            if f"jobs/{name}/manifest.json" not in self.store.objects and not self.dispatcher.is_paused(name):
                 self.dispatcher.add(self.ledger(name))
         self.dispatcher.tick(planning=())
         self.worker.send_heartbeat([])
@@ -366,7 +366,7 @@ def test_given_a_part_that_is_cut_then_its_job_needs_attention(root: Root) -> No
     (innocent,) = root.outcomes("innocent")
     assert innocent.counts.succeeded == ANSWERED
     root.turn()
-    assert root.dispatcher.rests("victim")
+    assert root.dispatcher.is_paused("victim")
 
 
 class Unforeseen(Exception):
@@ -405,13 +405,13 @@ def test_given_one_object_that_the_store_refuses_then_its_job_alone_waits(
     with monkeypatch.context() as planted:
         planted.setattr(root.store, "list", refused)
         (innocent,) = root.outcomes("innocent")
-        assert root.dispatcher.rests("victim")
+        assert root.dispatcher.is_paused("victim")
     assert innocent.counts.succeeded == ANSWERED
     (victim,) = root.outcomes("victim")
     assert victim.counts.succeeded == ANSWERED
 
 
-def test_given_a_job_none_of_whose_objects_can_be_read_then_it_rests_and_goes_on_later(
+def test_given_a_job_none_of_whose_objects_can_be_read_then_it_is_paused_and_goes_on_later(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(real: Callable[..., object]) -> Callable[..., object]:
@@ -428,10 +428,10 @@ def test_given_a_job_none_of_whose_objects_can_be_read_then_it_rests_and_goes_on
             planted.setattr(root.store, name, refusing(getattr(root.store, name)))
         for _ in range(60):
             root.dispatcher.tick(planning=())
-            assert root.dispatcher.rests("victim") or root.dispatcher.progress("victim") is not None
+            assert root.dispatcher.is_paused("victim") or root.dispatcher.progress("victim") is not None
             root.world.clock.sleep(1.0)
-        assert root.dispatcher.rests("victim")
-        assert not root.dispatcher.rests("innocent")
+        assert root.dispatcher.is_paused("victim")
+        assert not root.dispatcher.is_paused("innocent")
     victim, innocent = root.outcomes("victim", "innocent")
     assert (victim.counts.succeeded, innocent.counts.succeeded) == (ANSWERED, ANSWERED)
 
@@ -445,5 +445,5 @@ def test_given_a_store_that_fails_as_a_whole_then_no_job_is_blamed(root: Root, m
         planted.setattr(root.store, "list", away)
         with pytest.raises(StoreError):
             root.dispatcher.tick(planning=())
-    assert not root.dispatcher.rests("victim")
-    assert not root.dispatcher.rests("innocent")
+    assert not root.dispatcher.is_paused("victim")
+    assert not root.dispatcher.is_paused("innocent")

@@ -22,7 +22,7 @@ from pipeline.tracing import (
     current_traceparent,
     doors_span,
     log_fields,
-    place_of,
+    parse_traceparent,
     read_traceparent,
     working_for,
 )
@@ -83,7 +83,7 @@ def test_given_what_is_no_traceparent_then_it_is_passed_over(sent: str | bytes |
 
 def test_given_a_traceparent_as_text_or_bytes_then_it_is_read_as_it_is() -> None:
     assert read_traceparent(SENT) == read_traceparent(SENT.encode()) == SENT
-    assert str(place_of(SENT)) == SENT
+    assert str(parse_traceparent(SENT)) == SENT
 
 
 def test_given_nobody_traces_then_there_is_one_span_for_all_and_nothing_is_current() -> None:
@@ -155,7 +155,7 @@ def test_given_a_job_that_no_door_traced_then_its_trace_follows_from_its_id(trac
     span = traced.spans["job"]
     assert span.parent is None
     assert traced.traces.of_job(made) == Traced().traces.of_job(made)
-    place = place_of(traced.traces.of_job(made) or "")
+    place = parse_traceparent(traced.traces.of_job(made) or "")
     assert place is not None
     assert (place.trace, place.span, place.flags & 1) == (span.context.trace_id, span.context.span_id, 1)
     assert traced.traces.of_job(job().model_copy(update={"id": "job-2"})) != traced.traces.of_job(made)
