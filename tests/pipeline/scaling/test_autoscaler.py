@@ -17,10 +17,10 @@ from pipeline.inputs.open import pin_uri
 from pipeline.lane.memory import MemoryLane
 from pipeline.ports import Heartbeats, PipelineError
 from pipeline.runtime.availability import ServiceUnavailable
-from pipeline.scaling.autoscaler import PAPER, Autoscaler, PoolDecision
+from pipeline.scaling.autoscaler import SCALING_KEY, Autoscaler, PoolDecision
 from pipeline.scaling.backlog import BacklogMetrics, BacklogReader
 from pipeline.scaling.cloudwatch import CloudWatch
-from pipeline.scaling.observe import FirstTokens, observe, pools_of, see
+from pipeline.scaling.observe import FirstTokens, observe, observe_root, pools_of
 from schemas.jobs.job import Tier
 from schemas.jobs.job_options import JobOptions
 from schemas.settings.autoscaling import AutoscaleOptions, PoolOptions, ScalingLimits
@@ -64,7 +64,7 @@ def figures(ttft: tuple[int, ...] = (), waiting: int = 0, used: int = 0) -> Work
 
 def observed(house: House, before: FirstTokens = FirstTokens()) -> tuple[Any, FirstTokens]:  # noqa: B008
     look = BacklogReader(house.world, house.heartbeats, assumed=100.0)
-    seen = see(look, house.heartbeats, house.world.clock.now())
+    seen = observe_root(look, house.heartbeats, house.world.clock.now())
     (pool,) = pools_of(ONE_POOL, {"m", "other"})
     return observe(pool, seen, before)
 
@@ -118,7 +118,7 @@ def test_given_more_open_jobs_than_a_status_shows_then_the_oldest_ones_deadline_
 ) -> None:
     """Given an old job of `other` behind more new ones of `m` than people are shown, over several pages."""
     old = house.submit("old", "other")
-    monkeypatch.setattr("pipeline.scaling.open_work.MOST_JOBS", 2)
+    monkeypatch.setattr("pipeline.scaling.open_work.MAX_JOBS", 2)
     monkeypatch.setattr("pipeline.scaling.open_work.PAGE_JOBS", 2)
     for number in range(5):
         house.submit(f"new-{number}", "m")
@@ -188,12 +188,12 @@ def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
     house.submit("one", "m")
     dry = scaler(house, keep=False)
     assert [one.desired for one in dry.once()] == [1, 0]
-    assert house.store.info(PAPER) is None
+    assert house.store.info(SCALING_KEY) is None
     assert dry.once()[0].decision.before == 1, "it remembers by itself"
 
 
 def test_given_a_paper_that_is_damaged_then_the_past_is_forgotten(house: House) -> None:
-    house.store.replace(PAPER, b"{nonsense")
+    house.store.replace(SCALING_KEY, b"{nonsense")
     house.submit("one", "m")
     assert [one.desired for one in scaler(house).once()] == [1, 0]
 
@@ -209,7 +209,7 @@ def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: Hous
     with pytest.raises(PipelineError):
         Autoscaler(house.world, look, deaf, AutoscaleOptions(), [target]).once()
     assert target.all == []
-    assert house.store.info(PAPER) is None
+    assert house.store.info(SCALING_KEY) is None
 
 
 def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house: House) -> None:
