@@ -11,7 +11,7 @@ from pipeline.egress.release_events import ReleaseEventPublisher
 from pipeline.ledger.ledger import JOBS
 from pipeline.models.catalog import Catalog
 from pipeline.models.registry import RELEASES, ReleaseError
-from pipeline.models.shadow_client import LOOK_SECONDS, ShadowClient
+from pipeline.models.shadow_client import POLL_INTERVAL_SECONDS, ShadowClient
 from pipeline.models.shadow_results import ShadowCopies
 from pipeline.ports import Message, NotConfirmed, ShardTask, queue_name
 from pipeline.worker_client.protocol import RevokedShards
@@ -185,7 +185,7 @@ def test_given_a_candidate_at_work_when_the_release_ends_then_it_lets_go(house: 
     assert client.find_revoked([work]) == RevokedShards()
     house.book.end(release, "rolled_back", "operator", house.world.clock.now())
     assert client.find_revoked([work]).to_release == {("job-1", work.shard)}
-    assert client.take(LOOK_SECONDS) is None
+    assert client.take(POLL_INTERVAL_SECONDS) is None
     assert client.finished()
 
 
