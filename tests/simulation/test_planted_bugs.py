@@ -1,4 +1,4 @@
-"""Bugs planted on purpose: each must break a history soon, or the simulator sees nothing.
+"""Planted bugs: the simulator must find each of them within a bounded number of seeds.
 
 A patch that no longer applies fails here: make it again from the same mistake in today's code.
 """

@@ -623,7 +623,7 @@ def test_given_a_plan_that_makes_no_progress_then_it_is_ended_and_counts_as_a_fa
 
 
 @pytest.mark.parametrize("where", ["planner", "heartbeats"])
-def test_given_a_part_that_cant_go_on_then_the_foreman_stops(
+def test_given_a_part_that_cant_go_on_then_the_controller_stops(
     root: Root, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, calls = threading.Event(), []

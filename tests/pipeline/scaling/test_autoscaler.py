@@ -97,7 +97,7 @@ def test_given_a_worker_that_ends_then_it_is_not_live(house: House) -> None:
     assert observed(house)[0].live == 0
 
 
-def test_given_what_workers_tell_then_callers_kv_and_late_first_tokens_are_seen(house: House) -> None:
+def test_given_worker_metrics_then_callers_kv_and_late_first_tokens_are_observed(house: House) -> None:
     house.beat("w1", MODEL, 400.0)
     house.heartbeats.tell("w1", figures((100,), waiting=2, used=50))
     found, first = observed(house)
@@ -192,13 +192,13 @@ def test_given_a_dry_run_then_nothing_is_written(house: House) -> None:
     assert dry.once()[0].decision.before == 1, "it remembers by itself"
 
 
-def test_given_a_paper_that_is_damaged_then_the_past_is_forgotten(house: House) -> None:
+def test_given_a_damaged_state_then_it_is_ignored(house: House) -> None:
     house.store.replace(SCALING_KEY, b"{nonsense")
     house.submit("one", "m")
     assert [one.desired for one in scaler(house).once()] == [1, 0]
 
 
-def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: House) -> None:
+def test_given_unavailable_heartbeats_then_nothing_is_decided(house: House) -> None:
     class Deaf(MemoryHeartbeats):
         def workers(self) -> Any:
             raise ServiceUnavailable("Redis: is away")
@@ -212,7 +212,7 @@ def test_given_heartbeats_that_are_not_heard_then_nothing_is_decided(house: Hous
     assert house.store.info(SCALING_KEY) is None
 
 
-def test_given_a_target_that_fails_then_the_others_are_told_and_it_goes_on(house: House) -> None:
+def test_given_a_target_that_fails_then_the_others_are_called_and_it_goes_on(house: House) -> None:
     stop, target = threading.Event(), Told()
 
     class Failing:
@@ -243,7 +243,7 @@ def test_given_a_deadline_then_it_is_what_is_left_until_it(house: House) -> None
     assert demands[False].due is None
 
 
-def test_given_decisions_when_cloudwatch_is_told_then_it_has_them_by_installation_and_pool(
+def test_given_decisions_when_published_then_cloudwatch_has_them_by_installation_and_pool(
     house: House,
     cloudwatch: Any,  # noqa: F811
     unique_name: Callable[[], str],
